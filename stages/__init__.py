@@ -1,0 +1,1 @@
+"""Pipeline stages: each turns one artifact into the next."""

@@ -1,0 +1,26 @@
+"""Fixtures that more than one test module uses."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead."""
+    if os.environ.get("REQUIRE_GPU") == "1" or not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Path:
+    """The trained checkpoint that ships with kvgate."""
+    return ROOT / "stages" / "tiny" / "checkpoint"

@@ -1,0 +1,105 @@
+"""The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import digest
+from pipeline.store import MANIFEST, Recipe, Store
+
+
+def recipe(**config: object) -> Recipe:
+    return Recipe("demo", code=("pipeline.kv",), config=config, inputs={"model": "0" * 64}, libraries=("numpy",))
+
+
+def write_one(out: Path) -> None:
+    (out / "sub").mkdir()
+    (out / "sub" / "one.txt").write_text("one")
+
+
+def test_the_same_recipe_is_made_once_and_reused(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def make(out: Path) -> None:
+        made.append(out)
+        write_one(out)
+
+    store = Store(tmp_path)
+    first, second = store.get(recipe(a=1), make), store.get(recipe(a=1), make)
+    assert len(made) == 1
+    assert (first.reused, second.reused) == (False, True)
+    assert first.digest == second.digest
+    assert first.path == second.path
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        recipe(a=2),
+        Recipe("demo", code=("pipeline.kv",), config={"a": 1}, inputs={"model": "1" * 64}, libraries=("numpy",)),
+        Recipe("other", code=("pipeline.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("numpy",)),
+        Recipe("demo", code=("pipeline.store",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("numpy",)),
+        Recipe("demo", code=("pipeline.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("rich",)),
+        Recipe(
+            "demo",
+            code=("pipeline.kv",),
+            config={"a": 1},
+            inputs={"model": "0" * 64},
+            libraries=("numpy",),
+            measures_time=True,
+        ),
+    ],
+    ids=["config", "input", "stage", "code", "library", "hardware"],
+)
+def test_whatever_can_change_the_bytes_changes_the_key(other: Recipe) -> None:
+    assert other.key != recipe(a=1).key
+
+
+def test_an_altered_file_is_noticed_and_the_artifact_made_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = store.get(recipe(), write_one)
+    (first.path / "sub" / "one.txt").write_text("two")
+    again = store.get(recipe(), write_one)
+    assert not again.reused
+    assert (again.path / "sub" / "one.txt").read_text() == "one"
+
+
+def test_a_missing_manifest_means_not_finished(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = store.get(recipe(), write_one)
+    (first.path / MANIFEST).unlink()
+    assert not store.get(recipe(), write_one).reused
+
+
+def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
+    def fail(out: Path) -> None:
+        write_one(out)
+        raise RuntimeError("disk on fire")
+
+    store = Store(tmp_path)
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        store.get(recipe(), fail)
+    assert [p for p in (tmp_path / "demo").iterdir() if p.is_dir()] == []
+    assert not store.get(recipe(), write_one).reused
+
+
+def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
+    def with_sibling(out: Path) -> None:
+        write_one(out)
+        (out / "else.txt").write_text("x")
+
+    store = Store(tmp_path)
+    plain, more = store.get(recipe(a=1), write_one), store.get(recipe(a=2), with_sibling)
+    assert plain.digest != more.digest
+    assert plain.digest_under("sub") == more.digest_under("sub")
+
+
+def test_code_digest_covers_what_a_module_imports() -> None:
+    modules = digest.reachable_modules("pipeline.kv")
+    assert {"pipeline", "pipeline.kv", "pipeline.errors"} <= set(modules)
+    assert "pipeline.store" not in modules
+
+
+def test_nan_has_no_digest() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        digest.json_digest({"a": float("nan")})
