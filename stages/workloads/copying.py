@@ -1,0 +1,43 @@
+"""Copying: the user gives a piece of code-like or list-like text, the answer is the same text."""
+
+import random
+
+from stages.workloads.conversation import Message
+from stages.workloads.vocabulary import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES, digit_pair
+
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+OPERATORS = ("=", "+", ",", ";", "if", "for")
+WORDS = FIRST_NAMES + LAST_NAMES + CITIES + ITEMS
+MAX_NESTING = 6
+
+
+def code_like(rng: random.Random, length: int) -> str:
+    """About `length` symbols with balanced brackets."""
+    symbols: list[str] = []
+    open_brackets: list[str] = []
+    for _ in range(length):
+        kind = rng.random()
+        if kind < 0.2 and len(open_brackets) < MAX_NESTING:
+            open_brackets.append(rng.choice(list(BRACKETS)))
+            symbols.append(open_brackets[-1])
+        elif kind < 0.4 and open_brackets:
+            symbols.append(BRACKETS[open_brackets.pop()])
+        elif kind < 0.65:
+            symbols.append(digit_pair(rng))
+        elif kind < 0.85:
+            symbols.append(rng.choice(ITEMS))
+        else:
+            symbols.append(rng.choice(OPERATORS))
+    symbols += [BRACKETS[bracket] for bracket in reversed(open_brackets)]
+    return " ".join(symbols)
+
+
+def word_list(rng: random.Random, length: int) -> str:
+    """`length` words and numbers without any order."""
+    return " ".join(rng.choice(WORDS) if rng.random() < 0.6 else digit_pair(rng) for _ in range(length))
+
+
+def copy_request(rng: random.Random, length: int) -> list[Message]:
+    """One request to copy `length` symbols, and the copy."""
+    text = rng.choice((code_like, word_list))(rng, length)
+    return [("user", f"Copy:\n{text}"), ("assistant", text)]

@@ -1,0 +1,46 @@
+"""Multi-turn: facts told in earlier turns, some of them updated later, then asked for.
+
+A fact is told as `gate.code=4821` and updated as `gate.code->7310`; an update is final, so the answer is unambiguous.
+"""
+
+import random
+from collections.abc import Callable
+
+from stages.workloads.conversation import Message, compact_json
+from stages.workloads.records import question
+from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, digit_pair, words
+
+SUBJECTS = words("gate safe cabin locker garage office cellar attic")
+KINDS: dict[str, Callable[[random.Random], str]] = {
+    "code": lambda rng: digit_pair(rng) + digit_pair(rng),
+    "room": digit_pair,
+    "owner": lambda rng: rng.choice(FIRST_NAMES),
+    "place": lambda rng: rng.choice(CITIES),
+    "day": lambda rng: rng.choice(DAYS),
+    "content": lambda rng: rng.choice(ITEMS),
+}
+ACKNOWLEDGEMENT = "Noted."
+UPDATED_SHARE = 0.4
+
+
+def facts_dialogue(rng: random.Random, num_facts: int, num_questions: int) -> list[Message]:
+    """`num_facts` facts over several turns, updates to some of them, then `num_questions` different questions."""
+    keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
+
+    def value(key: str) -> str:
+        return KINDS[key.split(".")[1]](rng)
+
+    facts = {key: value(key) for key in keys}
+    statements = [f"{key}={facts[key]}" for key in keys]
+    for key in rng.sample(keys, round(UPDATED_SHARE * num_facts)):
+        facts[key] = rng.choice([new for new in (value(key) for _ in range(8)) if new != facts[key]])
+        # anywhere after the statement that it replaces
+        first = next(i for i, statement in enumerate(statements) if statement.startswith(f"{key}="))
+        statements.insert(rng.randint(first + 1, len(statements)), f"{key}->{facts[key]}")
+    messages: list[Message] = []
+    while statements:
+        told, statements = statements[:3], statements[3:]
+        messages += [("user", "Remember:\n" + "\n".join(told)), ("assistant", ACKNOWLEDGEMENT)]
+    for key in rng.sample(keys, num_questions):
+        messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
+    return messages

@@ -1,0 +1,50 @@
+"""Prose: small generated stories in which names, places and things come back."""
+
+import random
+
+from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, LAST_NAMES, words
+
+VERBS = words("repaired painted sold carried found borrowed cleaned hid")
+ADJECTIVES = words("old small heavy red broken quiet bright narrow")
+PLACES = words("market harbour station library bakery garden bridge museum")
+SEPARATOR = "\n\n"
+OPENING_STORIES = 2
+CONTINUATION_STORIES = 2
+
+
+def story(rng: random.Random) -> str:
+    """Six to ten sentences about two people, 80 to 150 tokens of the tiny tokenizer."""
+    first, friend = rng.sample(FIRST_NAMES, 2)
+    last, (home, away) = rng.choice(LAST_NAMES), rng.sample(CITIES, 2)
+    (item, other_item), (place, other_place) = rng.sample(ITEMS, 2), rng.sample(PLACES, 2)
+    adjective, other_adjective = rng.sample(ADJECTIVES, 2)
+    weekday = rng.randrange(7)
+    day, next_day = DAYS[weekday], DAYS[(weekday + 1) % 7]
+    middle = [
+        f"On {day} {first} {rng.choice(VERBS)} the {adjective} {item}.",
+        f"The {item} was {adjective} and {first} liked it.",
+        f"{first} walked from the {place} to the {other_place} with {friend}.",
+        f"Then {friend} asked {first} about the {adjective} {item}.",
+        f'"I {rng.choice(VERBS)} the {other_item} on {next_day}," said {friend}.',
+        f"The train to {away} was {rng.choice(('late', 'early', 'full', 'empty'))}, so {first} stayed in {home}.",
+        f"{friend} came from {away} and wanted to see the {other_place}.",
+        f"They paid {rng.randrange(2, 99)} coins for the {other_adjective} {other_item} at the {other_place}.",
+        f"After {day} came {next_day}, and the {place} was {rng.choice(('open', 'closed'))} again.",
+        f"{first} {last} put the {item} next to the {other_item}.",
+    ]
+    sentences = [
+        f"{first} {last} lived in {home}, near the {place}.",
+        *rng.sample(middle, rng.randrange(4, 9)),
+        f"In the end {first} {last} went home to {home} with the {adjective} {item}.",
+    ]
+    return " ".join(sentences)
+
+
+def collection(rng: random.Random, count: int) -> str:
+    """`count` stories with an empty line between them."""
+    return SEPARATOR.join(story(rng) for _ in range(count))
+
+
+def opening_and_continuation(rng: random.Random) -> tuple[str, str]:
+    """The opening of a collection and what follows it, each 130 to 300 tokens."""
+    return collection(rng, OPENING_STORIES) + SEPARATOR, collection(rng, CONTINUATION_STORIES)

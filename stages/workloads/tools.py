@@ -1,0 +1,58 @@
+"""Tool calls: the tools come first, the user asks in words, the answer is one JSON call.
+
+Which tool is meant follows from the verb phrase; the arguments stand in the request as `city=Olten`, in any order, and
+the call has them in the order of the tool's declaration.
+"""
+
+import random
+from collections.abc import Callable
+
+from stages.workloads.conversation import Message, compact_json
+from stages.workloads.vocabulary import CITIES, ITEMS, STATUSES, amount, full_name, record_id, short_date
+
+# tool -> (its argument names, how a user asks for it)
+TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "get_weather": (("city", "date"), "Check the weather"),
+    "book_room": (("city", "guest", "date"), "Book a room"),
+    "send_item": (("item", "city"), "Send a parcel"),
+    "find_person": (("guest", "city"), "Find somebody"),
+    "pay_bill": (("bill", "total"), "Pay a bill"),
+    "set_status": (("bill", "status"), "Change the status"),
+    "list_items": (("city", "item"), "List the stock"),
+    "move_date": (("bill", "date"), "Move a date"),
+    "refund": (("bill", "guest", "total"), "Return the money"),
+    "call_guest": (("guest", "date"), "Call a guest"),
+}
+ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
+    "city": lambda rng: rng.choice(CITIES),
+    "date": short_date,
+    "guest": full_name,
+    "item": lambda rng: rng.choice(ITEMS),
+    "bill": record_id,
+    "total": amount,
+    "status": lambda rng: rng.choice(STATUSES),
+}
+
+
+def offered_tools(rng: random.Random) -> list[str]:
+    """Names of three to six tools."""
+    return rng.sample(list(TOOLS), rng.randint(3, 6))
+
+
+def declaration(names: list[str]) -> str:
+    """One JSON line a tool, for the system turn."""
+    return "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
+
+
+def tool_call(rng: random.Random, names: list[str]) -> list[Message]:
+    """Declaration, one request and its call."""
+    name = rng.choice(names)
+    argument_names, phrase = TOOLS[name]
+    arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}
+    stated = rng.sample(argument_names, len(argument_names))
+    request = f"{phrase}: " + ", ".join(f"{argument}={arguments[argument]}" for argument in stated) + "."
+    return [
+        ("system", declaration(names)),
+        ("user", request),
+        ("assistant", compact_json({"name": name, "arguments": arguments})),
+    ]
