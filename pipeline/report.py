@@ -1,0 +1,229 @@
+"""The typed report of one evaluation: what `stages.evaluate` writes and what the gates, tracking and plots read.
+
+Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or bytes. A float that was not finite is
+stored as null, because JSON has no NaN; the gates treat null as a failure.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+REPORT_FILE = "report.json"
+SAMPLES_FILE = "samples.jsonl"
+
+STEP_FLAG_KL = 0.15
+"""A decode step this far from the baseline is flagged (notes/seeds.md)."""
+
+Number = float | None
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class SampleRow(_Record):
+    """One sample, baseline and candidate side by side. Means are over its scored tokens."""
+
+    id: str
+    workload: str
+    document: str
+    """Rows of one document are resampled together."""
+    context_tokens: int
+    depth: float | None
+    scored_tokens: int
+    judged: bool
+    """Whether the sample has an answer to be right about; the fields below it are null otherwise."""
+    baseline_correct: bool | None
+    candidate_correct: bool | None
+    baseline_valid: bool | None
+    """Strict JSON, or a call that a declared tool accepts; null for workloads without such a form."""
+    candidate_valid: bool | None
+    reference: str | None
+    baseline_generation: str | None
+    candidate_generation: str | None
+    mean_kl: Number
+    max_kl: Number
+    kl_tail: list[float]
+    """Its steps' KL above the pooled 99th percentile: enough for any higher percentile of the pool."""
+    baseline_nll: Number
+    candidate_nll: Number
+    top1_agreement: Number
+    top10_overlap: Number
+    mean_squared_delta_p: Number
+    non_finite_steps: int
+
+
+class Fidelity(_Record):
+    """How far the candidate's next-token distributions are from the baseline's."""
+
+    tokens: int
+    baseline_nll: Number
+    candidate_nll: Number
+    baseline_ppl: Number
+    candidate_ppl: Number
+    ppl_ratio: Number
+    kl_mean: Number
+    kl_median: Number
+    kl_p95: Number
+    kl_p99: Number
+    kl_p999: Number
+    kl_max: Number
+    flagged_steps: Number
+    """Share of steps with KL above STEP_FLAG_KL."""
+    top1_agreement: Number
+    top10_overlap: Number
+    rms_delta_p: Number
+    """Root mean square change of the reference token's probability."""
+    non_finite_steps: int
+
+
+class Accuracy(_Record):
+    """Answers, paired by sample."""
+
+    judged: int
+    baseline: float
+    candidate: float
+    lost: int
+    """Right in the baseline, wrong in the candidate."""
+    gained: int
+    baseline_valid: float | None
+    candidate_valid: float | None
+
+
+class Slice(_Record):
+    """Metrics of the samples of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
+
+    workload: str | None
+    context: tuple[int, int | None] | None
+    depth: str | None
+    samples: int
+    documents: int
+    accuracy: Accuracy | None
+    fidelity: Fidelity
+
+
+class Slope(_Record):
+    """Growth of the mean KL per 1,000 tokens of context, within workloads, with one-sided 95 % bounds by document."""
+
+    per_1k_tokens: Number
+    low: Number
+    high: Number
+
+
+class NoiseFloor(_Record):
+    """The baseline against itself, sequence by sequence instead of batched."""
+
+    samples: int
+    fidelity: Fidelity | None
+    answer_flips: int
+
+
+class Canary(_Record):
+    """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
+
+    factor: float
+    rows: list[SampleRow]
+
+
+class SystemMetrics(_Record):
+    """The fixed load, timed, and the cache's memory."""
+
+    batch: int
+    context_tokens: int
+    new_tokens: int
+    time_to_first_token_ms: float
+    decode_tokens_per_s: float
+    inter_token_p50_ms: float
+    inter_token_p95_ms: float
+    inter_token_p99_ms: float
+    kib_per_token: float
+    """By the policy's arithmetic: codes and per-token scales, all layers."""
+    kib_per_token_allocated: float
+    """Pool bytes that the engine really allocated, over the tokens that its pages hold."""
+    pool_bytes: int
+    exact_bytes: int
+    static_scale_bytes: int
+    budget_gib: float
+    sequence_tokens: int
+    max_live_tokens: int
+
+
+class EvaluationReport(_Record):
+    """Everything that was measured of one engine against one baseline."""
+
+    schema_version: int
+    policy: str
+    engine_digest: str
+    baseline_digest: str
+    workloads_digest: str
+    """sha256 of every encoded sample: prompts, references, checks and documents."""
+    samples: int
+    slices: list[Slice]
+    kl_slope: Slope
+    noise: NoiseFloor
+    canary: Canary
+    system: SystemMetrics
+    baseline_system: SystemMetrics
+    """The same load on the baseline, timed when the baseline was measured."""
+
+    def slice(self, workload: str | None = None) -> Slice | None:
+        """The slice of a whole workload, or of everything; None when it has no samples."""
+        wanted = (workload, None, None)
+        return next((s for s in self.slices if (s.workload, s.context, s.depth) == wanted), None)
+
+    @property
+    def overall(self) -> Slice:
+        whole = self.slice()
+        assert whole is not None, "a report always has the slice of everything"
+        return whole
+
+    def flat_metrics(self) -> dict[str, float]:
+        """Finite numbers by name, as a tracker charts them: `quality/kl_mean`, `perf/...`, `memory/...`."""
+        return dict(_flatten(self))
+
+
+_MEMORY = frozenset(
+    [
+        "kib_per_token",
+        "kib_per_token_allocated",
+        "pool_bytes",
+        "exact_bytes",
+        "static_scale_bytes",
+        "budget_gib",
+        "sequence_tokens",
+        "max_live_tokens",
+    ]
+)
+
+
+def _numbers(prefix: str, record: BaseModel | None) -> Iterator[tuple[str, float]]:
+    for name, value in record.model_dump().items() if record is not None else ():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
+
+
+def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
+    for part in report.slices:
+        if part.context is not None:
+            continue
+        where = "/".join(name for name in (part.workload, part.depth) if name)
+        prefix = f"quality/{where}/" if where else "quality/"
+        yield from _numbers(prefix, part.fidelity)
+        yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+    yield from _numbers("quality/kl_slope_", report.kl_slope)
+    yield from _numbers("noise/", report.noise.fidelity)
+    for name, value in _numbers("", report.system):
+        yield ("memory/" if name in _MEMORY else "perf/") + name, value
+
+
+def load_report(directory: Path) -> EvaluationReport:
+    """The report of an evaluation's directory."""
+    return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
+
+
+def load_rows(directory: Path) -> list[SampleRow]:
+    """The samples of an evaluation's directory."""
+    lines = (directory / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
+    return [SampleRow.model_validate_json(line) for line in lines]

@@ -1,0 +1,228 @@
+"""Paired statistics of the gates. Deterministic: every bootstrap has a fixed seed.
+
+Legend: n samples, of which the candidate `lost` (baseline right, candidate wrong) and `gained` (the reverse) some;
+difference = (gained - lost) / n, the candidate's accuracy minus the baseline's.
+
+**The test of a difference** is the exact unconditional one for paired proportions, ordered by Tango's score statistic:
+its p-value is the largest probability, over the nuisance parameter, of data at least as extreme (Tango, Statistics in
+Medicine 17 (1998) 891-908; Hsueh, Liu and Chen, Biometrics 57 (2001) 478-483, who show that the boundary of the null
+hypothesis suffices). McNemar's test is of no use here, its null is "no difference"; a paired bootstrap degenerates when
+nothing flipped, and Tango's asymptotic bound alone passes zero flips too early (it asks for 52 samples at a margin of
+5 points where the exact bound 0.95^n <= 0.05 asks for 59). Above EXACT_LIMIT samples the asymptotic score test is used.
+
+**Clusters.** When a document has several samples, counts are divided by the design effect of Rao and Scott (Biometrics
+48 (1992) 577-585), and by its worst case (all samples of a document alike) while fewer than ten documents flipped.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import bdtr, gammaln, ndtr, ndtri
+
+Array = npt.NDArray[np.float64]
+
+EXACT_LIMIT = 400
+NUISANCE_POINTS = 80
+FEW_DOCUMENTS = 10
+REPLICATES = 2000
+SEED = 20_260_101
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Counts of a paired comparison; `effective` ones are smaller when samples share documents."""
+
+    n: int
+    lost: int
+    gained: int
+
+    @property
+    def difference(self) -> float:
+        return (self.gained - self.lost) / self.n
+
+
+def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pairs:
+    """Counts as if all samples were independent; `differences` are -1 (lost), 0 or 1 (gained) per sample."""
+    d = np.asarray(differences, dtype=np.float64)
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    sizes = np.bincount(index)
+    n, lost, gained = len(d), int((d < 0).sum()), int((d > 0).sum())
+    if len(sizes) == n:
+        return Pairs(n, lost, gained)
+    worst = float((sizes**2).sum() / n)
+    residuals = np.bincount(index, weights=d - d.mean())
+    flipped = len(np.unique(index[d != 0]))
+    effect = worst
+    if flipped >= FEW_DOCUMENTS:
+        variance = d.var()
+        clustered = len(sizes) / (len(sizes) - 1) * float((residuals**2).sum()) / n
+        effect = max(1.0, clustered / variance) if variance > 0 else worst
+    # rounding is against the candidate
+    return Pairs(max(1, int(n / effect)), math.ceil(lost / effect), int(gained / effect))
+
+
+def score_z(lost: Array, gained: Array, n: int, difference: float) -> Array:
+    """Tango's score statistic for H0: true difference = `difference`; large when the candidate is better."""
+    b, c = gained, lost
+    linear = -b - c + (2 * n - b + c) * difference
+    constant = -c * difference * (1 - difference)
+    root = np.sqrt(np.maximum(linear * linear - 8 * n * constant, 0.0))
+    p_lost = np.maximum((root - linear) / (4 * n), max(0.0, -difference))
+    variance = n * np.maximum(2 * p_lost + difference * (1 - difference), 0.0)
+    gap = b - c - n * difference
+    certain = np.where(gap == 0, 0.0, np.copysign(np.inf, gap))  # no variance: the data contradict H0, or agree with it
+    return np.where(variance > 1e-300, gap / np.sqrt(np.maximum(variance, 1e-300)), certain)
+
+
+@lru_cache(maxsize=64)
+def _score_grid(n: int, difference: float) -> Array:
+    """z of every outcome: row k is the number of flips, column c how many of them are losses; NaN where c > k."""
+    flips = np.arange(n + 1, dtype=np.float64)[:, None]
+    lost = np.arange(n + 1, dtype=np.float64)[None, :]
+    z = score_z(np.broadcast_to(lost, (n + 1, n + 1)), flips - lost, n, difference)
+    return np.where(lost <= flips, z, np.nan)
+
+
+@lru_cache(maxsize=4096)
+def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
+    n = pairs.n
+    grid = _score_grid(n, difference)
+    observed = grid[pairs.lost + pairs.gained, pairs.lost]
+    tolerance = 1e-9 * max(1.0, abs(observed)) if math.isfinite(observed) else 0.0
+    flips = np.arange(n + 1)
+    # the common part of both flip rates, denser near 0 where the supremum usually is
+    shared = np.linspace(0.0, 1.0, NUISANCE_POINTS) ** 2 * (1 - abs(difference)) / 2
+    p_lost = shared + max(-difference, 0.0)
+    rate = np.minimum(2 * shared + abs(difference), 1.0)[:, None]
+    share = np.divide(p_lost[:, None], rate, out=np.full_like(rate, 0.5), where=rate > 0)
+    log_choose = gammaln(n + 1) - gammaln(flips + 1) - gammaln(n - flips + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_pmf = log_choose + np.where(flips > 0, flips * np.log(rate), 0.0)
+        log_pmf = log_pmf + np.where(n - flips > 0, (n - flips) * np.log1p(-rate), 0.0)
+    pmf = np.exp(log_pmf)
+    with np.errstate(invalid="ignore"):
+        # z falls as losses rise: "at least as good" is a number of losses from below, "at least as bad" from above
+        inside = (grid >= observed - tolerance) if better else (grid > observed + tolerance)
+    most = inside.sum(axis=1) - 1
+    at_most = np.where(most >= 0, bdtr(np.maximum(most, 0), flips, np.broadcast_to(share, pmf.shape)), 0.0)
+    tail = at_most if better else 1.0 - at_most
+    return float(min(1.0, (pmf * tail).sum(axis=1).max()))
+
+
+def _p(pairs: Pairs, difference: float, better: bool) -> float:
+    if pairs.n <= EXACT_LIMIT:
+        return _exact_p(pairs, difference, better)
+    z = float(score_z(np.array([pairs.lost], float), np.array([pairs.gained], float), pairs.n, difference)[0])
+    return float(ndtr(-z if better else z))
+
+
+def noninferiority_p(pairs: Pairs, margin: float) -> float:
+    """p-value against "the true difference is -margin or worse": small means good enough."""
+    return _p(pairs, -margin, better=True)
+
+
+def inferiority_p(pairs: Pairs, margin: float) -> float:
+    """p-value against "the true difference is -margin or better": small means clearly too bad."""
+    return _p(pairs, -margin, better=False)
+
+
+def difference_bound(pairs: Pairs, alpha: float, lower: bool) -> float:
+    """One-sided 1 - alpha bound of the difference, the inversion of the tests above (to 1e-4)."""
+    low, high = -1.0, 1.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        rejected = _p(pairs, middle, better=lower) <= alpha
+        # a rejected difference lies outside the interval: below a lower bound, above an upper one
+        low, high = (middle, high) if rejected == lower else (low, middle)
+    return low if lower else high
+
+
+def holm_levels(p_values: Sequence[float], alpha: float) -> list[float]:
+    """The level at which Holm's procedure tests each hypothesis; 0 where an earlier one already stopped it."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    levels = [0.0] * len(p_values)
+    for rank, i in enumerate(order):
+        levels[i] = alpha / (len(order) - rank)
+        if p_values[i] > levels[i]:
+            break
+    return levels
+
+
+def paired_samples(flip_rate: float, margin: float, alpha: float, power: float, difference: float = 0.0) -> int:
+    """Samples of a paired test: (z_alpha + z_power)^2 (flip_rate - difference^2) / (margin + difference)^2.
+
+    notes/anchors.md: flip rate 2 %, margin 1 point, alpha 5 %, power 90 % need 1,713.
+    """
+    z = float(ndtri(1 - alpha) + ndtri(power))
+    return math.ceil(z * z * (flip_rate - difference * difference) / (margin + difference) ** 2)
+
+
+def samples_without_flips(margin: float, alpha: float) -> int:
+    """Fewest samples with which zero flips pass: the p-value is at least (1 - margin)^n."""
+    n = math.ceil(math.log(alpha) / math.log1p(-margin))
+    while noninferiority_p(Pairs(n, 0, 0), margin) > alpha:
+        n += 1
+    return n
+
+
+def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:
+    """Bootstrap by document: column sums of `sums` (rows, columns) under resampling, shape (REPLICATES, columns)."""
+    weights, index = document_weights(documents, seed)
+    clustered = np.zeros((weights.shape[1], sums.shape[1]))
+    np.add.at(clustered, index, sums)
+    return weights @ clustered
+
+
+def document_weights(documents: Sequence[str], seed: int = SEED) -> tuple[Array, npt.NDArray[np.int64]]:
+    """How often each replicate drew each document, (REPLICATES, documents), and the document of every row."""
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    return _draws(int(index.max()) + 1, seed), index
+
+
+@lru_cache(maxsize=16)
+def _draws(count: int, seed: int) -> Array:
+    drawn = np.random.default_rng(seed).integers(count, size=(REPLICATES, count))
+    drawn += np.arange(REPLICATES)[:, None] * count
+    return np.bincount(drawn.ravel(), minlength=REPLICATES * count).reshape(REPLICATES, count).astype(np.float64)
+
+
+def tail_quantile(tails: Sequence[Sequence[float]], weights: Array, tokens: Array, share: float, floor: float) -> Array:
+    """The value that `share` of all tokens exceed, for each row of `weights` (replicates, rows): how often a row counts.
+
+    `tails` hold the largest values of every row; `floor` stands for the values below them.
+    """
+    values = np.array([v for tail in tails for v in tail])
+    if not len(values):
+        return np.full(len(weights), floor)
+    rows = np.repeat(np.arange(len(tails)), [len(tail) for tail in tails])
+    order = np.argsort(-values, kind="stable")
+    above = np.cumsum(weights[:, rows[order]], axis=1)
+    position = (above <= share * (weights @ tokens)[:, None]).sum(axis=1)
+    return np.asarray(np.append(values[order], floor)[position])
+
+
+def pooled_slope(x: Array, y: Array, weight: Array, group: Sequence[str], documents: Sequence[str]) -> tuple[float, Array]:
+    """Weighted least-squares slope of y on x within groups (each has its own level), and its bootstrap by document.
+
+    NaN where no group has two different x.
+    """
+    names = np.asarray(group)
+    moments = np.stack([weight, weight * x, weight * y, weight * x * x, weight * x * y], axis=1)
+    columns = [moments * (names == name)[:, None] for name in np.unique(names)]
+    stacked = np.concatenate(columns, axis=1)
+
+    def slope(sums: Array) -> Array:
+        parts = sums.reshape(sums.shape[0], -1, 5)
+        w, wx, wy, wxx, wxy = np.moveaxis(parts, 2, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sxx, sxy = (np.where(w > 0, a - wx * b / w, 0.0) for a, b in ((wxx, wx), (wxy, wy)))
+            spread = sxx.sum(axis=1)
+            found = sxy.sum(axis=1) / spread
+        scale = wxx.sum(axis=1)
+        return np.asarray(np.where(spread > 1e-9 * scale, found, np.nan))
+
+    return float(slope(stacked.sum(axis=0, keepdims=True))[0]), slope(resampled_sums(stacked, documents))

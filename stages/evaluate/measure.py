@@ -1,0 +1,225 @@
+"""The two halves of an evaluation: the baseline once, every candidate against what the baseline left.
+
+A baseline's directory holds `logprobs.safetensors` (see `scores`), `answers.jsonl` and `baseline.json` (the digest of
+the samples, the A/A noise floor). A candidate's holds `report.json`, `samples.jsonl` and `tokens.safetensors` (the
+statistics of every scored token, in the order of `samples.jsonl`, each row's `scored_tokens` long).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from pipeline.errors import UserError
+from pipeline.records import Engine, Sample
+from pipeline.report import (
+    REPORT_FILE,
+    SAMPLES_FILE,
+    SCHEMA_VERSION,
+    Canary,
+    EvaluationReport,
+    NoiseFloor,
+    SystemMetrics,
+)
+from pipeline.workloads import WorkloadsConfig
+from stages.evaluate import metrics
+from stages.evaluate.checks import Judgement
+from stages.evaluate.decode import Progress
+from stages.evaluate.distance import StepStatistics
+from stages.evaluate.rows import Answer, answers, make_rows, score
+from stages.evaluate.scores import LogProbabilities
+from stages.evaluate.system import measure_system
+from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+
+LOGPROBS = "logprobs.safetensors"
+ANSWERS = "answers.jsonl"
+BASELINE = "baseline.json"
+TOKENS = "tokens.safetensors"
+
+OpenEngine = Callable[[], Engine]
+
+
+class _Baseline(BaseModel):
+    workloads_digest: str
+    vocab_size: int
+    noise: NoiseFloor
+    system: SystemMetrics
+
+
+class _StoredAnswer(BaseModel):
+    id: str
+    text: str
+    valid: bool | None
+    correct: bool
+
+
+def _first_of_each(encoded: Sequence[EncodedSample], count: int) -> list[int]:
+    """Indices of the first `count` samples of every workload."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for i, item in enumerate(encoded):
+        seen[item.sample.workload] = seen.get(item.sample.workload, 0) + 1
+        if seen[item.sample.workload] <= count:
+            chosen.append(i)
+    return chosen
+
+
+def _label(progress: Progress, label: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(label, done, total)
+
+
+def measure_baseline(
+    open_engine: OpenEngine,
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    config: WorkloadsConfig,
+    progress: Progress,
+) -> None:
+    """Run the baseline on `samples` and leave its log-probabilities, answers and noise floor in `out`.
+
+    Raises:
+        UserError: when its logits are not finite.
+    """
+    encoded = encode(samples, tokenizer, config.max_scored_tokens)
+    engine = open_engine()
+    tokens = {item.sample.id: len(item.reference) for item in encoded}
+    store = LogProbabilities.create(out / LOGPROBS, tokens, engine.vocab_size)
+    label = _label(progress, "baseline: forced decode")
+    statistics = score(engine, encoded, store, config.batch_size, label, record=True)
+    store.flush()
+    for item, steps in zip(encoded, statistics, strict=True):
+        if not np.isfinite(steps.baseline_nll).all():
+            raise UserError(
+                f"backend.compute_dtype: the baseline's logits are not finite on sample {item.sample.id}; use float32"
+            )
+    given = answers(engine, encoded, statistics, tokenizer, config)
+    stored = [
+        _StoredAnswer(id=item.sample.id, text=a.text, valid=a.judgement.valid, correct=a.judgement.correct)
+        for item, a in zip(encoded, given, strict=True)
+        if a is not None
+    ]
+    (out / ANSWERS).write_text("".join(answer.model_dump_json() + "\n" for answer in stored), encoding="utf-8")
+    floor = _noise_floor(engine, encoded, given=given, store=store, tokenizer=tokenizer, config=config, progress=progress)
+    progress("baseline: system metrics", 0, 1)
+    record = _Baseline(
+        workloads_digest=workloads_digest(encoded),
+        vocab_size=engine.vocab_size,
+        noise=floor,
+        system=measure_system(engine, config.load),
+    )
+    (out / BASELINE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _noise_floor(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    *,
+    given: Sequence[Answer | None],
+    store: LogProbabilities,
+    tokenizer: Tokenizer,
+    config: WorkloadsConfig,
+    progress: Progress,
+) -> NoiseFloor:
+    """A/A: the baseline again in another batch composition (one by one; in pairs if it ran one by one before)."""
+    chosen = _first_of_each(encoded, config.noise_samples)
+    if not chosen:
+        return NoiseFloor(samples=0, fidelity=None, answer_flips=0)
+    subset = [encoded[i] for i in chosen]
+    other = config.model_copy(update={"batch_size": 1 if config.batch_size > 1 else 2})
+    statistics = score(engine, subset, store, other.batch_size, _label(progress, "baseline: noise floor"))
+    again = answers(engine, subset, statistics, tokenizer, other)
+    flips = sum(a is not None and a.judgement != given[i].judgement for i, a in zip(chosen, again, strict=True))  # type: ignore[union-attr]
+    return NoiseFloor(samples=len(chosen), fidelity=metrics.fidelity(StepStatistics.joined(statistics)), answer_flips=flips)
+
+
+def evaluate_candidate(
+    open_engine: OpenEngine,
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    baseline_dir: Path,
+    out: Path,
+    *,
+    config: WorkloadsConfig,
+    engine_digest: str,
+    baseline_digest: str,
+    progress: Progress,
+) -> EvaluationReport:
+    """Run a candidate on `samples` against `baseline_dir` and leave the report in `out`.
+
+    `open_engine` is called twice: the canary corrupts its engine for good.
+
+    Raises:
+        ValueError: when the baseline was measured on other samples or has another vocabulary.
+    """
+    encoded = encode(samples, tokenizer, config.max_scored_tokens)
+    digest = workloads_digest(encoded)
+    baseline = _Baseline.model_validate_json((baseline_dir / BASELINE).read_text(encoding="utf-8"))
+    engine = open_engine()
+    if (baseline.workloads_digest, baseline.vocab_size) != (digest, engine.vocab_size):
+        raise ValueError(f"{baseline_dir} was measured on other samples or another vocabulary: measure the baseline again")
+    store = LogProbabilities(baseline_dir / LOGPROBS)
+    before = _stored_answers(baseline_dir, encoded)
+
+    statistics = score(engine, encoded, store, config.batch_size, _label(progress, "forced decode"))
+    after = answers(engine, encoded, statistics, tokenizer, config)
+    rows = make_rows(encoded, statistics, before, after)
+    progress("system metrics", 0, 1)
+    system = measure_system(engine, config.load)
+    report = EvaluationReport(
+        schema_version=SCHEMA_VERSION,
+        policy=engine.policy.name,
+        engine_digest=engine_digest,
+        baseline_digest=baseline_digest,
+        workloads_digest=digest,
+        samples=len(rows),
+        slices=metrics.slices(rows, statistics, config.context_bins),
+        kl_slope=metrics.slope(rows),
+        noise=baseline.noise,
+        canary=_canary(open_engine(), encoded, store, config, progress),
+        system=system,
+        baseline_system=baseline.system,
+    )
+    _save_tokens(out / TOKENS, StepStatistics.joined(statistics))
+    (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in rows), encoding="utf-8")
+    (out / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _canary(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    store: LogProbabilities,
+    config: WorkloadsConfig,
+    progress: Progress,
+) -> Canary:
+    """Forced decode in which decoding reads wrong keys: prefilled together, corrupted once, then decoded."""
+    subset = [encoded[i] for i in _first_of_each(encoded, config.canary_samples)]
+    statistics = score(
+        engine,
+        subset,
+        store,
+        len(subset),  # one batch, so that there is one prefill, and the corruption comes after it
+        _label(progress, "canary"),
+        after_prefill=lambda: engine.corrupt_key_scale(config.canary_factor),
+    )
+    nothing = [None] * len(subset)
+    return Canary(factor=config.canary_factor, rows=make_rows(subset, statistics, nothing, nothing))
+
+
+def _stored_answers(directory: Path, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
+    lines = (directory / ANSWERS).read_text(encoding="utf-8").splitlines()
+    found = [_StoredAnswer.model_validate(json.loads(line)) for line in lines]
+    by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct)) for a in found}
+    return [by_id.get(item.sample.id) for item in encoded]
+
+
+def _save_tokens(path: Path, steps: StepStatistics) -> None:
+    from safetensors.numpy import save_file
+
+    arrays = {item.name: np.ascontiguousarray(getattr(steps, item.name)) for item in fields(steps)}
+    save_file({name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in arrays.items()}, str(path))

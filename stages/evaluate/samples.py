@@ -1,0 +1,153 @@
+"""The samples of an evaluation: generated ones and the user's own JSONL, checked before anything heavy is loaded.
+
+A line of the user's file is one JSON object:
+`{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
+"check"?: "none" | "exact" | "json" | "tool_call", "document"?, "depth"?: 0 to 1,
+"tools"?: [{"name": "...", "arguments": ["..."]}]}`
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.errors import UserError
+from pipeline.records import Check, Sample
+from pipeline.workloads import WorkloadsConfig
+from stages.evaluate.checks import strict_json
+from stages.workloads import generate
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Message(_Strict):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Tool(_Strict):
+    name: str
+    arguments: list[str]
+
+
+class _Line(_Strict):
+    id: str | None = Field(default=None, min_length=1)
+    workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[_Message] | None = Field(default=None, min_length=1)
+    reference: str = Field(min_length=1)
+    check: Check = "exact"
+    document: str = ""
+    depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    tools: list[_Tool] = []
+
+
+_FIXES = {
+    "check": f"give one of {', '.join(get_args(Check))}",
+    "workload": "give a name of letters, digits, _ and -",
+    "depth": "give a number from 0 to 1",
+    "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
+    "tools": 'give a list of {"name": "...", "arguments": ["..."]}',
+}
+
+
+def load_samples(config: WorkloadsConfig) -> list[Sample]:
+    """Every sample of `config`; UserError names each bad line of the user's file."""
+    samples = [s for name, count in config.samples.items() for s in generate(name, count, config.seed, "evaluation")]
+    if config.jsonl is not None:
+        samples += read_jsonl(Path(config.jsonl).expanduser(), {sample.id for sample in samples})
+    return samples
+
+
+def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
+    """The samples of `path`, whose ids must differ from each other and from `taken`.
+
+    Raises:
+        UserError: with one line per problem, `FILE:LINE: key: problem, fix`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"workloads.jsonl={path}: cannot be read ({error}); give a UTF-8 file") from error
+    samples: list[Sample] = []
+    problems: list[str] = []
+    seen = set(taken)
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        try:
+            sample = _sample(text, f"{path.stem}-{number:04d}")
+            if sample.id in seen:
+                raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
+        except UserError as error:
+            problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
+        else:
+            seen.add(sample.id)
+            samples.append(sample)
+    if problems:
+        raise UserError("\n".join(problems))
+    if not samples:
+        raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
+    return samples
+
+
+def _sample(text: str, default_id: str) -> Sample:
+    try:
+        value = strict_json(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"line: not one JSON value ({error}), write one JSON object on the line") from error
+    if not isinstance(value, dict):
+        raise UserError(f"line: {_json_type(value)} instead of an object, write one JSON object on the line")
+    try:
+        line = _Line.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise UserError("\n".join(_problems(error))) from error
+    problems = list(_contradictions(line))
+    if problems:
+        raise UserError("\n".join(problems))
+    return Sample(
+        id=line.id or default_id,
+        workload=line.workload,
+        reference=line.reference,
+        messages=tuple((m.role, m.content) for m in line.messages or ()),
+        prompt=line.prompt or "",
+        check=line.check,
+        document=line.document,
+        depth=line.depth,
+        tools=tuple((tool.name, tuple(tool.arguments)) for tool in line.tools),
+    )
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"{key}: unknown key, use {', '.join(_Line.model_fields)}"
+        elif problem["type"] == "missing":
+            yield f"{key}: missing, add it"
+        else:
+            text = problem["msg"]
+            fix = _FIXES.get(str(problem["loc"][0]), "give a text that is not empty")
+            yield f"{key}: {text[0].lower()}{text[1:]}, {fix}"
+
+
+def _contradictions(line: _Line) -> Iterator[str]:
+    """What no single key shows."""
+    if (line.prompt is None) == (line.messages is None):
+        both = line.prompt is not None
+        yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
+    if line.check == "tool_call" and not line.tools:
+        yield 'tools: missing for check "tool_call", list the tools that may be called'
+    if line.check in ("json", "tool_call"):
+        try:
+            strict_json(line.reference)
+        except (ValueError, RecursionError) as error:
+            yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
+
+
+def _json_type(value: Any) -> str:
+    return {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(value), "a number")

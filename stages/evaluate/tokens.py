@@ -1,0 +1,92 @@
+"""From samples to token ids, with the tokenizer that the engine bundle carries."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.errors import UserError
+from pipeline.records import Sample
+
+
+class Tokenizer(Protocol):
+    """What an evaluation needs of a tokenizer."""
+
+    eos_token_id: int
+
+    def prompt_ids(self, sample: Sample) -> list[int]: ...
+
+    def text_ids(self, text: str) -> list[int]: ...
+
+    def text(self, token_ids: Sequence[int]) -> str: ...
+
+
+class BundleTokenizer:
+    """transformers' tokenizer from local files: nothing is downloaded."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)  # type: ignore[no-untyped-call]
+        if self._tokenizer.eos_token_id is None:
+            raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
+        self.eos_token_id: int = self._tokenizer.eos_token_id
+
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        """The rendered conversation up to the assistant's turn, or the raw prompt with the tokenizer's own extras."""
+        if not sample.messages:
+            return list(self._tokenizer(sample.prompt)["input_ids"])
+        if not self._tokenizer.chat_template:
+            raise UserError(f"workloads: sample {sample.id} has messages but the tokenizer has no chat template; use prompts")
+        messages = [{"role": role, "content": content} for role, content in sample.messages]
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
+
+    def text_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        decoded = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(decoded)
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """A sample in tokens. The reference ends with eos when it is checked as an answer."""
+
+    sample: Sample
+    prompt: tuple[int, ...]
+    reference: tuple[int, ...]
+
+    @property
+    def judged(self) -> bool:
+        return self.sample.check != "none"
+
+
+def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: int) -> list[EncodedSample]:
+    """Encode `samples`; references that are not checked as answers are cut to `max_scored_tokens`.
+
+    Raises:
+        UserError: when a prompt has fewer than two tokens (the last one must go through the decode path) or a reference
+            has none.
+    """
+    encoded = []
+    for sample in samples:
+        prompt = tokenizer.prompt_ids(sample)
+        reference = tokenizer.text_ids(sample.reference)
+        if len(prompt) < 2 or not reference:
+            part, least = ("reference", 1) if not reference else ("prompt", 2)
+            raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
+        reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
+        encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference)))
+    return encoded
+
+
+def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
+    """sha256 of every sample and its tokens, in order."""
+    digest = hashlib.sha256()
+    for item in encoded:
+        line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,227 @@
+"""Baseline and candidate end to end on an engine without a model: reports, rows, noise floor and canary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fake_engine import VOCAB, CharTokenizer, fake_engine
+from safetensors.numpy import load_file
+
+from pipeline.errors import UserError
+from pipeline.gates import Gates, Verdict, decide
+from pipeline.records import Sample
+from pipeline.report import EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.workloads import WorkloadsConfig
+from stages.evaluate import evaluate_candidate, measure_baseline
+from stages.evaluate.scores import LogProbabilities
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(**changes: Any) -> WorkloadsConfig:
+    values: dict[str, Any] = {}
+    for name in ("base", "builtin"):
+        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
+    del values["defaults"]
+    load = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
+    return WorkloadsConfig.model_validate(
+        {**values, "seed": 0, "batch_size": 4, "load": load, "context_bins": [0, 6, 12], **changes}
+    )
+
+
+def samples(per_class: int = 80) -> list[Sample]:
+    found = [
+        Sample(
+            id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
+            reference=f'{{"k":{i}}}', depth=(i % 3) / 3,
+        )
+        for i in range(per_class)
+    ]  # fmt: skip
+    found += [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(per_class)]
+    found += [
+        Sample(id=f"tale-{i}", workload="tale", prompt=f"t{i:02}", reference="once upon a time", check="none") for i in range(8)
+    ]
+    return found
+
+
+SAMPLES = samples()
+GATES = Gates.model_validate(yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8")))
+
+
+def quiet(label: str, done: int, total: int) -> None:
+    assert label
+    assert 0 <= done <= total
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("baseline")
+    # the baseline misses two answers by itself
+    measure_baseline(
+        lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3),
+        SAMPLES, CharTokenizer(), out, config=config(), progress=quiet,
+    )  # fmt: skip
+    return out
+
+
+def candidate(
+    baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any
+) -> tuple[EvaluationReport, list[SampleRow], Verdict]:
+    evaluate_candidate(
+        lambda: fake_engine(SAMPLES, wrong=wrong, **{"batch_noise": 1e-3, **options}),
+        SAMPLES, CharTokenizer(), baseline, out,
+        config=config(), engine_digest="engine", baseline_digest="base", progress=quiet,
+    )  # fmt: skip
+    report, rows = load_report(out), load_rows(out)
+    return report, rows, decide(report, rows, GATES)
+
+
+def test_the_baseline_against_itself_has_no_distance_and_passes(baseline: Path, tmp_path: Path) -> None:
+    report, rows, verdict = candidate(baseline, tmp_path)
+    assert verdict.status == "PASS"
+    assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
+    assert report.overall.fidelity.top1_agreement == 1.0
+    assert (report.engine_digest, report.baseline_digest, report.samples) == ("engine", "base", len(SAMPLES))
+    assert [row.id for row in rows] == [sample.id for sample in SAMPLES]
+
+
+def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
+    noise = json.loads((baseline / "baseline.json").read_text(encoding="utf-8"))["noise"]
+    assert noise["samples"] == 12
+    assert 0 < noise["fidelity"]["kl_mean"] < 1e-4
+
+
+def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) -> None:
+    report, rows, _ = candidate(baseline, tmp_path, wrong=("find-1", "find-2", "find-4", "copy-0"))
+    part = report.slice("find")
+    assert part is not None
+    assert part.accuracy is not None
+    assert (part.accuracy.lost, part.accuracy.gained, part.accuracy.judged) == (3, 1, 80)
+    assert part.accuracy.baseline == pytest.approx(79 / 80)
+    lost = {row.id for row in rows if row.baseline_correct and not row.candidate_correct}
+    assert lost == {"find-1", "find-2", "find-4"}
+    row = next(r for r in rows if r.id == "find-1")
+    assert (row.baseline_generation, row.candidate_valid) == ('{"k":1}', False)
+    assert row.candidate_generation != row.baseline_generation
+
+
+def test_many_lost_answers_fail_and_are_counted_in_words(baseline: Path, tmp_path: Path) -> None:
+    wrong = tuple(f"find-{i}" for i in range(30))
+    _, _, verdict = candidate(baseline, tmp_path, wrong=wrong)
+    assert verdict.status == "FAIL"
+    assert verdict.reasons[0].startswith("find: 29 of 80 answers lost, 0 gained; accuracy 0.625 vs 0.988")
+
+
+def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
+    report, rows, _ = candidate(baseline, tmp_path, noise=0.5)
+    part = report.slice("tale")
+    assert part is not None
+    assert part.accuracy is None
+    assert part.fidelity.tokens == 8 * 16
+    assert part.fidelity.kl_mean is not None
+    assert part.fidelity.kl_mean > 0
+    assert {row.judged for row in rows if row.workload == "tale"} == {False}
+
+
+def test_slices_cover_bins_and_depths_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
+    report, _, _ = candidate(baseline, tmp_path)
+    found = {(s.workload, s.context, s.depth): s.samples for s in report.slices}
+    assert found[None, (0, 6), None] + found[None, (6, 12), None] == len(SAMPLES)
+    assert ("copy", (6, 12), None) not in found
+    assert [found["find", None, depth] for depth in ("early", "middle", "late")] == [27, 27, 26]
+
+
+def test_a_noisy_cache_fails_at_the_distances(baseline: Path, tmp_path: Path) -> None:
+    report, rows, verdict = candidate(baseline, tmp_path, noise=2.0)
+    assert verdict.status == "FAIL"
+    total = sum(row.scored_tokens * (row.mean_kl or 0) for row in rows) / sum(row.scored_tokens for row in rows)
+    assert report.overall.fidelity.kl_mean == pytest.approx(total)
+    stored = load_file(str(tmp_path / "tokens.safetensors"))
+    assert float(stored["kl"].mean()) == pytest.approx(total, rel=1e-5)
+    assert len(stored["kl"]) == report.overall.fidelity.tokens
+
+
+def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> None:
+    report, rows, verdict = candidate(baseline, tmp_path, not_a_number=True)
+    assert verdict.status == "FAIL"
+    assert report.overall.fidelity.kl_mean is None
+    assert rows[0].non_finite_steps == rows[0].scored_tokens
+
+
+def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        measure_baseline(
+            lambda: fake_engine(SAMPLES, not_a_number=True),
+            SAMPLES, CharTokenizer(), tmp_path, config=config(), progress=quiet,
+        )  # fmt: skip
+
+
+def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_canary(baseline: Path, tmp_path: Path) -> None:
+    report, _, verdict = candidate(baseline, tmp_path, blind=True)
+    assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
+    assert verdict.status == "FAIL"
+    assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["canary"]
+
+
+def test_the_canary_runs_in_an_engine_of_its_own(baseline: Path, tmp_path: Path) -> None:
+    opened = []
+
+    def open_engine() -> Any:
+        opened.append(fake_engine(SAMPLES))
+        return opened[-1]
+
+    evaluate_candidate(
+        open_engine, SAMPLES, CharTokenizer(), baseline, tmp_path,
+        config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+    )  # fmt: skip
+    assert [engine.key_scale for engine in opened] == [1.0, config().canary_factor]
+    assert [engine.live for engine in opened] == [0, 0]
+
+
+def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Path) -> None:
+    report, _, _ = candidate(baseline, tmp_path)
+    system = report.system
+    assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes
+    assert system.kib_per_token_allocated == system.kib_per_token
+    assert 0 < system.inter_token_p50_ms <= system.inter_token_p95_ms <= system.inter_token_p99_ms
+    assert system.time_to_first_token_ms > 0
+    assert system.decode_tokens_per_s > 0
+    assert system.max_live_tokens == int(0.001 * 2**30) // (64 * 128) * 64
+
+
+def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path: Path) -> None:
+    report, _, _ = candidate(baseline, tmp_path)
+    metrics = report.flat_metrics()
+    assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise"}
+    assert {"quality/kl_mean", "quality/find/accuracy_candidate", "perf/inter_token_p50_ms"} <= metrics.keys()
+    assert {"memory/kib_per_token", "quality/find/early/kl_mean"} <= metrics.keys()
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measured on other samples"):
+        evaluate_candidate(
+            lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
+            config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+        )  # fmt: skip
+
+
+def test_stored_log_probabilities_are_a_plain_safetensors_file(baseline: Path) -> None:
+    stored = load_file(str(baseline / "logprobs.safetensors"))
+    assert stored["find-3"].shape == (len('{"k":3}') + 1, VOCAB)
+    assert stored["find-3"].dtype == np.float32
+    assert np.exp(stored["find-3"]).sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    np.testing.assert_array_equal(stored["find-3"], LogProbabilities(baseline / "logprobs.safetensors").tensor("find-3"))
+
+
+def test_a_row_that_was_never_written_is_not_a_number(tmp_path: Path) -> None:
+    store = LogProbabilities.create(tmp_path / "x.safetensors", {"a": 2, "b": 1}, 3)
+    store.tensor("a")[1] = [1, 2, 3]
+    store.flush()
+    again = LogProbabilities(tmp_path / "x.safetensors")
+    assert np.isnan(again.tensor("a")[0]).all()
+    assert again.tensor("a")[1].tolist() == [1, 2, 3]
+    assert again.tensor("b").shape == (1, 3)

@@ -1,0 +1,126 @@
+"""The user's own samples: every bad line is named with its key and its fix, and nothing else is read first."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from pipeline.errors import UserError
+from pipeline.workloads import Workload, WorkloadsConfig
+from stages.evaluate.samples import load_samples, read_jsonl
+from stages.workloads import WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(**changes: Any) -> WorkloadsConfig:
+    values: dict[str, Any] = {}
+    for name in ("base", "builtin"):
+        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
+    del values["defaults"]
+    return WorkloadsConfig.model_validate({**values, "seed": 0, **changes})
+
+
+def write(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), encoding="utf-8")
+    return path
+
+
+GOOD: dict[str, Any] = {"prompt": "2+2=", "reference": "4"}
+
+
+def test_the_config_names_the_generators_that_exist() -> None:
+    assert set(get_args(Workload)) == set(WORKLOADS)
+
+
+def test_builtin_samples_are_the_configured_number_of_each() -> None:
+    samples = load_samples(config(samples={"prose": 2, "copy": 3, "retrieval": 0}))
+    assert [s.workload for s in samples] == ["prose"] * 2 + ["copy"] * 3
+    assert samples == load_samples(config(samples={"prose": 2, "copy": 3}))
+
+
+def test_a_complete_line_becomes_a_sample(tmp_path: Path) -> None:
+    line = {
+        "id": "a", "workload": "legal", "messages": [{"role": "user", "content": "hi"}], "check": "tool_call",
+        "reference": '{"name":"f","arguments":{"x":1}}', "document": "d", "depth": 0.5,
+        "tools": [{"name": "f", "arguments": ["x"]}],
+    }  # fmt: skip
+    (sample,) = read_jsonl(write(tmp_path, line), set())
+    assert (sample.id, sample.workload, sample.cluster, sample.depth) == ("a", "legal", "d", 0.5)
+    assert (sample.messages, sample.tools) == ((("user", "hi"),), (("f", ("x",)),))
+
+
+def test_defaults_fill_what_a_line_leaves_out_and_empty_lines_are_skipped(tmp_path: Path) -> None:
+    first, second = read_jsonl(write(tmp_path, GOOD, "", GOOD), set())
+    assert (first.id, second.id) == ("mine-0001", "mine-0003")
+    assert (first.workload, first.check, first.cluster) == ("custom", "exact", "mine-0001")
+
+
+def test_the_users_samples_join_the_builtin_ones(tmp_path: Path) -> None:
+    samples = load_samples(config(samples={"copy": 1}, jsonl=str(write(tmp_path, GOOD))))
+    assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line: not one JSON value"),
+        ("[1]", "line: an array instead of an object"),
+        ({"prompt": "x"}, "reference: missing, add it"),
+        ({**GOOD, "reference": ""}, "reference: string should have at least 1 character, give a text that is not empty"),
+        ({**GOOD, "prompt": 3}, "prompt: input should be a valid string"),
+        ({"reference": "x"}, "prompt: missing, and so is messages, give exactly one of the two"),
+        ({**GOOD, "messages": [{"role": "user", "content": "x"}]}, "prompt: given beside messages"),
+        ({"reference": "x", "messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: input should be 'system'"),
+        ({**GOOD, "check": "fuzzy"}, "check: input should be 'none', 'exact', 'json' or 'tool_call', give one of"),
+        ({**GOOD, "depth": 2}, "depth: input should be less than or equal to 1, give a number from 0 to 1"),
+        ({**GOOD, "answer": "4"}, "answer: unknown key, use id, workload, prompt"),
+        ({**GOOD, "check": "json", "reference": "{'a'}"}, "reference: not strict JSON"),
+        ({**GOOD, "check": "tool_call", "reference": "{}"}, 'tools: missing for check "tool_call"'),
+        ('{"prompt": "x", "prompt": "y", "reference": "z"}', "line: not one JSON value (a key occurs twice)"),
+        ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
+        ({**GOOD, "workload": "a/b"}, "workload: string should match pattern"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_with_its_key_and_fix(tmp_path: Path, line: object, message: str) -> None:
+    path = write(tmp_path, GOOD, line)
+    with pytest.raises(UserError) as caught:
+        read_jsonl(path, {"taken"})
+    assert str(caught.value).startswith(f"{path}:2: {message}")
+
+
+def test_every_bad_line_is_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_jsonl(write(tmp_path, "{", GOOD, {"prompt": ""}), set())
+    lines = str(caught.value).split("\n")
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3"]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"\n\n"])
+def test_a_file_that_is_missing_binary_or_empty_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "mine.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"mine\.jsonl"):
+        read_jsonl(path, set())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": {}},
+        {"samples": {"prose": 0}},
+        {"samples": {"poetry": 1}},
+        {"context_bins": [0]},
+        {"context_bins": [0, 9, 9]},
+        {"canary_factor": 1.0},
+        {"canary_samples": 0},
+    ],
+)
+def test_an_impossible_configuration_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        config(**changes)

@@ -1,0 +1,307 @@
+"""The verdict: what passes, what fails, what is left open, and that neither gaps nor noise ever pass."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.gates import Gates, Verdict, decide
+from pipeline.report import Canary, EvaluationReport, Fidelity, NoiseFloor, SampleRow, Slice, Slope, SystemMetrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8"))
+GATES = Gates.model_validate(DEFAULTS)
+CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
+
+
+def gates(**changes: object) -> Gates:
+    return Gates.model_validate({**DEFAULTS, **changes})
+
+
+def row(workload: str, index: int, before: bool = True, after: bool = True, **changes: object) -> SampleRow:
+    values: dict[str, object] = {
+        "id": f"{workload}-{index}",
+        "workload": workload,
+        "document": f"{workload}-{index}",
+        "context_tokens": 100 + 10 * (index % 20),
+        "depth": None,
+        "scored_tokens": 10,
+        "judged": True,
+        "baseline_correct": before,
+        "candidate_correct": after,
+        "baseline_valid": None,
+        "candidate_valid": None,
+        "reference": "r",
+        "baseline_generation": "r",
+        "candidate_generation": "r",
+        "mean_kl": 2**-10,  # its sums are exact
+        "max_kl": 0.01,
+        "kl_tail": [],
+        "baseline_nll": 0.3,
+        "candidate_nll": 0.3,
+        "top1_agreement": 1.0,
+        "top10_overlap": 0.95,
+        "mean_squared_delta_p": 1e-4,
+        "non_finite_steps": 0,
+    }
+    return SampleRow.model_validate({**values, **changes})
+
+
+def answered(workload: str, count: int, lost: int = 0, gained: int = 0, **changes: object) -> list[SampleRow]:
+    flags = [(True, False)] * lost + [(False, True)] * gained + [(True, True)] * (count - lost - gained)
+    return [row(workload, i, before, after, **changes) for i, (before, after) in enumerate(flags)]
+
+
+def every_class(**lost: int) -> list[SampleRow]:
+    return [r for name, count in CLASSES.items() for r in answered(name, count, lost.get(name, 0))]
+
+
+CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
+
+
+def fidelity(**changes: object) -> Fidelity:
+    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {"tokens": 100, "non_finite_steps": 0, "kl_p99": 0.01}
+    return Fidelity.model_validate({**values, **changes})
+
+
+def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
+    whole = Slice(workload=None, context=None, depth=None, samples=len(rows), documents=1, accuracy=None, fidelity=fidelity())
+    low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
+    system = dict.fromkeys(SystemMetrics.model_fields, 1)
+    values: dict[str, object] = {
+        "schema_version": 1,
+        "policy": "int8",
+        "engine_digest": "e",
+        "baseline_digest": "b",
+        "workloads_digest": "w",
+        "samples": len(rows),
+        "slices": [whole, low],
+        "kl_slope": Slope(per_1k_tokens=0.0, low=0.0, high=0.0),
+        "noise": NoiseFloor(samples=4, fidelity=fidelity(), answer_flips=0),
+        "canary": Canary(factor=0.1, rows=CANARY_ROWS),
+        "system": SystemMetrics.model_validate(system),
+        "baseline_system": SystemMetrics.model_validate(system),
+    }
+    return EvaluationReport.model_validate({**values, **changes})
+
+
+def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
+    return decide(report(rows, **changes), rows, thresholds)
+
+
+def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
+    found = verdict(every_class())
+    assert found.status == "PASS"
+    assert len(found.reasons) == len(CLASSES)
+    assert found.reasons[0].startswith("copy: 0 of 128 answers lost, 0 gained; accuracy 1.000 vs 1.000")
+    assert found.samples_needed == {}
+
+
+def test_prose_without_answers_is_judged_by_its_distances_only() -> None:
+    prose = [row("prose", i, judged=False, baseline_correct=None, candidate_correct=None) for i in range(24)]
+    assert verdict(every_class() + prose).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("lost", "status"), [(0, "PASS"), (1, "PASS"), (2, "PASS"), (5, "INCONCLUSIVE"), (10, "INCONCLUSIVE"), (20, "FAIL")]
+)
+def test_lost_answers_move_the_verdict_from_pass_over_inconclusive_to_fail(lost: int, status: str) -> None:
+    assert verdict(every_class(retrieval=lost)).status == status
+
+
+def test_one_failing_class_fails_under_holm_and_is_named_with_its_numbers() -> None:
+    found = verdict(every_class(retrieval=25))
+    assert found.status == "FAIL"
+    assert found.reasons[0].startswith(
+        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 98.75 % bound -0.12"
+    )
+    assert found.reasons[0].endswith("below the margin -0.050")
+    statuses = {c.where: c.status for c in found.checks if c.gate == "accuracy" and "[" not in c.where}
+    assert statuses == {"retrieval": "FAIL", "tool_call": "PASS", "copy": "PASS", "multi_turn": "PASS"}
+
+
+def test_holm_asks_more_of_each_class_when_there_are_more_classes() -> None:
+    alone = answered("retrieval", 70)
+    assert verdict(alone).status == "PASS"
+    four = [r for name in CLASSES for r in answered(name, 70)]
+    assert verdict(four).status == "INCONCLUSIVE"
+
+
+def test_a_tighter_margin_of_one_workload_needs_more_samples_there() -> None:
+    found = verdict(every_class(), gates(margins={"retrieval": 0.02}))
+    assert found.status == "INCONCLUSIVE"
+    assert list(found.samples_needed) == ["retrieval"]
+    wanted = found.samples_needed["retrieval"]
+    more = answered("retrieval", wanted) + [r for r in every_class() if r.workload != "retrieval"]
+    assert verdict(more, gates(margins={"retrieval": 0.02})).status == "PASS"
+
+
+def test_too_few_samples_never_pass() -> None:
+    found = verdict([r for r in every_class() if r.workload != "copy"] + answered("copy", 10))
+    assert found.status == "INCONCLUSIVE"
+    assert "gates.min_samples is 32" in found.reasons[0]
+
+
+def test_a_context_bin_can_fail_while_its_workload_is_open() -> None:
+    # the 12 losses are all in the 64 samples of the bin [0, 150); 12 of 128 alone would be open
+    rows = [r.model_copy(update={"context_tokens": 100 if i < 25 else 900}) for i, r in enumerate(every_class())]
+    losing = [r.model_copy(update={"candidate_correct": i >= 12}) if r.workload == "retrieval" else r
+              for i, r in enumerate(rows)]  # fmt: skip
+    found = verdict(losing)
+    assert found.status == "FAIL"
+    assert found.reasons[0].startswith("retrieval [0, 150): 12 of 25 answers lost")
+
+
+def test_a_small_bin_without_losses_does_not_stop_a_pass() -> None:
+    rows = [r.model_copy(update={"context_tokens": 100 if i == 0 else 900}) for i, r in enumerate(every_class())]
+    assert verdict(rows).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("changes", "gate"),
+    [
+        ({"mean_kl": 0.5}, "max_mean_kl"),
+        ({"top10_overlap": 0.5}, "min_top10_overlap"),
+        ({"candidate_nll": 0.5}, "max_ppl_ratio"),
+        ({"mean_squared_delta_p": 0.2}, "max_rms_delta_p"),
+    ],
+)
+def test_each_trip_wire_fails_alone(changes: dict[str, object], gate: str) -> None:
+    rows = [r for r in every_class() if r.workload != "copy"] + answered("copy", 128, **changes)
+    found = verdict(rows)
+    assert found.status == "FAIL"
+    assert [(c.gate, c.where) for c in found.checks if c.status == "FAIL"] == [(gate, "copy")]
+
+
+def test_a_distance_whose_bounds_straddle_the_threshold_is_inconclusive() -> None:
+    rows = every_class()
+    spread = [r.model_copy(update={"mean_kl": 0.001 if i % 2 else 0.09}) for i, r in enumerate(rows)]
+    found = verdict(spread)
+    assert found.status == "INCONCLUSIVE"
+    assert "not clearly within max_mean_kl" in found.reasons[0]
+
+
+def test_the_bootstrap_by_document_is_wider_than_by_sample() -> None:
+    rows = [
+        r.model_copy(update={"mean_kl": 0.02 if i < 64 else 0.06, "document": f"d{i // 64}-{r.workload}"})
+        for r, i in ((r, int(r.id.rpartition("-")[2])) for r in every_class())
+    ]
+    apart = [r.model_copy(update={"document": r.id}) for r in rows]
+    by_document, by_sample = (next(c for c in verdict(some).checks if c.gate == "max_mean_kl") for some in (rows, apart))
+    assert (by_document.status, by_sample.status) == ("INCONCLUSIVE", "PASS")
+    assert by_document.bound is not None
+    assert by_sample.bound is not None
+    assert by_document.bound > by_sample.bound
+
+
+def test_samples_of_few_documents_count_as_few_samples() -> None:
+    rows = [r.model_copy(update={"document": f"{r.workload}-{i % 8}"}) for i, r in enumerate(every_class())]
+    assert verdict(rows).status == "INCONCLUSIVE"
+
+
+def test_a_heavy_tail_fails_at_the_percentile() -> None:
+    rows = every_class()
+    heavy = [r.model_copy(update={"kl_tail": [9.0] if i % 8 == 0 else []}) for i, r in enumerate(rows)]
+    found = verdict(heavy)
+    assert [c.gate for c in found.checks if c.status == "FAIL"] == ["max_p999_kl"]
+
+
+def test_a_distance_that_grows_with_the_context_fails_at_the_slope() -> None:
+    rows = [r.model_copy(update={"mean_kl": 1e-4 * r.context_tokens}) for r in every_class()]
+    found = verdict(rows)
+    assert found.status == "FAIL"
+    assert [c.gate for c in found.checks if c.status == "FAIL"] == ["max_kl_slope"]
+    assert next(c.value for c in found.checks if c.gate == "max_kl_slope") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("field", ["mean_kl", "candidate_nll", "top10_overlap", "mean_squared_delta_p", "max_kl"])
+def test_a_number_that_is_missing_fails(field: str) -> None:
+    rows = every_class()
+    rows[3] = rows[3].model_copy(update={field: None})
+    found = verdict(rows)
+    assert found.status == "FAIL"
+    assert "retrieval: 1 of 128 samples have no finite numbers" in found.reasons[0]
+
+
+def test_a_nan_that_got_into_a_row_fails() -> None:
+    rows = every_class()
+    rows[0] = rows[0].model_copy(update={"mean_kl": float("nan")})
+    assert verdict(rows).status == "FAIL"
+
+
+def test_no_samples_fail() -> None:
+    found = verdict([])
+    assert (found.status, found.reasons) == ("FAIL", ["all: no samples were evaluated"])
+
+
+def test_rows_that_are_missing_or_doubled_fail() -> None:
+    rows = every_class()
+    assert decide(report(rows), rows[:-1], GATES).status == "FAIL"
+    assert decide(report(rows), [*rows[:-1], rows[0]], GATES).status == "FAIL"
+
+
+def test_a_failed_verdict_gives_only_what_failed_as_its_reasons() -> None:
+    found = verdict(every_class(retrieval=25, copy=5))
+    assert found.reasons[0].startswith("retrieval: 25 of 128")
+    assert not any(reason.startswith("copy") for reason in found.reasons)
+    assert found.samples_needed.keys() == {"copy"}
+
+
+def test_a_missing_answer_fails() -> None:
+    rows = every_class()
+    rows[0] = rows[0].model_copy(update={"candidate_correct": None})
+    assert verdict(rows).status == "FAIL"
+
+
+def test_a_canary_that_nobody_noticed_fails_the_candidate() -> None:
+    found = verdict(every_class(), canary=Canary(factor=0.1, rows=answered("retrieval", 8)))
+    assert found.status == "FAIL"
+    assert "the evaluation does not see the cache" in found.reasons[0]
+
+
+def test_a_canary_that_did_not_run_fails_the_candidate() -> None:
+    assert verdict(every_class(), canary=Canary(factor=0.1, rows=[])).status == "FAIL"
+
+
+def test_a_threshold_finer_than_the_noise_floor_decides_nothing() -> None:
+    noise = NoiseFloor(samples=4, fidelity=fidelity(kl_mean=0.06), answer_flips=0)
+    found = verdict(every_class(), noise=noise)
+    assert found.status == "INCONCLUSIVE"
+    assert "max_mean_kl=0.05 is finer than the baseline's own noise" in found.reasons[0]
+
+
+def test_without_a_noise_floor_nothing_passes() -> None:
+    unknown = NoiseFloor(samples=0, fidelity=None, answer_flips=0)
+    assert verdict(every_class(), noise=unknown).status == "INCONCLUSIVE"
+
+
+def test_raw_values_are_compared_not_rounded_ones() -> None:
+    rows = every_class()
+    assert verdict(rows, gates(max_mean_kl=2**-10)).status == "PASS"
+    assert verdict(rows, gates(max_mean_kl=2**-10 - 1e-9)).status == "FAIL"
+
+
+def test_the_same_input_gives_the_same_verdict() -> None:
+    rows = every_class(retrieval=4)
+    assert verdict(rows) == verdict(rows)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lost=st.integers(0, 30), gained=st.integers(0, 10), count=st.sampled_from([60, 100]))
+def test_one_more_lost_sample_never_turns_a_fail_into_a_pass(lost: int, gained: int, count: int) -> None:
+    order = {"FAIL": 0, "INCONCLUSIVE": 1, "PASS": 2}
+    before = verdict(answered("retrieval", count, lost, gained)).status
+    after = verdict([*answered("retrieval", count, lost, gained), row("retrieval", 999, True, False)]).status
+    assert not (before == "FAIL" and after == "PASS")
+    one_worse = answered("retrieval", count, lost, gained)
+    one_worse[-1] = one_worse[-1].model_copy(update={"candidate_correct": False})
+    assert order[verdict(one_worse).status] <= order[before]
+
+
+@pytest.mark.parametrize("changes", [{"max_mean_kl": 0.0}, {"alpha": 0.5}, {"margin": 1.5}, {"max_mean_kls": 1.0}])
+def test_impossible_thresholds_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        gates(**changes)

@@ -1,0 +1,178 @@
+"""The statistics behind the gates: against the literature's numbers, by simulation, and by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.statistics import (
+    EXACT_LIMIT,
+    Pairs,
+    difference_bound,
+    effective_pairs,
+    holm_levels,
+    inferiority_p,
+    noninferiority_p,
+    paired_samples,
+    pooled_slope,
+    resampled_sums,
+    samples_without_flips,
+    tail_quantile,
+)
+
+
+@pytest.mark.parametrize(
+    ("flip_rate", "margin", "samples"),
+    [
+        (0.02, 0.01, 1713), (0.02, 0.02, 429), (0.02, 0.03, 191),
+        (0.04, 0.01, 3426), (0.04, 0.02, 857), (0.04, 0.03, 381),
+        (0.08, 0.01, 6852), (0.08, 0.02, 1713), (0.08, 0.03, 762),
+    ],
+)  # fmt: skip
+def test_needed_samples_are_the_published_ones_at_90_percent_power(flip_rate: float, margin: float, samples: int) -> None:
+    assert paired_samples(flip_rate, margin, alpha=0.05, power=0.9) == samples
+
+
+@pytest.mark.parametrize("n", [59, 90, 128])
+def test_zero_flips_are_never_more_convincing_than_the_exact_bound_allows(n: int) -> None:
+    assert noninferiority_p(Pairs(n, 0, 0), 0.05) >= 0.95**n
+
+
+def test_samples_without_flips_are_the_fewest_that_pass() -> None:
+    assert samples_without_flips(0.05, 0.05) == 59  # ln 0.05 / ln 0.95
+    for alpha in (0.05, 0.0125):
+        n = samples_without_flips(0.05, alpha)
+        assert noninferiority_p(Pairs(n, 0, 0), 0.05) <= alpha < noninferiority_p(Pairs(n - 1, 0, 0), 0.05)
+
+
+def _multinomial(n: int, lost: int, gained: int, p_lost: float, p_gained: float) -> float:
+    rest = n - lost - gained
+    ways = math.comb(n, lost) * math.comb(n - lost, gained)
+    return ways * p_lost**lost * p_gained**gained * (1 - p_lost - p_gained) ** rest
+
+
+@pytest.mark.parametrize("margin", [0.05, 0.1])
+def test_the_exact_test_keeps_its_level_over_every_true_rate(margin: float) -> None:
+    """The size, summed over all outcomes, of the rule `p <= 0.05` where the candidate is just inferior, and beyond."""
+    n = 50
+    outcomes = [(c, b) for c, b in itertools.product(range(n + 1), repeat=2) if b + c <= n and c <= 12]
+    passing = [(c, b) for c, b in outcomes if noninferiority_p(Pairs(n, c, b), margin) <= 0.05]
+    assert passing
+    for p_gained, extra in itertools.product((0.0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.35), (0.0, 0.02)):
+        p_lost = p_gained + margin + extra
+        size = sum(_multinomial(n, c, b, p_lost, p_gained) for c, b in passing)
+        assert size <= 0.05 + 1e-6, (p_gained, size)
+
+
+@pytest.mark.parametrize(("n", "p_gained"), [(97, 0.0), (128, 0.01), (128, 0.05), (1000, 0.02)])
+def test_type_one_error_and_coverage_by_simulation(n: int, p_gained: float) -> None:
+    rng = np.random.default_rng(1)
+    draws = 1500
+    margin = 0.05
+    counts = rng.multinomial(n, [p_gained + margin, p_gained, 1 - 2 * p_gained - margin], size=draws)
+    pairs = [Pairs(n, int(c), int(b)) for c, b, _ in counts]
+    wrongly_passed = np.mean([noninferiority_p(p, margin) <= 0.05 for p in pairs])
+    wrongly_failed = np.mean([inferiority_p(p, margin) <= 0.05 for p in pairs])
+    allowed = 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
+    assert wrongly_passed <= allowed
+    assert wrongly_failed <= allowed
+    assert max(wrongly_passed, wrongly_failed) > 0.01  # not so careful that nothing is ever decided
+
+
+@pytest.mark.parametrize("pairs", [Pairs(96, 0, 0), Pairs(96, 11, 1), Pairs(128, 2, 1), Pairs(40, 0, 5), Pairs(900, 30, 9)])
+def test_bounds_are_the_inversion_of_the_tests(pairs: Pairs) -> None:
+    lower, upper = difference_bound(pairs, 0.05, lower=True), difference_bound(pairs, 0.05, lower=False)
+    assert lower < pairs.difference < upper or lower <= pairs.difference <= upper
+    assert noninferiority_p(pairs, -(lower - 0.002)) <= 0.05 < noninferiority_p(pairs, -(lower + 0.002))
+    assert inferiority_p(pairs, -(upper + 0.002)) <= 0.05 < inferiority_p(pairs, -(upper - 0.002))
+
+
+def test_the_bound_without_flips_is_the_rule_of_three() -> None:
+    assert difference_bound(Pairs(96, 0, 0), 0.05, lower=True) == pytest.approx(-(1 - 0.05 ** (1 / 96)), abs=2e-4)
+
+
+def test_exact_and_asymptotic_tests_agree_where_they_meet() -> None:
+    for lost, gained in ((12, 4), (25, 10), (40, 2)):
+        exact = noninferiority_p(Pairs(EXACT_LIMIT, lost, gained), 0.05)
+        asymptotic = noninferiority_p(Pairs(EXACT_LIMIT + 1, lost, gained), 0.05)
+        assert exact == pytest.approx(asymptotic, abs=0.02)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.sampled_from([60, 128]), lost=st.integers(0, 20), gained=st.integers(0, 10))
+def test_losing_more_is_never_better(n: int, lost: int, gained: int) -> None:
+    now, worse = Pairs(n, lost, gained), Pairs(n, lost + 1, gained)
+    assert noninferiority_p(worse, 0.05) >= noninferiority_p(now, 0.05)
+    assert inferiority_p(worse, 0.05) <= inferiority_p(now, 0.05)
+
+
+def test_holm_spends_alpha_step_by_step_and_stops() -> None:
+    assert holm_levels([0.03, 0.001, 0.02], 0.06) == pytest.approx([0.06, 0.02, 0.03])
+    assert holm_levels([0.5, 0.001, 0.4], 0.05) == pytest.approx([0.0, 0.05 / 3, 0.025])
+
+
+def test_independent_samples_keep_their_counts() -> None:
+    assert effective_pairs([-1, 0, 1, 0], ["a", "b", "c", "d"]) == Pairs(4, 1, 1)
+
+
+def test_samples_that_flip_with_their_document_count_once() -> None:
+    flips = [-1] * 4 + [0] * 36
+    together = effective_pairs(flips, [f"d{i // 4}" for i in range(40)])
+    assert together == Pairs(10, 1, 0)
+
+
+def test_many_flips_that_ignore_their_documents_count_almost_fully() -> None:
+    rng = np.random.default_rng(0)
+    flips = (-(rng.random(800) < 0.2).astype(int)).tolist()
+    spread = effective_pairs(flips, [f"d{i // 4}" for i in range(800)])
+    assert 650 <= spread.n <= 800
+
+
+def test_bootstrap_by_document_has_the_variance_of_documents() -> None:
+    rng = np.random.default_rng(0)
+    level = np.repeat(rng.normal(size=50), 4)
+    values = level[:, None]
+    by_document = resampled_sums(values, [str(i // 4) for i in range(200)])[:, 0] / 200
+    by_sample = resampled_sums(values, [str(i) for i in range(200)])[:, 0] / 200
+    assert by_document.std() == pytest.approx(level.std() / math.sqrt(50), rel=0.15)
+    assert by_sample.std() == pytest.approx(level.std() / math.sqrt(200), rel=0.15)
+
+
+def test_the_percentile_from_tails_is_the_percentile_of_all_values() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.exponential(size=(20, 500))
+    floor = float(np.percentile(values, 99))
+    tails = [[v for v in row if v > floor] for row in values.tolist()]
+    tokens = np.full(20, 500.0)
+    found = tail_quantile(tails, np.stack([np.ones(20), np.full(20, 2.0)]), tokens, 0.001, floor)
+    expected = sorted(values.ravel(), reverse=True)[10]  # ten of 10,000 lie above
+    assert found == pytest.approx([expected, expected])
+
+
+def test_the_slope_ignores_the_levels_of_workloads() -> None:
+    x = np.array([0.1, 0.2, 0.3, 1.1, 1.2, 1.3])
+    y = np.array([5.0, 5.2, 5.4, 0.2, 0.4, 0.6])  # both rise by 2 per unit; a common line would fall
+    groups = ["a"] * 3 + ["b"] * 3
+    slope, replicates = pooled_slope(x, y, np.ones(6), groups, [str(i) for i in range(6)])
+    assert slope == pytest.approx(2.0)
+    assert np.nanmedian(replicates) == pytest.approx(2.0)
+
+
+def test_the_slope_agrees_with_scipy() -> None:
+    from scipy.stats import linregress
+
+    rng = np.random.default_rng(0)
+    x = rng.random(200)
+    y = 0.3 * x + rng.normal(size=200) * 0.1
+    slope, replicates = pooled_slope(x, y, np.ones(200), ["a"] * 200, [str(i) for i in range(200)])
+    expected = linregress(x, y)
+    assert slope == pytest.approx(expected.slope)
+    assert replicates.std() == pytest.approx(expected.stderr, rel=0.2)
+
+
+def test_one_context_length_has_no_slope() -> None:
+    slope, _ = pooled_slope(np.ones(3), np.arange(3.0), np.ones(3), ["a"] * 3, ["1", "2", "3"])
+    assert math.isnan(slope)

@@ -1,0 +1,171 @@
+"""Distances between distributions, their summaries, and the strict judgement of answers."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax as scipy_log_softmax
+from scipy.stats import entropy
+
+from pipeline.records import Check, Sample
+from stages.evaluate.checks import Judgement, judge, strict_json
+from stages.evaluate.distance import StepStatistics, compare, log_softmax
+from stages.evaluate.metrics import context_bin, depth_name, fidelity
+
+
+def random_logits(rows: int, vocab: int, seed: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.random.default_rng(seed).normal(size=(rows, vocab)).astype(np.float32) * 3
+
+
+def test_log_softmax_agrees_with_scipy_and_survives_large_logits() -> None:
+    logits = random_logits(4, 50, 0) + np.float32(1e4)
+    assert log_softmax(logits) == pytest.approx(scipy_log_softmax(logits.astype(np.float64), axis=1), abs=1e-12)
+
+
+def test_kl_agrees_with_scipy() -> None:
+    base, candidate = log_softmax(random_logits(5, 40, 1)), log_softmax(random_logits(5, 40, 2))
+    found = compare(base.astype(np.float32), candidate, [0] * 5)
+    expected = [entropy(np.exp(b), np.exp(c)) for b, c in zip(base, candidate, strict=True)]
+    assert found.kl == pytest.approx(expected, rel=1e-5)
+
+
+def test_kl_by_hand() -> None:
+    base = np.log(np.array([[0.5, 0.25, 0.25]], dtype=np.float32))
+    candidate = np.log(np.array([[0.25, 0.5, 0.25]]))
+    found = compare(base, candidate, [0])
+    assert found.kl[0] == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), abs=1e-7)
+    assert found.delta_p[0] == pytest.approx(-0.25, abs=1e-7)
+    assert found.candidate_nll[0] == pytest.approx(math.log(4))
+    assert (found.top1[0], found.greedy[0]) == (0.0, 1)
+
+
+def test_the_same_distribution_has_no_distance_and_never_a_negative_one() -> None:
+    base = log_softmax(random_logits(100, 1000, 3))
+    found = compare(base.astype(np.float32), base, [7] * 100)
+    assert (found.kl >= 0).all()
+    assert found.kl.max() < 1e-12
+    assert (found.top1 == 1).all()
+    assert (found.top10 == 1).all()
+
+
+def test_top10_overlap_counts_shared_tokens_whatever_their_order() -> None:
+    base = log_softmax(np.arange(20, 0, -1, dtype=np.float32)[None])  # top ten: 0 to 9
+    logits = np.zeros((1, 20), dtype=np.float32)
+    logits[0, [9, 8, 7, 6, 15, 16, 17, 18, 19, 14]] = np.arange(10, 20)
+    assert compare(base.astype(np.float32), log_softmax(logits), [0]).top10[0] == pytest.approx(0.4)
+
+
+def test_a_row_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
+    logits = random_logits(2, 10, 4)
+    base = log_softmax(logits)
+    broken = logits.copy()
+    broken[0, 3] = np.inf
+    found = compare(base.astype(np.float32), log_softmax(broken), [1, 1])
+    assert np.isnan([found.kl[0], found.candidate_nll[0], found.top1[0], found.top10[0], found.delta_p[0]]).all()
+    assert found.kl[1] < 1e-12
+
+
+def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:
+    n = len(kl)
+    ones = np.ones(n)
+    values = {name: np.array(changes[name]) if name in changes else ones for name in ("baseline_nll", "candidate_nll", "top1", "top10", "delta_p")}  # fmt: skip # noqa: E501
+    return StepStatistics(kl=np.array(kl), greedy=np.zeros(n, dtype=np.int64), **values)
+
+
+def test_fidelity_by_hand() -> None:
+    found = fidelity(
+        statistics(
+            [0.0, 0.1, 0.2, 0.5],
+            baseline_nll=[1.0, 1.0, 1.0, 1.0],
+            candidate_nll=[1.0, 1.2, 1.0, 1.2],
+            top1=[1, 1, 1, 0],
+            top10=[1.0, 0.9, 0.8, 0.7],
+            delta_p=[0.0, 0.3, 0.0, -0.4],
+        )
+    )
+    assert found.kl_mean == pytest.approx(0.2)
+    assert found.kl_median == pytest.approx(0.15)
+    assert found.kl_max == 0.5
+    assert found.kl_p95 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 95)))
+    assert found.flagged_steps == 0.5  # 0.2 and 0.5 are above 0.15
+    assert found.ppl_ratio == pytest.approx(math.exp(0.1))
+    assert found.baseline_ppl == pytest.approx(math.e)
+    assert found.top1_agreement == 0.75
+    assert found.top10_overlap == pytest.approx(0.85)
+    assert found.rms_delta_p == pytest.approx(0.25)
+
+
+def test_one_step_that_is_not_a_number_makes_every_summary_null() -> None:
+    found = fidelity(statistics([0.1, math.nan]))
+    assert (found.kl_mean, found.kl_median, found.kl_max, found.flagged_steps) == (None, None, None, None)
+    assert found.non_finite_steps == 1
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, (0, 256)), (255, (0, 256)), (256, (256, 512)), (9999, (512, None))])
+def test_context_bins_are_half_open_and_the_last_is_open(tokens: int, expected: tuple[int, int | None]) -> None:
+    assert context_bin(tokens, [0, 256, 512]) == expected
+
+
+@pytest.mark.parametrize(("depth", "name"), [(0.0, "early"), (0.34, "middle"), (0.99, "late"), (1.0, "late")])
+def test_depth_is_named_by_thirds(depth: float, name: str) -> None:
+    assert depth_name(depth) == name
+
+
+NOT_JSON = ["", "{", '{"a":1} ok', 'ok {"a":1}', '{"a":1}{"a":1}', "{'a':1}", '{"a":1,}', '```{"a":1}```']
+NOT_STRICT = ['{"a":1,"a":1}', '{"a":NaN}', "Infinity"]
+
+
+@pytest.mark.parametrize("text", NOT_JSON + NOT_STRICT)
+def test_what_is_not_one_strict_json_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        strict_json(text)
+    assert judge(sample("json", '{"a":1}'), text) == Judgement(valid=False, correct=False)
+
+
+def sample(check: Check, reference: str) -> Sample:
+    tools = (("pay", ("bill", "total")), ("list", ("city",)))
+    return Sample(id="s", workload="w", reference=reference, prompt="p", check=check, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "correct"),
+    [
+        ('{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True),
+        ('{"a":1}', '{"a":1.0}', False),
+        ('{"a":1}', '{"a":true}', False),
+        ('{"a":"1"}', '{"a":1}', False),
+        ("[1,2]", "[2,1]", False),
+        ('{"a":{"b":1}}', '{"a":{"b":1,"c":2}}', False),
+    ],
+)
+def test_json_is_right_when_its_value_is_equal(reference: str, text: str, correct: bool) -> None:
+    assert judge(sample("json", reference), text) == Judgement(valid=True, correct=correct)
+
+
+CALL = '{"name":"pay","arguments":{"bill":"A1","total":"3"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "correct"),
+    [
+        (CALL, True, True),
+        ('{"arguments":{"total":"3","bill":"A1"},"name":"pay"}', True, True),
+        ('{"name":"pay","arguments":{"bill":"A2","total":"3"}}', True, False),
+        ('{"name":"list","arguments":{"city":"Cork"}}', True, False),
+        ('{"name":"pay","arguments":{"bill":"A1"}}', False, False),
+        ('{"name":"pay","arguments":{"bill":"A1","total":"3","city":"x"}}', False, False),
+        ('{"name":"steal","arguments":{}}', False, False),
+        ('{"name":"pay"}', False, False),
+        ('{"name":["pay"],"arguments":{"bill":"A1","total":"3"}}', False, False),
+        ('["pay"]', False, False),
+    ],
+)
+def test_a_tool_call_is_valid_only_with_a_declared_tool_and_exactly_its_arguments(
+    text: str, valid: bool, correct: bool
+) -> None:
+    assert judge(sample("tool_call", CALL), text) == Judgement(valid=valid, correct=correct)
+
+
+def test_exact_text_allows_no_difference() -> None:
+    assert judge(sample("exact", "a b"), "a b") == Judgement(valid=None, correct=True)
+    assert judge(sample("exact", "a b"), "a b ") == Judgement(valid=None, correct=False)
