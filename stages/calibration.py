@@ -1,0 +1,57 @@
+"""Calibration texts: what ModelOpt runs to measure static scales. Generated, or the user's own JSONL."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.errors import UserError
+from stages.prompts import load_tokenizer, render
+from stages.workloads import WORKLOADS, generate
+
+TEXTS = "texts.json"
+
+
+def calibration_texts(
+    checkpoint: Path, out: Path, *, samples: int, jsonl: str | None, seed: int, progress: Callable[[str, int, int], None]
+) -> None:
+    """Write `samples` texts to `out/texts.json`, a JSON list of strings.
+
+    The generated ones are prompts with their answers, as the checkpoint's chat template renders them, in equal parts
+    from every workload's calibration split, which evaluation never draws from.
+    """
+    texts = _from_file(Path(jsonl), samples) if jsonl is not None else _generated(checkpoint, samples, seed)
+    progress("texts", len(texts), len(texts))
+    (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+
+
+def load_texts(directory: Path) -> list[str]:
+    """The texts that `calibration_texts` wrote."""
+    texts: list[str] = json.loads((directory / TEXTS).read_text(encoding="utf-8"))
+    return texts
+
+
+def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:
+    tokenizer = load_tokenizer(checkpoint)
+    share = -(-samples // len(WORKLOADS))
+    drawn = [generate(name, share, seed, split="calibration") for name in WORKLOADS]
+    interleaved = [sample for group in zip(*drawn, strict=True) for sample in group][:samples]
+    return [render(tokenizer, sample) + sample.reference for sample in interleaved]
+
+
+def _from_file(path: Path, samples: int) -> list[str]:
+    texts: list[str] = []
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if len(texts) == samples:
+                break
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"calibration.jsonl={path}:{number}: not JSON ({error.msg})") from error
+            text = value.get("text") if isinstance(value, dict) else value
+            if not isinstance(text, str) or not text:
+                raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
+            texts.append(text)
+    if not texts:
+        raise UserError(f"calibration.jsonl={path}: no texts in it")
+    return texts

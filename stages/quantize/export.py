@@ -1,0 +1,96 @@
+"""ModelOpt's two official exports: written where they can express the policy, validated, otherwise explained."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint import TOKENIZER_FILES, CheckpointInfo
+from pipeline.kv import KVPolicy
+from pipeline.records import Progress
+from pipeline.weights import WeightsFormat
+from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.materialize import source_dtype
+from stages.quantize.recipe import sides
+from stages.quantize.scales import KVScales
+from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf
+
+Report = dict[str, Any]
+
+
+def export_all(
+    model: torch.nn.Module,
+    info: CheckpointInfo,
+    out: Path,
+    *,
+    weights: WeightsFormat,
+    policy: KVPolicy,
+    scales: KVScales,
+    progress: Progress,
+) -> dict[str, Report]:
+    """Write `out/unified_hf` and `out/tensorrt_llm` where possible; the report says which, by what rule, or why not.
+
+    Tensors that are not quantized get the checkpoint's dtype. The model is used up. Raises ExportMismatch.
+    """
+    layers, dtype = info.shape.layers, source_dtype(info)
+    reports: dict[str, Report] = {}
+    adapter.cast_for_export(model, dtype)
+
+    progress("exporting", 0, 2)
+    reason = why_not(policy) or why_not_tensorrt_llm(info)
+    if reason:
+        reports["tensorrt_llm"] = {"written": False, "reason": reason}
+    else:
+        target = out / "tensorrt_llm"
+        adapter.export_tensorrt_llm(copy.deepcopy(model), target, dtype)
+        validate_tensorrt_llm(target, policy, weights, layers, scales, scale_floor=adapter.TENSORRT_LLM_SCALE_FLOOR)
+        reports["tensorrt_llm"] = _written(policy, adapter.TENSORRT_LLM_SCALE_FLOOR, shared=True)
+
+    progress("exporting", 1, 2)
+    reason = why_not(policy)
+    if reason:
+        reports["unified_hf"] = {"written": False, "reason": reason}
+    else:
+        target = out / "unified_hf"
+        adapter.export_unified_hf(model, target)
+        validate_unified_hf(target, policy, weights, layers, scales, scale_floor=adapter.UNIFIED_HF_SCALE_FLOOR)
+        # The exporter writes no tokenizer; an engine needs the whole checkpoint in one directory.
+        for name in info.other_files:
+            if name in TOKENIZER_FILES:
+                shutil.copyfile(info.path / name, target / name)
+        reports["unified_hf"] = _written(policy, adapter.UNIFIED_HF_SCALE_FLOOR, shared=False)
+    progress("exporting", 2, 2)
+    return reports
+
+
+def why_not(policy: KVPolicy) -> str | None:
+    """Why no official export can carry the policy, None when both can."""
+    if policy.exact_tokens:
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
+    dtypes = [f"{form.dtype} {form.granularity}" for _, form in sides(policy)]
+    if dtypes in (["fp16 none"] * 2, ["fp8_e4m3 per_tensor"] * 2):
+        return None
+    if dtypes[0] != dtypes[1]:
+        return f"{dtypes[0]} keys with {dtypes[1]} values: the exporters know one algorithm for both and would mislabel it"
+    return f"{dtypes[0]} keys and values: the exporters drop this format or claim it without scales"
+
+
+def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
+    """Why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model."""
+    if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
+    if info.rope_scaling is not None:
+        return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
+    if info.sliding_window is not None and info.sliding_window < info.max_positions:
+        return f"sliding_window {info.sliding_window}: ModelOpt drops it from config.json"
+    return None
+
+
+def _written(policy: KVPolicy, floor: float, *, shared: bool) -> Report:
+    report: Report = {"written": True}
+    if policy.quantized:
+        report["kv_scale"] = f"max(scale, {floor:g})" if floor else "scale"
+        report["kv_scale_shared_by_keys_and_values"] = shared
+    return report

@@ -1,0 +1,136 @@
+"""The quantize stage, step by step; `stages.quantize.quantize` is its light entrance."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+
+from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.errors import UserError
+from pipeline.kv import FP16_POLICY, Format, KVPolicy
+from pipeline.records import Progress
+from pipeline.weights import WeightsFormat
+from stages.prompts import load_tokenizer
+from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.export import export_all
+from stages.quantize.materialize import copy_checkpoint, write_dequantized
+from stages.quantize.recipe import LINEARS, Recipe, Side, check_enabled, make_recipe, sides
+from stages.quantize.scales import KVScales, static_scales
+from stages.quantize.tokens import tokenize
+
+
+def run(
+    checkpoint: Path,
+    out: Path,
+    *,
+    weights: WeightsFormat,
+    policy: KVPolicy,
+    calibration_texts: list[str],
+    max_length: int,
+    seed: int,
+    progress: Progress,
+) -> None:
+    info = inspect_checkpoint(checkpoint)
+    policy.check_shape(info.shape)
+    layers = info.shape.layers
+    # Weights first, the cache on the finished weights: AWQ's search would otherwise choose other weights for every KV
+    # policy, and a candidate would differ from its baseline in more than the cache.
+    weight_recipe = make_recipe(weights, FP16_POLICY, layers, group_backend=adapter.GROUP_BACKEND_AVAILABLE)
+    kv_recipe = make_recipe("none", policy, layers, group_backend=adapter.GROUP_BACKEND_AVAILABLE)
+    samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
+    torch.manual_seed(seed)
+
+    progress("loading the checkpoint", 0, 1)
+    model = cached = load_model(info)
+    progress("loading the checkpoint", 1, 1)
+    if weights == "none":
+        copy_checkpoint(info, out / "checkpoint")
+    else:
+        adapter.quantize_model(model, weight_recipe, _forward_loop("weights", samples, progress))
+        write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
+        cached = load_model(inspect_checkpoint(out / "checkpoint"))
+    adapter.quantize_model(cached, kv_recipe, _forward_loop("cache", samples, progress) if kv_recipe.calibrated else None)
+    scales = _measure_scales(cached, info, policy)
+    if cached is not model:
+        adapter.copy_quantizers(cached, model, kv_recipe)
+    enabled = {name for name, _ in adapter.enabled_quantizers(model)}
+    check_enabled(weight_recipe.expected | kv_recipe.expected, enabled)
+    used = samples if weight_recipe.calibrated or kv_recipe.calibrated else []
+
+    (out / "kv_policy.json").write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    scales.write(out / "kv_scales.json")
+    report = {
+        "modelopt": adapter.VERSION,
+        "transformers": transformers.__version__,
+        "weights": weights,
+        "kv_policy": policy.name,
+        "kv_expressed_by": {side: _expressed_by(side, form, kv_recipe) for side, form in sides(policy)},
+        "quantizers": {"count": len(enabled), "enabled": sorted(enabled)},
+        "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
+        "exports": export_all(model, info, out, weights=weights, policy=policy, scales=scales, progress=progress),
+    }
+    (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def load_model(info: CheckpointInfo) -> torch.nn.Module:
+    """The checkpoint in float32, which scales are measured in, with the attention that ModelOpt can hook.
+
+    Raises UserError when a tensor that the architecture needs is missing: transformers would fill in random values.
+    """
+    factory: Any = transformers.AutoModelForCausalLM
+    model, loading = factory.from_pretrained(
+        info.path,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"model.path={info.path}: the weights do not fit {info.architecture}, {missing[0]} is missing or has "
+            "another shape; give the complete checkpoint"
+        )
+    return cast(torch.nn.Module, model.eval())
+
+
+def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
+    """Tensor name -> effective float32 weight of every quantized linear layer."""
+    names = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in LINEARS]
+    return {f"{name}.weight": adapter.effective_weight(model.get_submodule(name)) for name in names}
+
+
+def _forward_loop(what: str, samples: list[list[int]], progress: Progress) -> adapter.ForwardLoop:
+    passes = 0
+
+    def forward_loop(model: torch.nn.Module) -> None:
+        nonlocal passes
+        passes += 1
+        for done, ids in enumerate(samples):
+            progress(f"calibrating the {what}, pass {passes}", done, len(samples))
+            # One text at a time: padding would count in the maxima. The cache is not used, its quantizers still run.
+            model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+        progress(f"calibrating the {what}, pass {passes}", len(samples), len(samples))
+
+    return forward_loop
+
+
+def _measure_scales(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy) -> KVScales:
+    layers = info.shape.layers
+    amax: dict[Side, list[float]] = {}
+    for side, form in sides(policy):
+        if form.scale == "calibrated":
+            amax[side] = adapter.kv_amax(model, side, layers)
+        elif form.scale == "uncalibrated":
+            adapter.set_kv_scale_to_one(model, side, layers)
+    return static_scales(policy, layers, amax, info.path)
+
+
+def _expressed_by(side: Side, form: Format, recipe: Recipe) -> str:
+    if form.dtype == "fp16":
+        return "not quantized"
+    return "sidecar only" if side in recipe.sidecar_sides else "modelopt"

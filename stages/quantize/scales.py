@@ -1,0 +1,49 @@
+"""Static scales of the cache: one dequantization factor per layer and side, the content of `kv_scales.json`."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.kv import CODE_MAX, KVPolicy
+from stages.quantize.recipe import Side, sides
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Factors by layer (x ~ code * scale); None for a side that has no static scale."""
+
+    key: tuple[float, ...] | None
+    value: tuple[float, ...] | None
+
+    def side(self, side: Side) -> tuple[float, ...] | None:
+        return self.key if side == "key" else self.value
+
+    def write(self, path: Path) -> None:
+        content = {"key": self.key and list(self.key), "value": self.value and list(self.value)}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def static_scales(policy: KVPolicy, layers: int, amax: dict[Side, list[float]], checkpoint: Path) -> KVScales:
+    """Scales of the policy's static sides: amax / CODE_MAX where calibrated, 1.0 where not.
+
+    amax: largest magnitude of each layer's keys or values over the calibration texts, for each calibrated side. They
+    are measured with the weights of `checkpoint/`, which the engine is built from.
+    Raises UserError when it is zero, infinite or NaN: then the checkpoint itself computes nonsense.
+    """
+    result: dict[Side, tuple[float, ...] | None] = {}
+    for side, form in sides(policy):
+        if form.scale == "uncalibrated":
+            result[side] = (1.0,) * layers
+        elif form.scale == "calibrated":
+            for layer, measured in enumerate(amax[side]):
+                if not (math.isfinite(measured) and measured > 0):
+                    raise UserError(
+                        f"model.path={checkpoint}: the {side}s of layer {layer} reach {measured} on the calibration "
+                        "texts; a scale needs a finite maximum above 0: check the checkpoint"
+                    )
+            result[side] = tuple(measured / CODE_MAX[form.dtype] for measured in amax[side])
+        else:
+            result[side] = None
+    return KVScales(key=result["key"], value=result["value"])

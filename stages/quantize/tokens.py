@@ -1,0 +1,23 @@
+"""Calibration texts as token ids."""
+
+from typing import Any
+
+from pipeline.errors import UserError
+
+
+def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
+    """Token ids of each text that is not blank, cut at `max_length`, special tokens as the tokenizer adds them.
+
+    Raises UserError when nothing is left, or when the tokenizer does not belong to the model.
+    """
+    encoded = (tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts if text.strip())
+    samples = [list(ids) for ids in encoded if ids]
+    if not samples:
+        raise UserError(f"calibration.samples={len(texts)}: every text is empty; give at least one that is not")
+    largest = max(max(ids) for ids in samples)
+    if largest >= vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer makes token {largest}, the model's vocab_size is {vocab_size}; "
+            "give the checkpoint its own tokenizer"
+        )
+    return samples

@@ -1,0 +1,351 @@
+"""The quantize stage with the real ModelOpt, on the trained tiny model and on random models of the other families.
+
+Everything that needs ModelOpt is in this one module: importing it takes 6 to 10 s.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from quantize_fixtures import (
+    FP8,
+    INT4_TENSOR,
+    POLICIES,
+    TEXTS,
+    per_group,
+    per_token,
+    quantized_model,
+    random_checkpoint,
+    stage,
+    token_ids,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from pipeline.checkpoint import INDEX, inspect_checkpoint
+from pipeline.errors import UserError
+from pipeline.kv import CODE_MAX, FP16_POLICY, Format, KVPolicy
+from pipeline.weights import WeightsFormat
+from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.materialize import write_dequantized
+from stages.quantize.recipe import KV_QUANTIZER, LINEARS, Side, make_recipe
+from stages.quantize.run import dequantized_weights, load_model
+from stages.quantize.scales import KVScales, static_scales
+from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, WeightsFormat], Path]:
+    """Outputs of the stage on the tiny model by policy and weights format, each made once."""
+    made: dict[tuple[str, WeightsFormat], Path] = {}
+
+    def run(policy: str, weights: WeightsFormat = "none", checkpoint: Path = tiny_checkpoint) -> Path:
+        if (policy, weights) not in made:
+            out = tmp_path_factory.mktemp(f"{policy}_{weights}")
+            stage(checkpoint, out, policy, weights)
+            made[policy, weights] = out
+        return made[policy, weights]
+
+    return run
+
+
+@pytest.fixture(scope="module", params=["Mistral", "Qwen2", "Qwen3"])
+def family(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model of another family with the tiny model's tokenizer, weights in bfloat16."""
+    return random_checkpoint(request.param, tiny_checkpoint, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_quantizes_and_leaves_its_sidecar(policy: str, run_stage: Callable[..., Path]) -> None:
+    out = run_stage(policy)
+    assert KVPolicy.model_validate_json((out / "kv_policy.json").read_text()) == POLICIES[policy]
+    scales = json.loads((out / "kv_scales.json").read_text())
+    for side in ("key", "value"):
+        form: Format = getattr(POLICIES[policy], side)
+        assert (scales[side] is not None) == form.static
+        assert scales[side] is None or len(scales[side]) == 4
+    report = json.loads((out / "quantizers.json").read_text())
+    sides = [form.dtype != "fp16" for form in (POLICIES[policy].key, POLICIES[policy].value)]
+    if adapter.GROUP_BACKEND_AVAILABLE:
+        assert report["quantizers"]["count"] == 4 * sum(sides)
+
+
+def test_unquantized_weights_are_byte_identical(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
+    names = {path.name for path in tiny_checkpoint.iterdir() if path.is_file()}
+    for policy in ("fp16", "fp8", "int4"):
+        copied = run_stage(policy) / "checkpoint"
+        assert {path.name for path in copied.iterdir()} <= names
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in copied.iterdir()}
+        assert all(path.read_bytes() == (tiny_checkpoint / path.name).read_bytes() for path in copied.iterdir())
+
+
+@pytest.mark.parametrize(("policy", "weights"), [("fp8", "none"), ("int4_tensor", "none"), ("fp8", "int4_awq")])
+def test_static_scales_equal_an_independent_maximum_after_rope(
+    policy: str, weights: WeightsFormat, run_stage: Callable[..., Path]
+) -> None:
+    """transformers' own cache holds keys after the rotary embedding; ModelOpt has no part in this maximum."""
+    out = run_stage(policy, weights)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint", dtype=torch.float32).eval()
+    with torch.no_grad():
+        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(out / "checkpoint")]
+    scales = json.loads((out / "kv_scales.json").read_text())
+    limit = CODE_MAX[POLICIES[policy].key.dtype]
+    for layer in range(4):
+        key = max(float(cache.layers[layer].keys.abs().max()) for cache in caches)
+        value = max(float(cache.layers[layer].values.abs().max()) for cache in caches)
+        assert scales["key"][layer] == pytest.approx(key / limit, rel=1e-5)
+        assert scales["value"][layer] == pytest.approx(value / limit, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_a_candidate_has_exactly_its_baselines_weights(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
+    baseline, candidate = (run_stage(policy, weights) / "checkpoint" for policy in ("fp16", "fp8"))
+    assert {path.name for path in candidate.iterdir()} == {path.name for path in baseline.iterdir()}
+    assert all(path.read_bytes() == (baseline / path.name).read_bytes() for path in candidate.iterdir())
+
+
+def test_uncalibrated_scales_are_one_and_say_so_in_the_export(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8_uncalibrated")
+    assert json.loads((out / "kv_scales.json").read_text()) == {"key": [1.0] * 4, "value": [1.0] * 4}
+    assert json.loads((out / "quantizers.json").read_text())["calibration"]["texts"] == 0
+    exported = load_file(out / "unified_hf" / "model.safetensors")
+    assert exported["model.layers.3.self_attn.v_proj.v_scale"].item() == 1.0
+
+
+def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8")
+    scales = json.loads((out / "kv_scales.json").read_text())
+    unified = load_file(out / "unified_hf" / "model.safetensors")
+    engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
+    for layer in range(4):
+        key, value = scales["key"][layer], scales["value"][layer]
+        floor = adapter.UNIFIED_HF_SCALE_FLOOR
+        stored = unified[f"model.layers.{layer}.self_attn.k_proj.k_scale"].item()
+        assert stored == pytest.approx(max(key, floor), rel=1e-6)
+        shared = engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item()
+        assert shared == pytest.approx(max(key, value, 1.0), rel=1e-6)
+    assert (out / "unified_hf" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("policy", ["int8", "fp8k_int4v", "int4", "int4_tensor"])
+def test_what_no_export_can_express_is_explained_instead(policy: str, run_stage: Callable[..., Path]) -> None:
+    out = run_stage(policy)
+    exports = json.loads((out / "quantizers.json").read_text())["exports"]
+    for name in ("unified_hf", "tensorrt_llm"):
+        assert not (out / name).exists()
+        assert not exports[name]["written"]
+        assert "keys" in exports[name]["reason"]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8", weights)
+    report = json.loads((out / "quantizers.json").read_text())
+    assert report["quantizers"]["count"] == 4 * ((7 if weights == "int4_awq" else 14) + 2)
+    assert report["exports"]["unified_hf"]["written"]
+    assert report["exports"]["tensorrt_llm"]["written"]
+    with safe_open(out / "unified_hf" / "model.safetensors", framework="np") as exported:
+        packed = exported.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype()
+    assert packed == {"fp8": "F8_E4M3", "int8_sq": "I8", "int4_awq": "U8"}[weights]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_the_checkpoint_computes_what_modelopt_computes_without_activation_rounding(
+    weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
+) -> None:
+    """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""
+    model = quantized_model(tiny_checkpoint, FP16_POLICY, weights)
+    adapter.disable_input_quantizers(model)
+    checkpoint = run_stage("fp16", weights) / "checkpoint"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    source = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
+    ids = token_ids(tiny_checkpoint)[1]
+    with torch.no_grad():
+        fake, folded, original = (m(input_ids=ids, use_cache=False).logits for m in (model, plain, source))
+    assert (fake - folded).abs().max() < 0.01 * fake.std()
+    # The bound means something: the quantization itself moves the logits further than that.
+    assert (original - folded).abs().max() > 0.02 * fake.std()
+    assert transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").dtype is torch.float16
+
+
+def test_dequantized_float32_weights_are_exact(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint("Qwen3", tiny_checkpoint, tmp_path / "source")
+    model = quantized_model(checkpoint, FP16_POLICY, "int4_awq")
+    info = inspect_checkpoint(checkpoint)
+    expected = dequantized_weights(model, info.shape.layers)
+    write_dequantized(info, tmp_path / "out", expected)
+    stored, source = load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert stored.keys() == source.keys()
+    for name, tensor in stored.items():
+        if name in expected:
+            assert tensor.dtype is torch.float32
+            assert torch.equal(tensor, expected[name])
+        else:
+            assert torch.equal(tensor, source[name])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype is torch.float32
+
+
+def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+    model.save_pretrained(sharded, max_shard_size="1MB")
+    for file in tiny_checkpoint.glob("*token*.json"):
+        (sharded / file.name).write_bytes(file.read_bytes())
+    stage(sharded, tmp_path, "fp16", "fp8")
+    out = tmp_path / "checkpoint"
+    index = json.loads((out / INDEX).read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
+    assert len(set(index["weight_map"].values())) > 1
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not loading["missing_keys"]
+
+
+def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Path) -> None:
+    """KV quantizers by name and count; the unified export holds every scale and an unquantized embedding."""
+    stage(family, tmp_path, "fp8", "fp8")
+    report = json.loads((tmp_path / "quantizers.json").read_text())
+    kv = {f"model.layers.{layer}.self_attn.{name}_bmm_quantizer" for layer in range(2) for name in "kv"}
+    linear = {
+        f"model.layers.{layer}.{name}.{kind}_quantizer"
+        for layer in range(2)
+        for name in LINEARS
+        for kind in ("weight", "input")
+    }
+    assert set(report["quantizers"]["enabled"]) == kv | linear
+    assert report["exports"]["unified_hf"]["written"]
+    assert report["exports"]["tensorrt_llm"]["written"] == ("Mistral" in family.name)
+    with safe_open(tmp_path / "unified_hf" / "model.safetensors", framework="pt") as exported:
+        assert exported.get_tensor("model.embed_tokens.weight").dtype is torch.bfloat16
+
+
+REFERENCE_FORMATS = [
+    FP8,
+    INT4_TENSOR,
+    per_token("int8"),
+    per_token("int4"),
+    per_token("fp8_e4m3"),
+    *(
+        pytest.param(form, marks=pytest.mark.skipif(not adapter.GROUP_BACKEND_AVAILABLE, reason="ModelOpt >= 0.41"))
+        for form in (per_group("int4", 64), per_group("int4", 32), per_group("int8", 16), per_group("fp8_e4m3", 64))
+    ),
+]
+
+
+@pytest.mark.parametrize("form", REFERENCE_FORMATS, ids=lambda f: f"{f.dtype}_{f.granularity}_{f.group_size}")
+def test_the_quantizers_round_as_the_format_says(form: Format, tiny_checkpoint: Path) -> None:
+    """Two input shapes in a row, against codes and scales computed here."""
+    model = quantized_model(tiny_checkpoint, KVPolicy(name="both", key=form, value=form))
+    for side, states in (("key", (1, 2, 5, 64)), ("value", (1, 2, 9, 64))):
+        quantizer = model.get_submodule(f"model.layers.1.self_attn.{KV_QUANTIZER[side]}")  # type: ignore[index]
+        values = torch.randn(states, generator=torch.Generator().manual_seed(1))
+        limit = CODE_MAX[form.dtype]
+        grouped = values.unflatten(-1, (-1, form.group_size or 64))
+        if form.static:
+            scale = torch.tensor(adapter.kv_amax(model, side, 4)[1] / limit)  # type: ignore[arg-type]
+        else:
+            scale = grouped.abs().amax(-1, keepdim=True) / limit
+        codes = (grouped / scale).clamp(-limit, limit)
+        codes = codes.to(torch.float8_e4m3fn).float() if form.dtype == "fp8_e4m3" else codes.round()
+        np.testing.assert_allclose(quantizer(values), (codes * scale).flatten(-2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_wildcard_that_matches_nothing_is_an_error(tiny_checkpoint: Path) -> None:
+    recipe = make_recipe("none", POLICIES["fp8"], 4, group_backend=True)
+    misspelt = replace(recipe, entries=(("*.kv_bmm_quantizer", {"num_bits": (4, 3), "axis": None}),))
+    with pytest.raises(RuntimeError, match=r"enabled 0 quantizers instead of 8: missing model.layers.0.self_attn.k_bmm"):
+        adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), misspelt, None)
+
+
+def test_a_wildcard_that_matches_too_much_is_an_error(tiny_checkpoint: Path) -> None:
+    recipe = make_recipe("none", POLICIES["fp16"], 4, group_backend=True)
+    greedy = replace(recipe, entries=(("*weight_quantizer", {"num_bits": (4, 3), "axis": None}),))
+    with pytest.raises(RuntimeError, match=r"missing none; unexpected lm_head.weight_quantizer"):
+        adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), greedy, None)
+
+
+@pytest.mark.parametrize("policy", ["fp8k_int4v", "int8"])
+def test_the_exporters_lies_are_caught(policy: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """ModelOpt exports these without a word; the validators must not let them through."""
+    model = quantized_model(tiny_checkpoint, POLICIES[policy])
+    amax: dict[Side, list[float]] = {"key": adapter.kv_amax(model, "key", 4)} if policy == "fp8k_int4v" else {}
+    scales = static_scales(POLICIES[policy], 4, amax, tiny_checkpoint)
+    adapter.cast_for_export(model, torch.float16)
+    adapter.export_unified_hf(model, tmp_path)
+    declared = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"]
+    assert declared == {"fp8k_int4v": "FP8", "int8": "INT8"}[policy]
+    with pytest.raises(ExportMismatch):
+        validate_unified_hf(tmp_path, POLICIES[policy], "none", 4, scales)
+    # Nor may the label pass as plain FP8 when the scales of the values are missing or mean something else.
+    claimed = KVScales(key=scales.key or (1.0,) * 4, value=(1.0,) * 4)
+    with pytest.raises(ExportMismatch):
+        validate_unified_hf(tmp_path, POLICIES["fp8"], "none", 4, claimed)
+
+
+@pytest.mark.parametrize("lie", ["drop", "nan"])
+def test_a_real_export_that_was_damaged_is_refused(lie: str, tmp_path: Path, run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8")
+    scales = KVScales(**{k: tuple(v) for k, v in json.loads((out / "kv_scales.json").read_text()).items()})
+    value, shared = "model.layers.2.self_attn.v_proj.v_scale", "transformer.layers.2.attention.kv_cache_scaling_factor"
+    for name, file, tensor, check, floor in (
+        ("unified_hf", "model.safetensors", value, validate_unified_hf, adapter.UNIFIED_HF_SCALE_FLOOR),
+        ("tensorrt_llm", "rank0.safetensors", shared, validate_tensorrt_llm, adapter.TENSORRT_LLM_SCALE_FLOOR),
+    ):
+        tensors = load_file(out / name / file)
+        if lie == "drop":
+            del tensors[tensor]
+        else:
+            tensors[tensor] = torch.full_like(tensors[tensor], float("nan"))
+        damaged = tmp_path / name
+        damaged.mkdir()
+        for path in (out / name).glob("*.json"):
+            (damaged / path.name).write_bytes(path.read_bytes())
+        save_file(tensors, damaged / file)
+        with pytest.raises(ExportMismatch, match=tensor.replace(".", r"\.")):
+            check(damaged, POLICIES["fp8"], "none", 4, scales, scale_floor=floor)
+
+
+def test_incomplete_weights_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """transformers would only warn and fill in random values."""
+    for path in tiny_checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tiny_checkpoint / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"do not fit LlamaForCausalLM, model\.layers\.2\.mlp\.up_proj\.weight is missing"):
+        stage(tmp_path, tmp_path / "out", "fp8")
+
+
+def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
+        stage(tiny_checkpoint, tmp_path, "fp8", calibration_texts=[""])
+    wide = KVPolicy(name="wide", key=FP8, value=per_group("int4", 128))
+    with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
+        stage(tiny_checkpoint, tmp_path, wide)
+    assert not any(tmp_path.iterdir())
+
+
+def test_progress_counts_every_text_of_every_pass_and_is_all_that_is_printed(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def progress(*call: Any) -> None:
+        seen.append(call)
+        print(*call)
+
+    capsys.readouterr()
+    stage(tiny_checkpoint, tmp_path, "fp8", "int4_awq", progress=progress)
+    assert capsys.readouterr().out.splitlines() == [" ".join(map(str, call)) for call in seen]
+    passes = {label for label, _, _ in seen if label.startswith("calibrating")}
+    assert len(passes) >= 2
+    assert all((label, len(TEXTS), len(TEXTS)) in seen for label in passes)
+    assert all(0 <= done <= total for _, done, total in seen)

@@ -1,0 +1,148 @@
+"""inspect_checkpoint: what a checkpoint must be, told from its JSON and file names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint import INDEX, inspect_checkpoint
+from pipeline.errors import UserError
+from pipeline.kv import KVShape
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+def make(directory: Path, *, drop: str = "", **changes: Any) -> Path:
+    config = {key: value for key, value in (CONFIG | changes).items() if key != drop}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(b"")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def test_head_dim_defaults_to_hidden_over_heads(tmp_path: Path) -> None:
+    assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
+    assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
+
+
+def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
+    assert inspect_checkpoint(make(tmp_path, drop="num_key_value_heads")).shape.kv_heads == 4
+
+
+def test_files_are_the_known_ones_and_never_pickles(tmp_path: Path) -> None:
+    make(tmp_path)
+    for name in ("pytorch_model.bin", "training_args.bin", "modeling_custom.py", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    info = inspect_checkpoint(tmp_path)
+    assert info.weight_files == ("model.safetensors",)
+    assert info.other_files == ("config.json", "generation_config.json", "tokenizer.json")
+
+
+def test_shards_come_from_the_index(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in shards:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shards[1], "b": shards[0], "c": shards[1]}}))
+    info = inspect_checkpoint(tmp_path)
+    assert info.weight_files == tuple(shards)
+    assert INDEX in info.other_files
+
+
+def test_rotary_scaling_and_sliding_window_are_read(tmp_path: Path) -> None:
+    assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "llama3"})).rope_scaling == "llama3"
+    assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "default"})).rope_scaling is None
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
+    assert inspect_checkpoint(make(tmp_path, **qwen)).sliding_window is None
+    assert inspect_checkpoint(make(tmp_path, **qwen, use_sliding_window=True)).sliding_window == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; use one of LlamaForCausalLM"),
+        ({"architectures": None}, "must name one class in architectures"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, got many"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"head_dim": 33}, "head_dim=33 must be even"),
+        ({"quantization_config": {"quant_method": "awq"}}, "already quantized"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        inspect_checkpoint(make(tmp_path, **changes))
+    assert str(refusal.value).startswith(f"model.path={tmp_path}: ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such directory"):
+        inspect_checkpoint(tmp_path / "nothing")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a Hugging Face checkpoint, config.json is missing"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not JSON"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_pickled_weights_alone_are_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"only pickled weights .pytorch_model.bin., which are never loaded"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no weights"):
+        inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../other.safetensors", "weights.bin", "missing.safetensors"])
+def test_an_index_that_names_foreign_files_is_refused(tmp_path: Path, shard: str) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    make(directory)
+    (directory / "model.safetensors").unlink()
+    (directory / "weights.bin").write_bytes(b"")
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(UserError, match=r"index.json names"):
+        inspect_checkpoint(directory)
+
+
+def test_a_link_that_leaves_the_directory_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    make(directory)
+    (tmp_path / "elsewhere").write_text("{}")
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"tokenizer.json is a link that leaves the directory"):
+        inspect_checkpoint(directory)
