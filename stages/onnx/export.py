@@ -1,0 +1,183 @@
+"""A Hugging Face checkpoint to a decoder skeleton: ONNX with one node of domain `kv` per layer where attention was.
+
+The skeleton does not depend on the KV policy, so that one export (seconds of torch.export) serves every policy;
+stages.onnx.build puts the attention over a quantized cache into it.
+"""
+
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+
+from pipeline.checkpoint import TOKENIZER_FILES
+from pipeline.digest import file_digest
+from pipeline.errors import UserError
+from pipeline.records import Progress
+from stages.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
+from stages.onnx.graph import DOMAIN
+
+ComputeDType = Literal["float32", "float16"]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE variants whose frequencies do not depend on the running length, so that they are constants of the graph."""
+
+_ATTENTION = "kvgate_skeleton"
+
+
+def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, progress: Progress) -> None:
+    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files into the empty directory `out`.
+
+    Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
+    Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
+    `layer` and `scaling`. Raises UserError for a checkpoint that this engine cannot represent.
+    """
+    config = load_config(checkpoint)
+    progress("export", 0, 3)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, config=config, dtype=getattr(torch, compute_dtype), use_safetensors=True, trust_remote_code=False
+    )
+    model.eval()
+    AttentionInterface.register(_ATTENTION, _attention_node)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    model.config._attn_implementation = _ATTENTION
+    progress("export", 1, 3)
+    _write_graph(_Decoder(model), out)
+    progress("export", 2, 3)
+    (out / "model.json").write_text(json.dumps(_describe(model, out, compute_dtype), indent=1, sort_keys=True) + "\n")
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, out / name)
+    progress("export", 3, 3)
+
+
+def load_config(checkpoint: Path) -> Any:
+    """The checkpoint's config, or UserError when it holds something that the exported graph could not express."""
+    if not (checkpoint / "config.json").is_file():
+        raise UserError(f"model.path={checkpoint} has no config.json: give the directory of a Hugging Face checkpoint")
+    raw = json.loads((checkpoint / "config.json").read_text())
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"config.json model_type={family} is not supported: use one of {', '.join(FAMILIES)}")
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    window = config.sliding_window if family == "mistral" else None
+    if window is not None:
+        raise UserError(f"config.json sliding_window={window} is not supported: set sliding_window to null")
+    if getattr(config, "use_sliding_window", False):
+        raise UserError("config.json use_sliding_window=true is not supported: set it to false")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if other:
+        raise UserError(f"config.json layer_types holds {other[0]}, not supported: use full_attention in every layer")
+    scaling = getattr(config, "rope_scaling", None) or {}
+    rope = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope not in ROPE_TYPES:
+        raise UserError(
+            f"config.json rope_scaling.rope_type={rope} depends on the running length and is not supported: "
+            f"use one of {', '.join(ROPE_TYPES)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            "config.json quantization_config is set, packed weights are not supported: "
+            "give the dequantized checkpoint (stage=quantize writes it)"
+        )
+    return config
+
+
+def _attention_node(  # noqa: PLR0917  (the interface's signature)
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    scaling: float,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: leaves one symbolic node, shape (B, S, Hq, D)."""
+    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+        if options.get(name) is not None:
+            raise UserError(f"the model's attention uses {name}={options[name]}, which this engine does not support")
+    batch, heads, length, head_dim = query.shape
+    node = torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{SKELETON_NODE}",
+        (query, key, value),
+        {"layer": int(module.layer_idx), "scaling": float(scaling)},  # type: ignore[arg-type]
+        dtype=query.dtype,
+        shape=(batch, length, heads, head_dim),
+        version=1,
+    )
+    return node, None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The attention node masks by itself."""
+
+
+class _Decoder(torch.nn.Module):
+    """Logits of one chosen row per sequence: lm_head over all rows would be most of a prefill of a small model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        index = last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+        logits: torch.Tensor = self.model.lm_head(hidden.gather(1, index).squeeze(1))
+        return logits
+
+
+def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
+    batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
+    # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
+    example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+    rows = {0: batch, 1: length}
+    shapes = {"input_ids": rows, "position_ids": rows, "last": {0: batch}}
+    # It would tell the user that torchvision's operators are not registered, and of deprecations inside torch.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        exported = torch.export.export(decoder, example, dynamic_shapes=shapes, strict=False)
+        program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
+    assert program is not None
+    graph = out / "decoder.onnx"
+    program.save(graph, external_data=True)
+    data = out / "decoder.onnx.data"
+    model = onnx.load(graph, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = WEIGHTS_FILE
+    data.rename(out / WEIGHTS_FILE)
+    # Stack traces and paths of this machine would make the digest differ from machine to machine.
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    for value in [*model.graph.value_info, *model.graph.input, *model.graph.output]:
+        del value.metadata_props[:]
+    for tensor in model.graph.initializer:
+        del tensor.metadata_props[:]
+    del model.graph.metadata_props[:], model.metadata_props[:]
+    onnx.save(model, graph)
+
+
+def _describe(model: Any, out: Path, compute_dtype: str) -> dict[str, Any]:
+    config = model.config
+    heads = config.num_attention_heads
+    stop = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
+    return {
+        "model_type": config.model_type,
+        "compute_dtype": compute_dtype,
+        "layers": config.num_hidden_layers,
+        "q_heads": heads,
+        "kv_heads": config.num_key_value_heads or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab_size": model.get_output_embeddings().weight.shape[0],
+        "eos_token_id": stop[0] if isinstance(stop, list) else stop,
+        "max_position_embeddings": config.max_position_embeddings,
+        "weights_sha256": file_digest(out / WEIGHTS_FILE),
+    }

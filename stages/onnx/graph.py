@@ -1,0 +1,82 @@
+"""A small writer of ONNX function bodies: every operator returns the name of its result."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+OPSET = 21
+"""Opset of the function bodies and of the built graphs: the first whose QuantizeLinear and Cast cover float8 and float16."""
+
+DOMAIN = "kv"
+"""Domain of the attention and quantize functions; a backend with a kernel overrides them by (domain, name)."""
+
+FLOAT_TYPES: dict[str, int] = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}
+NUMPY_FLOATS: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
+
+
+class Body:
+    """Nodes of one function, written in execution order. `compute` is the decoder's floating-point type."""
+
+    def __init__(self, compute: str) -> None:
+        self.compute = compute
+        self.nodes: list[onnx.NodeProto] = []
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._count = 0
+
+    def fresh(self) -> str:
+        self._count += 1
+        return f"t{self._count}"
+
+    def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        """Append one operator with one result and return its name."""
+        out = out or self.fresh()
+        self.nodes.append(helper.make_node(kind, list(inputs), [out], **attributes))
+        return out
+
+    def ops(self, kind: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
+        """Append one operator with `count` results."""
+        outs = [self.fresh() for _ in range(count)]
+        self.nodes.append(helper.make_node(kind, list(inputs), outs, **attributes))
+        return outs
+
+    def const(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> str:
+        """A constant, written once per distinct value."""
+        array = np.asarray(value, dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self.fresh()
+            self.nodes.append(helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array)))
+            self._constants[key] = name
+        return self._constants[key]
+
+    def real(self, value: float | Sequence[float]) -> str:
+        """A constant in the compute dtype."""
+        return self.const(value, NUMPY_FLOATS[self.compute])
+
+    def ints(self, value: int | Sequence[int]) -> str:
+        """An int64 constant: shapes and axes."""
+        return self.const(value, np.int64)
+
+    def reshape(self, x: str, *shape: int) -> str:
+        """0 keeps the input's dimension, -1 is inferred."""
+        return self.op("Reshape", x, self.ints(list(shape)))
+
+    def to_compute(self, x: str) -> str:
+        return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
+
+    def function(self, name: str, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.FunctionProto:
+        """The body as kv.<name>_<layer>. One function a layer, with node names of its own, because TensorRT names its
+        layers after nodes and refuses a second Quantize or Dequantize layer of the same name."""
+        name = layer_function(name, layer)
+        for number, node in enumerate(self.nodes):
+            node.name = f"{name}.{number}"
+        imports = [helper.make_opsetid("", OPSET)]
+        return helper.make_function(DOMAIN, name, list(inputs), list(outputs), self.nodes, imports)
+
+
+def layer_function(name: str, layer: int) -> str:
+    return f"{name}_{layer}"

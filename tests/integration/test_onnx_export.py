@@ -1,0 +1,106 @@
+"""Every supported model family exports and equals transformers; what the graph cannot express is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_fixtures import make_engine, nothing, save_model
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from pipeline.errors import UserError
+from pipeline.kv import FP16_POLICY
+from stages.onnx.export import export_decoder, load_config
+
+SIZE = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES = {
+    "llama_llama3_rope_tied": LlamaConfig(**SIZE, head_dim=32, rope_scaling=LLAMA3, tie_word_embeddings=True),
+    "mistral_linear_rope": MistralConfig(
+        **SIZE, head_dim=16, sliding_window=None, rope_scaling={"rope_type": "linear", "factor": 2.0}
+    ),
+    "qwen2_biases_yarn_rope": Qwen2Config(**SIZE, rope_scaling=YARN),
+    "qwen3_norms_untied": Qwen3Config(**SIZE, head_dim=32, tie_word_embeddings=False),
+}
+torch.set_num_threads(1)
+
+
+def randomise_vectors(path: Path) -> None:
+    """Biases and norms start as zeros and ones, which would hide that they were lost."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_exports_and_equals_transformers(family: str, tmp_path: Path) -> None:
+    checkpoint = save_model(FAMILIES[family], tmp_path / "checkpoint")
+    randomise_vectors(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    (tmp_path / "decoder").mkdir()
+    export_decoder(checkpoint, tmp_path / "decoder", compute_dtype="float32", progress=nothing)
+    skeleton = onnx.load(tmp_path / "decoder" / "decoder.onnx", load_external_data=False).graph.node
+    assert [node.op_type for node in skeleton if node.domain == "kv"] == ["Attention"] * 2
+    engine = make_engine(tmp_path / "decoder", tmp_path / "bundle", FP16_POLICY)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 64, length).tolist() for length in (5, 64, 70)]
+    handles, logits = engine.prefill([text[:-3] for text in texts])
+    steps = [logits] + [engine.decode(handles, [text[i] for text in texts]) for i in (-3, -2, -1)]
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            expected = model(torch.tensor([text])).logits[0, -4:].numpy()
+        scale = expected.std()
+        np.testing.assert_allclose(steps[0][row], expected[0], atol=1e-4 * scale)
+        # Past keys and values are float16 (relative 2**-11).
+        np.testing.assert_allclose([step[row] for step in steps[1:]], expected[1:], atol=5e-3 * scale)
+
+
+def config_file(directory: Path, **values: object) -> Path:
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type=gpt2 is not supported: use one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, "use_sliding_window=true"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "layer_types holds"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+        (
+            {
+                "model_type": "llama",
+                "rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 64, "long_factor": [1.0] * 64},
+            },
+            "rope_type=longrope",
+        ),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+    ],
+)
+def test_what_the_graph_cannot_express_is_refused(values: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config_file(tmp_path, **values))
+
+
+def test_mistral_without_its_default_window_key_is_refused(tmp_path: Path) -> None:
+    """transformers defaults a missing key to 4096, so a missing key is a window too."""
+    with pytest.raises(UserError, match="sliding_window=4096"):
+        load_config(config_file(tmp_path, model_type="mistral"))
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no config"):
+        load_config(tmp_path)
