@@ -1,0 +1,123 @@
+"""`summary.json` at the top of the work directory: what CI reads, and what promotion chooses from."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from filelock import FileLock
+
+from pipeline.errors import UserError
+
+FILE = "summary.json"
+SEVERITY = (0, 3, 4, 2, 1)
+"""Exit codes from good to bad: a sweep's is the worst of its jobs'."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that was judged, with all that its promotion has to cite. Paths are absolute."""
+
+    kv: str
+    verdict: str
+    """PASS, FAIL or INCONCLUSIVE."""
+    reasons: tuple[str, ...]
+    kib_per_token: float
+    metrics: Mapping[str, float | None]
+    """Names grouped by prefix: quality/, fidelity/, perf/, memory/, gate/."""
+    engine_digest: str
+    baseline_digest: str
+    report_digest: str
+    """Of report.json and samples.jsonl together (`pipeline.registry.evidence_digest`)."""
+    engine_path: str
+    baseline_path: str
+    report_path: str
+    samples_path: str
+    backend: str = "onnxruntime"
+    run_id: str | None = None
+    model_version: str | None = None
+
+    def metric(self, name: str) -> float:
+        """A metric for comparing: inf when it is missing or not a number, so that it never wins."""
+        value = self.metrics.get(name)
+        return math.inf if value is None or not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The candidates of the last sweep, in the order in which they came."""
+
+    sweep: str = ""
+    candidates: tuple[Candidate, ...] = field(default=())
+    champion: str | None = None
+    exit_code: int = 0
+
+
+def _plain(value: object) -> object:
+    """JSON-like, with non-finite numbers as None: strict parsers refuse NaN."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _candidate(raw: Mapping[str, object]) -> Candidate:
+    known = {f.name for f in fields(Candidate)}
+    values = {name: value for name, value in raw.items() if name in known}
+    reasons = values.get("reasons")
+    kib = values.get("kib_per_token")
+    values["reasons"] = tuple(reasons) if isinstance(reasons, list) else ()
+    values["kib_per_token"] = math.nan if kib is None else kib
+    return Candidate(**values)  # type: ignore[arg-type]
+
+
+def load(workdir: Path) -> Summary:
+    """The summary of `workdir`, empty when there is none. Raises UserError when the file is damaged."""
+    path = workdir / FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        candidates = tuple(_candidate(candidate) for candidate in raw["candidates"])
+        return Summary(raw["sweep"], candidates, raw["champion"], raw["exit_code"])
+    except FileNotFoundError:
+        return Summary()
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"workdir={workdir}: {FILE} is damaged ({error}); remove it and evaluate again") from error
+
+
+def _write(workdir: Path, summary: Summary) -> None:
+    text = json.dumps(_plain(asdict(summary)), indent=2, allow_nan=False, ensure_ascii=False)
+    scratch = workdir / f".{FILE}.{os.getpid()}"
+    scratch.write_text(text + "\n", encoding="utf-8")
+    scratch.replace(workdir / FILE)
+
+
+def record(workdir: Path, sweep: str, candidate: Candidate | None, exit_code: int) -> Summary:
+    """Add a job's result. Another sweep starts a fresh list; in the same one a candidate replaces its namesake.
+
+    `candidate` is None for a job that failed before it had one; the exit code becomes the worst of the sweep's jobs.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with FileLock(workdir / f".{FILE}.lock"):
+        old = load(workdir) if (workdir / FILE).exists() else Summary()
+        if old.sweep != sweep:
+            old = Summary(sweep=sweep)
+        candidates = {known.kv: known for known in old.candidates}
+        if candidate is not None:
+            candidates[candidate.kv] = candidate
+        worst = max(old.exit_code, exit_code, key=SEVERITY.index)
+        summary = Summary(sweep, tuple(candidates.values()), old.champion, worst)
+        _write(workdir, summary)
+    return summary
+
+
+def conclude(workdir: Path, champion: str | None, exit_code: int) -> Summary:
+    """Write what the promotion (or rollback) decided; its exit code is the sweep's."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with FileLock(workdir / f".{FILE}.lock"):
+        old = load(workdir)
+        summary = Summary(old.sweep, old.candidates, champion, exit_code)
+        _write(workdir, summary)
+    return summary

@@ -1,0 +1,163 @@
+"""Promotion against a real SQLite store, and what several processes do to one."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import registry
+from pipeline.digest import files_digest, tree_files
+from pipeline.errors import GateRefusal, UserError
+from pipeline.mlflow_store import MlflowStore
+from pipeline.summary import Candidate, conclude, load, record
+from pipeline.tracking import Tracking, locate, track
+
+FORK = multiprocessing.get_context("fork")
+"""Forked children have MLflow imported already: importing takes 2 s in each."""
+PROCESSES = 6
+
+
+def open_in(work: Path, name: str = "kvgate") -> MlflowStore:
+    """An experiment of its own in the work directory's store: making a new store takes seconds."""
+    return MlflowStore(locate(Tracking(experiment=name), work, name, {}))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+def judge(work: Path, kv: str, kib: float, verdict: str = "PASS") -> Candidate:
+    engine, baseline, evidence = work / "engines" / kv, work / "engines" / "fp16", work / "reports" / kv
+    for path in (engine, baseline, evidence):
+        path.mkdir(parents=True, exist_ok=True)
+    (engine / "bundle.json").write_text(json.dumps({"kv": kv}))
+    (baseline / "bundle.json").write_text("{}")
+    cited = [files_digest(tree_files(path)) for path in (engine, baseline)]
+    report = {"engine_digest": cited[0], "baseline_digest": cited[1], "verdict": verdict}
+    (evidence / "report.json").write_text(json.dumps(report))
+    (evidence / "samples.jsonl").write_text("{}\n")
+    files = evidence / "report.json", evidence / "samples.jsonl"
+    paths = str(engine), str(baseline), str(files[0]), str(files[1])
+    metrics = {"quality/kl_mean": 0.01, "memory/max_live_tokens": 1e6 / kib}
+    return Candidate(kv, verdict, (), kib, metrics, *cited, registry.evidence_digest(*files), *paths)
+
+
+def decide(report: dict[str, Any], _rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    return report["verdict"], []
+
+
+def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
+    for kv, size in kib.items():
+        with track(store, name, kv, "onnxruntime", {}) as run:
+            done = run.conclude(judge(work, kv, size))
+        record(work, name, done, 0)
+
+
+def promote_last(store: MlflowStore, work: Path) -> registry.Move:
+    summary = load(work)
+    move = registry.promote(summary.candidates, store, decide, sweep=summary.sweep)
+    conclude(work, move.champion, 0)
+    return move
+
+
+def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
+    """Open the store, which does not exist yet, and register an engine of its own."""
+    store = open_in(work, "together")
+    with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
+        done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
+    record(work, "together", done, 0)
+    results.put(str(done.model_version))
+
+
+def test_processes_that_open_a_fresh_store_at_once_all_get_through(work: Path) -> None:
+    assert not (work / "mlflow.db").exists(), "this test comes first in the module: it makes the store"
+    for number in range(PROCESSES):
+        judge(work, f"kv{number}", 1.0)
+    results: Queue[str] = FORK.Queue()
+    workers = [FORK.Process(target=_register_one, args=(work, n, results)) for n in range(PROCESSES)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert [worker.exitcode for worker in workers] == [0] * PROCESSES
+    assert sorted(results.get(timeout=1) for _ in workers) == [str(n + 1) for n in range(PROCESSES)]
+    assert len(load(work).candidates) == PROCESSES
+    with sqlite3.connect(work / "mlflow.db") as database:
+        assert database.execute("select count(*) from experiments where name = 'together'").fetchone() == (1,)
+        assert database.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (PROCESSES,)
+    assert promote_last(open_in(work, "together"), work).champion == "kv0"
+
+
+def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> None:
+    store = open_in(work, "promote")
+    assert store.alias("champion") is None
+    sweep(store, work, "monday", fp8=2.0, int8=2.06)
+    first = promote_last(store, work)
+    assert first.champion == "fp8"
+    assert load(work).champion == "fp8"
+
+    assert not promote_last(store, work).changed
+
+    sweep(store, work, "tuesday", fp8=2.0, fp8k_int4v=1.56)
+    second = promote_last(store, work)
+    assert (second.champion, second.previous) == ("fp8k_int4v", first.version)
+    assert (store.alias("champion"), store.alias("previous")) == (second.version, first.version)
+    tags = store.tags(second.version)
+    assert tags is not None
+    assert tags["promoted_by_sweep"] == "tuesday"
+
+    back = registry.rollback(store)
+    assert (back.champion, back.version) == ("fp8", first.version)
+    assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
+    with pytest.raises(UserError, match="no previous champion"):
+        registry.rollback(store)
+
+    (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
+    with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: the engine"):
+        promote_last(store, work)
+    assert store.alias("champion") == first.version
+    assert store.tags("99") is None
+
+
+def _run_until_stopped(work: Path, name: str, ready: Connection) -> None:
+    store = open_in(work, name)
+    with track(store, "stopped", "fp8", "onnxruntime", {}):
+        ready.send("running")
+        signal.pause()
+
+
+def test_sigterm_closes_the_run_as_killed(work: Path) -> None:
+    parent, child = FORK.Pipe()
+    worker = FORK.Process(target=_run_until_stopped, args=(work, "terminated", child))
+    worker.start()
+    child.close()  # so that the worker's death is the end of the file
+    assert parent.recv() == "running"
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(timeout=30)
+    assert worker.exitcode == 128 + signal.SIGTERM
+    with sqlite3.connect(work / "mlflow.db") as database:  # opening the store would close the run
+        query = "select r.status from runs r join experiments e using (experiment_id) where e.name = 'terminated'"
+        assert database.execute(query).fetchall() == [("KILLED",)]
+
+
+def test_the_run_of_a_process_that_was_killed_outright_is_closed_by_the_next(work: Path) -> None:
+    parent, child = FORK.Pipe()
+    worker = FORK.Process(target=_run_until_stopped, args=(work, "killed", child))
+    worker.start()
+    child.close()
+    assert parent.recv() == "running"
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(timeout=30)
+    store = open_in(work, "killed")
+    runs = store.client.search_runs([store.experiment_id])
+    assert [run.info.status for run in runs] == ["KILLED"]

@@ -1,0 +1,82 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.errors import UserError
+from pipeline.tracking import Tracking, compare_url, locate, open_store, server_command, track
+
+
+def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = locate(Tracking(), Path("work"), "tiny", {})
+    assert found.uri == f"sqlite:///{tmp_path}/work/mlflow.db"
+    assert found.artifact_root == f"file://{tmp_path}/work/mlartifacts"
+    assert found.model_name == "kvgate-tiny"
+    assert found.log_bundle
+
+
+def test_the_configuration_wins_over_the_environment(tmp_path: Path) -> None:
+    environ = {"MLFLOW_TRACKING_URI": "http://server:5000"}
+    assert locate(Tracking(), tmp_path, "tiny", environ).uri == "http://server:5000"
+    assert locate(Tracking(uri="https://other"), tmp_path, "tiny", environ).uri == "https://other"
+
+
+def test_a_server_keeps_its_artifacts_itself_and_gets_no_bundles(tmp_path: Path) -> None:
+    found = locate(Tracking(uri="http://server:5000"), tmp_path, "tiny", {})
+    assert found.artifact_root is None
+    assert not found.log_bundle
+    assert server_command(found) is None
+
+
+def test_work_directories_that_share_a_database_share_its_lock(tmp_path: Path) -> None:
+    tracking = Tracking(uri=f"sqlite:///{tmp_path}/shared.db")
+    assert locate(tracking, tmp_path / "a", "tiny", {}).lock == locate(tracking, tmp_path / "b", "tiny", {}).lock
+
+
+def test_an_unusable_uri_is_refused_without_showing_its_password(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tracking.uri=ftp://\*\*\*@host") as caught:
+        locate(Tracking(uri="ftp://me:hunter2@host"), tmp_path, "tiny", {})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=mlruns"):
+        locate(Tracking(), tmp_path, "tiny", {"MLFLOW_TRACKING_URI": "mlruns"})
+
+
+def test_a_model_label_becomes_a_name_that_the_registry_accepts(tmp_path: Path) -> None:
+    assert locate(Tracking(), tmp_path, "my model:v1/x", {}).model_name == "kvgate-my_model_v1_x"
+    with pytest.raises(ValidationError):
+        Tracking(model_name="a/b")
+
+
+def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
+    command = server_command(locate(Tracking(uri="postgresql://me:hunter2@db/mlflow"), tmp_path, "tiny", {}))
+    assert command is not None
+    assert "hunter2" not in command
+    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"' in command
+
+
+def test_the_comparison_names_every_run_and_the_experiment(tmp_path: Path) -> None:
+    url = compare_url(locate(Tracking(), tmp_path, "tiny", {}), "7", ["aa", "bb"], port=5001)
+    assert url.startswith("http://127.0.0.1:5001/#/compare-runs?")
+    query = parse_qs(urlparse(urlparse(url).fragment).query)
+    assert json.loads(query["runs"][0]) == ["aa", "bb"]
+    assert json.loads(query["experiments"][0]) == ["7"]
+    assert query["workflowType"] == ["machine_learning"]
+
+
+def test_importing_the_tracking_configuration_loads_nothing_heavy() -> None:
+    code = "import sys, pipeline.tracking, pipeline.registry, pipeline.summary; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"mlflow", "pandas", "torch", "sqlalchemy"}.isdisjoint(result.stdout.split())
+
+
+def test_tracking_that_is_off_logs_nothing_and_opens_no_store(tmp_path: Path) -> None:
+    store = open_store(Tracking(enabled=False), tmp_path, "tiny")
+    assert store is None
+    with track(store, "sweep", "fp8", "onnxruntime", {}) as run:
+        run.stage("build", {}, digest="d", seconds=1.0, reused=False)
+    assert list(tmp_path.iterdir()) == []
