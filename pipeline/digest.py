@@ -36,8 +36,16 @@ def files_digest(files: Mapping[str, str], under: str = "") -> str:
 
 
 def _source(module: str) -> Path | None:
-    spec = importlib.util.find_spec(module)
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+    """Source file of one of our modules, None when there is no such module (then the name is of something inside one).
+
+    By path: looking a submodule up with importlib would import its parents, and with them torch and ModelOpt.
+    """
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], *rest)
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _first_party_imports(path: Path, module: str) -> set[str]:
@@ -53,23 +61,14 @@ def _first_party_imports(path: Path, module: str) -> set[str]:
     return {name for name in names if name.split(".")[0] in FIRST_PARTY}
 
 
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def reachable_modules(entry: str) -> dict[str, Path]:
     """Every module of ours that `entry` can import, directly or not, found by reading import statements."""
     found: dict[str, Path] = {}
     todo = [entry]
     while todo:
         name = todo.pop()
-        if name in found or not _is_module(name):
-            continue
         source = _source(name)
-        if source is None:
+        if name in found or source is None:
             continue
         found[name] = source
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()

@@ -216,6 +216,8 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     yield from _numbers("noise/", report.noise.fidelity)
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value
+    yield "baseline/decode_tokens_per_s", report.baseline_system.decode_tokens_per_s
+    yield "baseline/kib_per_token", report.baseline_system.kib_per_token
 
 
 def load_report(directory: Path) -> EvaluationReport:

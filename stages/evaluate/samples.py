@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.records import Check, Sample
-from pipeline.workloads import WorkloadsConfig
+from pipeline.workloads import Workload, WorkloadsConfig
 from stages.evaluate.checks import strict_json
 from stages.workloads import generate
 
@@ -57,7 +57,9 @@ _FIXES = {
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
     """Every sample of `config`; UserError names each bad line of the user's file."""
-    samples = [s for name, count in config.samples.items() for s in generate(name, count, config.seed, "evaluation")]
+    # in the table's order, whatever order the configuration gives: the workloads' digest depends on it
+    counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
+    samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
     if config.jsonl is not None:
         samples += read_jsonl(Path(config.jsonl).expanduser(), {sample.id for sample in samples})
     return samples

@@ -1,5 +1,7 @@
 """The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,10 @@ def test_code_digest_covers_what_a_module_imports() -> None:
 def test_nan_has_no_digest() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         digest.json_digest({"a": float("nan")})
+
+
+def test_code_digest_reads_sources_without_importing_them() -> None:
+    program = "import sys; from pipeline.digest import code_digest; code_digest('stages.quantize'); print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert {"torch", "modelopt", "stages.quantize"}.isdisjoint(result.stdout.split())
+    assert {"stages.quantize.modelopt_adapter", "pipeline.kv"} <= set(digest.reachable_modules("stages.quantize"))

@@ -1,0 +1,196 @@
+"""The chain of artifacts from a checkpoint to an engine: each is made from the ones before it, or found in the store."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pipeline import console
+from pipeline.checkpoint import inspect_checkpoint
+from pipeline.config import Config
+from pipeline.digest import file_digest, files_digest, tree_files
+from pipeline.errors import UserError
+from pipeline.kv import FP16_POLICY, KVPolicy
+from pipeline.records import Engine, Progress
+from pipeline.store import Artifact, Recipe, Store
+
+TORCH = ("torch", "transformers", "safetensors", "tokenizers")
+ONNX = ("onnx", "onnxscript", "onnxruntime", "numpy")
+
+
+def entry(module: str, function: str) -> Callable[..., Any]:
+    """A stage's function. By name: stages import torch and the like, which a configuration error must not wait for."""
+    stage: Callable[..., Any] = getattr(import_module(module), function)
+    return stage
+
+
+def check_inputs(config: Config) -> None:
+    """Raise UserError for files that the configuration names and that cannot be used; cheap, reads no weights."""
+    if config.stage in ("promote", "rollback"):
+        return
+    config.kv.check_shape(inspect_checkpoint(config.model.directory).shape)
+    for key, name in (("calibration.jsonl", config.calibration.jsonl), ("workloads.jsonl", config.workloads.jsonl)):
+        if name is not None and not Path(name).expanduser().is_file():
+            raise UserError(f"{key}={name}: no such file")
+    if config.workloads.jsonl is not None:
+        entry("stages.evaluate.samples", "load_samples")(config.workloads)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A stage that ran, for tracking."""
+
+    title: str
+    artifact: Artifact
+    params: dict[str, object]
+
+
+@dataclass
+class Chain:
+    """The artifacts of one configuration."""
+
+    config: Config
+    store: Store
+    done: list[Done] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return self.config.model.directory
+
+    @cached_property
+    def checkpoint_digest(self) -> str:
+        return files_digest(tree_files(self.config.model.directory))
+
+    def calibration(self) -> Artifact:
+        """Texts that static scales are measured on."""
+        asked, seed = self.config.calibration, self.config.seed
+        config: dict[str, object] = {"samples": asked.samples, "jsonl": asked.jsonl, "seed": seed}
+        inputs = {"checkpoint": self.checkpoint_digest}
+        if asked.jsonl is not None:
+            inputs["jsonl"] = file_digest(Path(asked.jsonl))
+        recipe = Recipe("calibration", ("stages.calibration",), config, inputs, TORCH)
+
+        def make(out: Path, progress: Progress) -> None:
+            texts = entry("stages.calibration", "calibration_texts")
+            texts(self.directory, out, samples=asked.samples, jsonl=asked.jsonl, seed=seed, progress=progress)
+
+        return self._get(recipe, make)
+
+    def quantized(self, policy: KVPolicy) -> Artifact:
+        """The quantized checkpoint: weights, official exports where they tell the truth, and our sidecar."""
+        texts = self.calibration()
+        weights, max_length, seed = self.config.weights.format, self.config.calibration.max_length, self.config.seed
+        config: dict[str, object] = {
+            "weights": weights,
+            "kv": policy.model_dump(),
+            "max_length": max_length,
+            "seed": seed,
+        }
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": texts.digest}
+        recipe = Recipe("quantize", ("stages.quantize",), config, inputs, (*TORCH, "nvidia-modelopt"))
+
+        def make(out: Path, progress: Progress) -> None:
+            entry("stages.quantize", "quantize")(
+                self.directory,
+                out,
+                weights=weights,
+                policy=policy,
+                calibration_texts=json.loads((texts.path / "texts.json").read_text(encoding="utf-8")),
+                max_length=max_length,
+                seed=seed,
+                progress=progress,
+            )
+
+        return self._get(recipe, make, policy)
+
+    def decoder(self, quantized: Artifact) -> Artifact:
+        """The decoder as ONNX with its attention left open: the same for every KV policy over the same weights."""
+        dtype = self.config.backend.compute_dtype
+        inputs = {"checkpoint": quantized.digest_under("checkpoint")}
+        recipe = Recipe("export", ("stages.onnx.export",), {"compute_dtype": dtype}, inputs, (*TORCH, *ONNX))
+
+        def make(out: Path, progress: Progress) -> None:
+            export = entry("stages.onnx.export", "export_decoder")
+            export(quantized.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
+
+        return self._get(recipe, make)
+
+    def bundle(self, policy: KVPolicy) -> Artifact:
+        """The engine bundle of `policy`."""
+        quantized = self.quantized(policy)
+        decoder = self.decoder(quantized)
+        inputs = {"decoder": decoder.digest, "scales": quantized.files["kv_scales.json"]}
+        recipe = Recipe("build", ("stages.onnx.build",), {"kv": policy.model_dump()}, inputs, ONNX)
+
+        def make(out: Path, progress: Progress) -> None:
+            build = entry("stages.onnx.build", "build_bundle")
+            scales = quantized.path / "kv_scales.json"
+            build(decoder.path, out, policy=policy, scales=scales, progress=progress)
+
+        return self._get(recipe, make, policy)
+
+    def baseline(self) -> Artifact:
+        """What the FP16-KV engine of the same backend and weights says to every sample."""
+        bundle = self.bundle(FP16_POLICY)
+
+        def make(out: Path, progress: Progress) -> None:
+            measure = entry("stages.evaluate", "measure_baseline")
+            measure(self._opener(bundle), *self._asked(bundle), out, config=self.config.workloads, progress=progress)
+
+        return self._get(self._evaluation_recipe("baseline", {"baseline": bundle.digest}), make, FP16_POLICY)
+
+    def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
+        """The report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
+        baseline, bundle, reference = self.baseline(), self.bundle(policy), self.bundle(FP16_POLICY)
+        inputs = {"engine": bundle.digest, "baseline": reference.digest, "answers": baseline.digest}
+
+        def make(out: Path, progress: Progress) -> None:
+            entry("stages.evaluate", "evaluate_candidate")(
+                self._opener(bundle),
+                *self._asked(bundle),
+                baseline.path,
+                out,
+                config=self.config.workloads,
+                engine_digest=bundle.digest,
+                baseline_digest=reference.digest,
+                progress=progress,
+            )
+
+        return self._get(self._evaluation_recipe("evaluate", inputs), make, policy), bundle, reference
+
+    def _evaluation_recipe(self, stage: str, inputs: dict[str, str]) -> Recipe:
+        workloads, threads = self.config.workloads, self.config.backend.threads
+        if workloads.jsonl is not None:
+            inputs = {**inputs, "jsonl": file_digest(Path(workloads.jsonl).expanduser())}
+        config: dict[str, object] = {"workloads": workloads.model_dump(), "threads": threads}
+        code = ("stages.evaluate", "stages.onnx.engine")
+        libraries = (*ONNX, "transformers", "tokenizers", "safetensors", "scipy")
+        return Recipe(stage, code, config, inputs, libraries, measures_time=True)
+
+    def _asked(self, bundle: Artifact) -> tuple[Any, Any]:
+        """The samples and the tokenizer that encodes them."""
+        samples = entry("stages.evaluate", "load_samples")(self.config.workloads)
+        return samples, entry("stages.evaluate", "BundleTokenizer")(bundle.path)
+
+    def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
+        """What loads the bundle, once per call."""
+        load = entry("stages.onnx.engine", "load_engine")
+        return lambda: load(bundle.path, threads=self.config.backend.threads)
+
+    def _get(self, recipe: Recipe, make: Callable[[Path, Progress], None], policy: KVPolicy | None = None) -> Artifact:
+        """The artifact of `recipe`, with its progress on the console."""
+        title = f"{recipe.stage} {policy.name}" if policy is not None else recipe.stage
+
+        def with_progress(out: Path) -> None:
+            with console.progress(title) as progress:
+                make(out, progress)
+
+        artifact = self.store.get(recipe, with_progress)
+        if artifact.path not in {done.artifact.path for done in self.done}:
+            self.done.append(Done(title, artifact, dict(recipe.config)))
+            took = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
+            console.out.print(f"  {title:<24} {took:>8}  {artifact.path}", soft_wrap=True)
+        return artifact

@@ -1,0 +1,126 @@
+"""From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import product
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from pipeline.config import Config
+from pipeline.errors import UserError
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Validate a composed configuration; raises UserError with one line per problem."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(error, composed))) from error
+
+
+def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
+    """One line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        if _is_interpolated(composed, problem["loc"]):
+            continue  # it repeats a problem of the key it is taken from
+        key = ".".join(str(part) for part in problem["loc"])
+        text, value = problem["msg"], problem["input"]
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key{_suggest(str(problem['loc'][-1]), _siblings(problem['loc']))}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing; give it a value")
+        elif problem["type"] == "value_error":  # our own validators begin with the key's name
+            lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
+        elif problem["type"] == "literal_error":
+            choices = re.findall(r"'([^']*)'", text)
+            lines.append(f"{key}={value}: no such option{_suggest(str(value), choices)}")
+        else:
+            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
+    return lines
+
+
+def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> bool:
+    parent = OmegaConf.select(composed, ".".join(str(part) for part in location[:-1])) if location[1:] else composed
+    return isinstance(parent, DictConfig) and location[-1] in parent and OmegaConf.is_interpolation(parent, location[-1])
+
+
+def _siblings(location: tuple[int | str, ...]) -> list[str]:
+    """Keys that exist where an unknown one was given."""
+    model: Any = Config
+    for part in location[:-1]:
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field is not None else None
+    return list(getattr(model, "model_fields", {}))
+
+
+def _suggest(value: str, choices: Sequence[str]) -> str:
+    close = get_close_matches(value, choices, n=1)
+    if close:
+        return f", did you mean {close[0]}?"
+    return f"; choose one of {', '.join(choices)}" if choices else ""
+
+
+def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for what Hydra could not compose; its own texts are advice for its developers."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    if key:
+        return f"{key}: unknown key{_suggest(key.split('.')[-1], _siblings(tuple(key.split('.'))))}"
+    text = str(error)
+    option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
+    available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
+    if option:
+        options = [line.strip() for line in available[1].splitlines()] if available else []
+        return f"{option[1]}={option[2]}: no such option{_suggest(option[2], options)}"
+    given = " ".join(overrides)
+    if isinstance(error, OverrideParseException):
+        return f"{given}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
+    return f"{given}: {text.splitlines()[0]}"
+
+
+def plan(overrides: Sequence[str], multirun: bool) -> tuple[list[Config], bool]:
+    """The validated configuration of every job, and whether it is a sweep; UserError names what is wrong with any."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+        swept = [o for o in parsed if o.is_sweep_override()]
+        with initialize_config_module("conf", version_base="1.3"):
+            composed = compose("config", overrides=plain, return_hydra_config=True)
+            sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
+            if not sweeping:
+                if swept:
+                    raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
+                return [to_config(compose("config", overrides=plain))], False
+            jobs = _jobs(composed, swept, {o.key_or_group for o in parsed})
+            return [to_config(compose("config", overrides=[*plain, *job])) for job in jobs], True
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain_hydra(error, overrides)) from error
+
+
+def _jobs(composed: Any, swept: list[Override], given: set[str]) -> list[list[str]]:
+    """Overrides of each job: the command line's sweeps and those of `hydra.sweeper.params` that it does not replace."""
+    params = composed.hydra.sweeper.params or {}
+    lines = [f"{key}={value}" for key, value in params.items() if key not in given]
+    sweeps = OverridesParser.create().parse_overrides(lines) + swept
+    # what sweeper.params fixes to one value comes along with every job
+    choices = [
+        [f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)]
+        for o in sweeps
+    ]
+    return [list(job) for job in product(*choices)]

@@ -1,0 +1,92 @@
+"""The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.errors import UserError
+from pipeline.gates import Gates
+from pipeline.kv import KVPolicy
+from pipeline.tracking import Tracking
+from pipeline.weights import WeightsFormat
+from pipeline.workloads import WorkloadsConfig
+
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "all"]
+
+PACKAGED = "pkg://"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
+
+    path: str
+
+    @property
+    def directory(self) -> Path:
+        if not self.path.startswith(PACKAGED):
+            return Path(self.path).expanduser().resolve()
+        module, _, folder = self.path.removeprefix(PACKAGED).partition("/")
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise UserError(f"model.path={self.path}: no such package; give a checkpoint's directory")
+        return Path(spec.origin).parent / folder
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and the registry."""
+        if self.path.startswith(PACKAGED):
+            return self.path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
+        return self.directory.name
+
+
+class WeightsConfig(_Section):
+    """How ModelOpt quantizes the weights; the baseline has the same weights, so that only the cache differs."""
+
+    format: WeightsFormat
+
+
+class CalibrationConfig(_Section):
+    """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
+
+    samples: Annotated[int, Field(ge=1, le=100_000)]
+    max_length: Annotated[int, Field(ge=16, le=131_072)]
+    """Longer texts are cut, in tokens."""
+    jsonl: str | None = None
+
+
+class BackendConfig(_Section):
+    """What builds and runs the engine."""
+
+    name: Literal["onnxruntime"]
+    compute_dtype: Literal["float32", "float16"]
+    """In which activations and weights are computed; part of the graph's digest."""
+    threads: Annotated[int, Field(ge=1, le=1024)]
+
+
+class Config(_Section):
+    """Everything a run needs, one section per Hydra group."""
+
+    stage: Stage
+    model: ModelConfig
+    weights: WeightsConfig
+    kv: KVPolicy
+    backend: BackendConfig
+    calibration: CalibrationConfig
+    workloads: WorkloadsConfig
+    gates: Gates
+    tracking: Tracking
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    workdir: str
+
+    @property
+    def work(self) -> Path:
+        return Path(self.workdir).expanduser().resolve()

@@ -1,0 +1,176 @@
+"""What a run does. STAGES is the table of stages; each makes what it needs first, or finds it in the store.
+
+checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from pipeline import console, registry, summary, tables
+from pipeline.chain import Chain, entry
+from pipeline.config import Config
+from pipeline.errors import GateRefusal, UserError
+from pipeline.gates import decide
+from pipeline.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.store import Store
+from pipeline.summary import Candidate
+from pipeline.tracking import compare_url, open_store, server_command, track
+
+if TYPE_CHECKING:
+    from pipeline.mlflow_store import MlflowStore
+
+GATE_EXIT = 3
+"""Exit code when a gate said no (`pipeline.__main__.EXIT_CODES`)."""
+
+
+@dataclass
+class Run:
+    """One job: its configuration, its chain of artifacts, the sweep it belongs to."""
+
+    config: Config
+    chain: Chain
+    sweep: str
+    sweeping: bool
+
+    def registry(self) -> "MlflowStore":
+        store = open_store(self.config.tracking, self.config.work, self.config.model.label)
+        if store is None:
+            raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
+        return store
+
+
+def quantize(run: Run) -> None:
+    """Quantize the checkpoint's weights and measure the cache's static scales."""
+    made = run.chain.quantized(run.config.kv)
+    console.out.print(f"quantized checkpoint: {made.path}", soft_wrap=True)
+
+
+def build(run: Run) -> None:
+    """Build the engine bundle."""
+    made = run.chain.bundle(run.config.kv)
+    console.out.print(f"engine bundle: {made.path}\ndigest: {made.digest}", soft_wrap=True)
+
+
+def evaluate(run: Run) -> None:
+    """Judge the engine against the FP16-KV engine and register it; GateRefusal unless it passed."""
+    config, chain = run.config, run.chain
+    store = open_store(config.tracking, config.work, config.model.label)
+    with track(store, run.sweep, config.kv.name, config.backend.name, config.model_dump(mode="json")) as tracked:
+        report_artifact, engine, baseline = chain.evaluation(config.kv)
+        report, rows = load_report(report_artifact.path), load_rows(report_artifact.path)
+        verdict = decide(report, rows, config.gates)
+        report_path, samples_path = report_artifact.path / REPORT_FILE, report_artifact.path / SAMPLES_FILE
+        candidate = Candidate(
+            kv=config.kv.name,
+            verdict=verdict.status,
+            reasons=tuple(verdict.reasons),
+            kib_per_token=report.system.kib_per_token,
+            metrics=report.flat_metrics(),
+            engine_digest=engine.digest,
+            baseline_digest=baseline.digest,
+            report_digest=registry.evidence_digest(report_path, samples_path),
+            engine_path=str(engine.path),
+            baseline_path=str(baseline.path),
+            report_path=str(report_path),
+            samples_path=str(samples_path),
+            backend=config.backend.name,
+        )
+        for done in chain.done:
+            made = done.artifact
+            tracked.stage(done.title, done.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
+        with TemporaryDirectory() as scratch:
+            plots = _sample_plots(candidate.kv, rows, Path(scratch))
+            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], plots)
+    passed = candidate.verdict == registry.PASS
+    # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
+    summary.record(config.work, run.sweep, candidate, 0 if passed or run.sweeping else GATE_EXIT)
+    tables.print_verdict(candidate)
+    if not passed and not run.sweeping:
+        raise GateRefusal(f"{candidate.kv} is not good enough: {candidate.verdict}")
+
+
+def _sample_plots(kv: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+    names = ("kl_by_context", "flips_by_workload")
+    return [entry("stages.plots", name)(rows, kv, folder / f"{name}.png") for name in names]
+
+
+def promote(run: Run) -> None:
+    """Make the best of the last sweep's candidates that passed the champion; GateRefusal when none holds up."""
+    found = summary.load(run.config.work)
+    if not found.candidates:
+        raise UserError(f"stage=promote: no candidates in {run.config.work}/summary.json; run stage=evaluate first")
+    store = run.registry()
+
+    def decide_again(report: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
+        typed_rows = [SampleRow.model_validate(row) for row in rows]
+        verdict = decide(EvaluationReport.model_validate(report), typed_rows, run.config.gates)
+        return verdict.status, list(verdict.reasons)
+
+    try:
+        move = registry.promote(found.candidates, store, decide_again, sweep=found.sweep)
+    except GateRefusal:
+        summary.conclude(run.config.work, None, GATE_EXIT)
+        raise
+    summary.conclude(run.config.work, move.champion, 0)
+    best = next(candidate for candidate in found.candidates if candidate.kv == move.champion)
+    with TemporaryDirectory() as scratch:
+        plot = entry("stages.plots", "quality_by_memory")(found.candidates, Path(scratch) / "quality_by_memory.png")
+        store.attach(str(best.run_id), [plot])
+    tables.print_promotion(found.candidates, move)
+    _print_mlflow(store, found.candidates)
+
+
+def rollback(run: Run) -> None:
+    """Bring the previous champion back."""
+    move = registry.rollback(run.registry())
+    summary.conclude(run.config.work, move.champion, 0)
+    console.out.print(move.message)
+
+
+def everything(run: Run) -> None:
+    """Evaluate, and promote what passed; jobs of a sweep only register, since the last to finish would win."""
+    evaluate(run)
+    if not run.sweeping and run.config.tracking.enabled:
+        promote(run)
+
+
+def _print_mlflow(store: "MlflowStore", candidates: tuple[Candidate, ...]) -> None:
+    run_ids = [candidate.run_id for candidate in candidates if candidate.run_id is not None]
+    command = server_command(store.location)
+    console.out.print("\nCompare the candidates in MLflow:")
+    if command is not None:
+        console.out.print(f"  {command}", soft_wrap=True)
+    console.out.print(f"  {compare_url(store.location, store.experiment_id, run_ids)}", soft_wrap=True)
+
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "quantize": quantize,
+    "build": build,
+    "evaluate": evaluate,
+    "promote": promote,
+    "rollback": rollback,
+    "all": everything,
+}
+
+
+def run(config: Config, sweep: str, sweeping: bool) -> None:
+    """Run one job. Raises UserError, GateRefusal or MissingRequirement; anything else is a defect."""
+    job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping)
+    if config.stage not in ("promote", "rollback"):
+        console.out.print(f"[bold]{config.stage} {config.kv.name}[/] of {config.model.path}", soft_wrap=True)
+    STAGES[config.stage](job)
+
+
+def conclude_sweep(config: Config, sweep: str) -> None:
+    """The end of a sweep: the comparison, and GateRefusal when none of its candidates passed."""
+    found = summary.load(config.work)
+    if found.sweep != sweep or not found.candidates:
+        return  # a sweep of quantize or build jobs has nothing to compare
+    passed = any(candidate.verdict == registry.PASS for candidate in found.candidates)
+    summary.conclude(config.work, None, 0 if passed else GATE_EXIT)
+    tables.print_comparison(found.candidates)
+    if not passed:
+        raise GateRefusal("no candidate of the sweep passed")

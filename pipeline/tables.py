@@ -1,0 +1,74 @@
+"""The tables and sentences at the end of a run."""
+
+import math
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline import console
+from pipeline.registry import PASS, Move
+from pipeline.summary import Candidate
+
+COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+    ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
+    ("mean\nKL", "quality/kl_mean", "0", ".1e"),
+    ("top-10\noverlap", "quality/top10_overlap", "1", ".3f"),
+    ("retrieval\naccuracy", "quality/retrieval/accuracy_candidate", "quality/retrieval/accuracy_baseline", ".3f"),
+    ("decode\ntokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ".0f"),
+)
+"""Heading, the candidate's metric, the baseline's (or what it is by definition), format."""
+
+REASONS_SHOWN = 4
+
+COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def print_comparison(candidates: Sequence[Candidate]) -> None:
+    """One row an engine: what it costs, what it loses, how fast it is."""
+    title = "KV caches against the FP16-KV engine, on the decode path"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for heading in ("KiB/token", *(heading for heading, _, _, _ in COLUMNS)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    metrics = candidates[0].metrics  # every candidate of a sweep has the same baseline
+    cells = [_cell(metrics.get(name), form) if "/" in name else name for _, _, name, form in COLUMNS]
+    table.add_row("fp16", "baseline", _cell(metrics.get("baseline/kib_per_token"), ".3f"), *cells, style="dim")
+    for engine in candidates:
+        colour = COLOURS[engine.verdict]
+        cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
+        table.add_row(engine.kv, f"[{colour}]{engine.verdict}[/]", _cell(engine.kib_per_token, ".3f"), *cells)
+    console.out.print()
+    console.out.print(table)
+
+
+def print_verdict(candidate: Candidate) -> None:
+    """The verdict of one candidate and its reasons, a line each."""
+    colour = COLOURS[candidate.verdict]
+    console.out.print(f"[{colour}]{candidate.verdict}[/] {candidate.kv}: {candidate.kib_per_token:.3f} KiB/token")
+    for reason in candidate.reasons[:REASONS_SHOWN]:
+        console.out.print(f"  {escape(reason)}", soft_wrap=True)
+    if len(candidate.reasons) > REASONS_SHOWN:
+        console.out.print(f"  and {len(candidate.reasons) - REASONS_SHOWN} more in summary.json")
+
+
+def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
+    """Which engine serves now, and why each other one does not."""
+    print_comparison(candidates)
+    console.out.print(f"[green]Champion:[/] {move.message}")
+    champion = next((c for c in candidates if c.kv == move.champion), None)
+    for candidate in candidates:
+        if candidate is champion:
+            continue
+        if candidate.verdict == PASS and champion is not None:
+            cost = f"{candidate.kib_per_token:.3f} KiB/token against {champion.kib_per_token:.3f}"
+            why = f"passed, but the same memory holds fewer tokens ({cost})"
+        else:
+            why = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
+        console.out.print(f"  not {candidate.kv}: {escape(why)}", soft_wrap=True)

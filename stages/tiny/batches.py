@@ -1,0 +1,110 @@
+"""Training rows: conversations rendered as the chat template renders them, scored where the assistant speaks."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from stages.tiny.tokenizer import ASSISTANT, BOS, END, PAD, ROLE_TOKENS
+from stages.workloads import copying, dialogue, prose, records, tools
+from stages.workloads.conversation import Message
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stage of the curriculum."""
+
+    steps: int
+    records: tuple[int, int]
+    """Fewest and most records in a retrieval row."""
+    length: int
+    """Tokens in a retrieval row."""
+    rows: int
+    """Retrieval rows in a step."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A workload in the training mix."""
+
+    share: float
+    """Of the loss."""
+    length: int
+    """Tokens in a row; 0 takes the phase's."""
+    rows: int
+    """Rows in a step; 0 takes the phase's."""
+
+
+MIX = {
+    "retrieval": Kind(share=0.40, length=0, rows=0),
+    "tool_call": Kind(share=0.15, length=128, rows=12),
+    "multi_turn": Kind(share=0.15, length=256, rows=6),
+    "copy": Kind(share=0.15, length=256, rows=6),
+    "prose": Kind(share=0.15, length=448, rows=4),
+}
+TOKENS_PER_LINE = 8
+TOKENS_PER_QUESTION = 26
+
+
+def render(conversation: Sequence[Message]) -> str:
+    """What the tokenizer's chat template makes of the conversation, without a generation prompt."""
+    return BOS + "".join(f"{ROLE_TOKENS[role]}{content}{END}" for role, content in conversation)
+
+
+def retrieval_row(rng: random.Random, phase: Phase) -> str:
+    """Records, then as many different questions as fit."""
+    count = rng.randint(*phase.records)
+    most_fields = (phase.length - 2 * TOKENS_PER_QUESTION) // (TOKENS_PER_LINE * count)
+    lines = records.key_lines(records.similar_records(rng, count, rng.randint(1, max(1, min(6, most_fields)))))
+    questions = (phase.length - TOKENS_PER_LINE * len(lines)) // TOKENS_PER_QUESTION + 1
+    asked = rng.sample(range(len(lines)), min(len(lines), max(1, questions)))
+    return render(records.conversation(lines, asked))
+
+
+def copy_row(rng: random.Random) -> str:
+    """Several copies; the row is cut where it ends."""
+    return render([message for _ in range(4) for message in copying.copy_request(rng, rng.randint(8, 64))])
+
+
+def multi_turn_row(rng: random.Random) -> str:
+    """Facts, updates and questions about several of them."""
+    num_facts = rng.randint(2, 12)
+    return render(dialogue.facts_dialogue(rng, num_facts, max(1, num_facts * 2 // 3)))
+
+
+def row(kind: str, rng: random.Random, phase: Phase) -> str:
+    """One training row of workload `kind`."""
+    if kind == "retrieval":
+        return retrieval_row(rng, phase)
+    if kind == "copy":
+        return copy_row(rng)
+    if kind == "multi_turn":
+        return multi_turn_row(rng)
+    if kind == "tool_call":
+        return render(tools.tool_call(rng, tools.offered_tools(rng)))
+    assert kind == "prose"
+    return BOS + prose.collection(rng, 4)
+
+
+def answer_mask(ids_BT: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """(batch, length - 1) true where the target, ids shifted by one, is the assistant's or a turn-less row's text."""
+    inputs_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
+    steps_T = torch.arange(inputs_BT.shape[1])
+    vocabulary = tokenizer.get_vocab()
+
+    def last_seen(token: str) -> Tensor:
+        return torch.where(inputs_BT == vocabulary[token], steps_T, -1).cummax(dim=1).values
+
+    answering_BT = last_seen(ASSISTANT) > last_seen(END)
+    plain_text_B1 = (ids_BT != vocabulary[ASSISTANT]).all(dim=1, keepdim=True)
+    return (answering_BT | plain_text_B1) & (targets_BT != vocabulary[PAD])
+
+
+def encode(rows: Sequence[str], length: int, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """(batch, length + 1) token ids, cut or padded on the right."""
+    encoded = tokenizer(list(rows), add_special_tokens=False)["input_ids"]
+    pad = tokenizer.pad_token_id
+    return torch.tensor([ids[: length + 1] + [pad] * (length + 1 - len(ids)) for ids in encoded])

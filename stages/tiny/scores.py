@@ -1,0 +1,92 @@
+"""Teacher-forced scores of the checkpoint: `python -m stages.tiny.scores [DIR]`.
+
+Greedy decoding gives the reference exactly when every reference token is the argmax, so nothing needs generating.
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.records import Sample
+from stages.workloads import generate
+
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+SEED = 1234
+RETRIEVAL_BINS = (0, 400, 600, 800, 1024)  # tokens of the prompt
+
+
+@dataclass(frozen=True)
+class Forced:
+    """One sample forced through the model."""
+
+    prompt_tokens: int
+    logits_NV: Tensor
+    """(reference tokens, vocab) float32, the end-of-turn token included for chat samples."""
+    targets_N: Tensor
+
+    @property
+    def exact(self) -> bool:
+        return bool((self.logits_NV.argmax(-1) == self.targets_N).all())
+
+    @property
+    def nll(self) -> float:
+        """Summed negative log-likelihood of the reference, nats."""
+        return torch.nn.functional.cross_entropy(self.logits_NV, self.targets_N, reduction="sum").item()
+
+
+def prompt_ids(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Token ids of the prompt as an engine gets them."""
+    if sample.prompt:
+        return list(tokenizer(sample.prompt)["input_ids"])
+    messages = [{"role": role, "content": content} for role, content in sample.messages]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+@torch.no_grad()
+def force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> Forced:
+    """Logits at every token of the reference."""
+    prompt = prompt_ids(sample, tokenizer)
+    reference = list(tokenizer(sample.reference, add_special_tokens=False)["input_ids"])
+    if sample.messages:
+        reference.append(tokenizer.eos_token_id)
+    ids = torch.tensor([prompt + reference])
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+    return Forced(len(prompt), model.lm_head(hidden).float(), ids[0, len(prompt) :])
+
+
+def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> float:
+    """Share of samples that greedy decoding answers exactly."""
+    return sum(force(model, tokenizer, sample).exact for sample in samples) / len(samples)
+
+
+def perplexity(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> float:
+    """Perplexity of the references, per token."""
+    forced = [force(model, tokenizer, sample) for sample in samples]
+    return math.exp(sum(f.nll for f in forced) / sum(len(f.targets_N) for f in forced))
+
+
+def main() -> None:
+    """Print exact match on held-out samples, retrieval by prompt length, and the perplexity of prose."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
+    checkpoint = parser.parse_args().checkpoint
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    retrieval = [force(model, tokenizer, sample) for sample in generate("retrieval", 1200, SEED)]
+    for low, high in itertools.pairwise(RETRIEVAL_BINS):
+        answers = [forced.exact for forced in retrieval if low <= forced.prompt_tokens < high]
+        print(f"retrieval, {low}-{high} tokens: {sum(answers) / len(answers):.3f} of {len(answers)}")
+    for name in ("tool_call", "copy", "multi_turn"):
+        print(f"{name}: {exact_match(model, tokenizer, generate(name, 300, SEED)):.3f} of 300")
+    print(f"prose perplexity: {perplexity(model, tokenizer, generate('prose', 40, SEED)):.3f}")
+
+
+if __name__ == "__main__":
+    main()

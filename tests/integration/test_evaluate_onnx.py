@@ -1,0 +1,127 @@
+"""The evaluation on real engines: the tiny model on ONNX Runtime, a few samples of some workloads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.kv import FP16_POLICY, KVPolicy
+from pipeline.report import EvaluationReport, load_rows
+from pipeline.trials import canary
+from pipeline.workloads import WorkloadsConfig
+from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples, measure_baseline
+from stages.onnx.build import build_bundle
+from stages.onnx.engine import load_engine
+from stages.onnx.export import export_decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
+
+
+def conf(group: str, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def config() -> WorkloadsConfig:
+    base = conf("workloads", "base")
+    load = {**base["load"], "batch": 2, "context_tokens": 100, "new_tokens": 8}
+    changes = {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
+    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1})
+
+
+def quiet(*_: object) -> None:
+    """No progress."""
+
+
+class Bench:
+    """The tiny model's decoder, its engines by policy, and one measured baseline."""
+
+    def __init__(self, checkpoint: Path, work: Path) -> None:
+        self.work = work
+        self.decoder = work / "decoder"
+        self.decoder.mkdir()
+        export_decoder(checkpoint, self.decoder, compute_dtype="float32", progress=quiet)
+        self.samples = load_samples(config())
+        self.fp16 = self.bundle(FP16_POLICY)
+        self.tokenizer = BundleTokenizer(self.fp16)
+        self.baseline = work / "baseline"
+        self.baseline.mkdir()
+        measure_baseline(
+            lambda: load_engine(self.fp16, threads=1),
+            self.samples, self.tokenizer, self.baseline, config=config(), progress=quiet,
+        )  # fmt: skip
+
+    def bundle(self, policy: KVPolicy) -> Path:
+        out = self.work / f"bundle_{policy.name}"
+        scales = self.work / "scales.json"
+        scales.write_text(json.dumps({"key": None, "value": None}), encoding="utf-8")
+        out.mkdir()
+        build_bundle(self.decoder, out, policy=policy, scales=scales, progress=quiet)
+        return out
+
+    def evaluate(self, bundle: Path) -> tuple[EvaluationReport, Path]:
+        out = self.work / f"report_{bundle.name}"
+        out.mkdir()
+        report = evaluate_candidate(
+            lambda: load_engine(bundle, threads=1),
+            self.samples, self.tokenizer, self.baseline, out,
+            config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+        )  # fmt: skip
+        return report, out
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tiny_checkpoint, tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture(scope="module")
+def reports(bench: Bench) -> dict[str, EvaluationReport]:
+    policies = {name: KVPolicy.model_validate(conf("kv", name)) for name in ("int8", "int4")}
+    found = {name: bench.evaluate(bench.bundle(policy))[0] for name, policy in policies.items()}
+    return found | {"fp16": bench.evaluate(bench.fp16)[0]}
+
+
+def test_the_baseline_answers_and_has_no_distance_to_itself(reports: dict[str, EvaluationReport]) -> None:
+    found = reports["fp16"].slice("retrieval")
+    assert found is not None
+    assert found.accuracy is not None
+    assert found.accuracy.baseline >= 0.8
+    assert (found.accuracy.lost, found.accuracy.gained) == (0, 0)
+    assert reports["fp16"].overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
+
+
+def test_fewer_bits_are_farther_from_the_baseline_on_the_decode_path(reports: dict[str, EvaluationReport]) -> None:
+    kl = {name: report.overall.fidelity.kl_mean or 0.0 for name, report in reports.items()}
+    assert kl["fp16"] < kl["int8"] < kl["int4"]
+
+
+def test_the_canary_is_noticed_in_every_format(reports: dict[str, EvaluationReport]) -> None:
+    from pipeline.gates import Gates
+
+    gates = Gates.model_validate(conf("gates", "default"))
+    assert {name: canary(report, gates)[0].status for name, report in reports.items()} == dict.fromkeys(reports, "PASS")
+
+
+def test_the_noise_floor_is_far_below_the_gates(reports: dict[str, EvaluationReport]) -> None:
+    noise = reports["fp16"].noise.fidelity
+    assert noise is not None
+    assert noise.kl_mean is not None
+    assert noise.kl_mean < 1e-6
+
+
+def test_memory_really_allocated_is_the_policys_own_arithmetic(reports: dict[str, EvaluationReport]) -> None:
+    for report in reports.values():
+        assert report.system.kib_per_token_allocated == report.system.kib_per_token
+
+
+def test_rows_keep_what_was_generated(bench: Bench, reports: dict[str, EvaluationReport]) -> None:
+    assert reports
+    rows = load_rows(bench.work / "report_bundle_fp16")
+    right = [row for row in rows if row.workload == "retrieval" and row.candidate_correct]
+    assert right
+    assert all(row.candidate_generation and json.loads(row.candidate_generation) for row in right)
+    assert all(row.context_tokens > 100 and row.depth is not None for row in right)

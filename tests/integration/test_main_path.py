@@ -1,0 +1,163 @@
+"""The whole path on the trained tiny model, through the command line: sweep, verdicts, promotion, refusals, rollback."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Swept = tuple[Path, subprocess.CompletedProcess[str]]
+
+FEW = [
+    "workloads.samples={prose: 4, retrieval: 10, tool_call: 10, copy: 10, multi_turn: 10}",
+    "workloads.max_scored_tokens=48",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "gates.margin=0.45",  # ten samples cannot show less under Holm
+    "gates.min_samples=8",
+    "calibration.samples=8",
+]
+
+
+def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400)
+
+
+def summary(work: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((work / "summary.json").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    """A work directory after a sweep over a sound and a broken cache, and what the sweep said."""
+    work = tmp_path_factory.mktemp("main") / "work"
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
+    assert result.returncode == 0, result.stderr
+    return work, result
+
+
+def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(
+    swept: Swept,
+) -> None:
+    work, result = swept
+    found = summary(work)
+    by_name = {candidate["kv"]: candidate for candidate in found["candidates"]}
+    assert set(by_name) == {"fp8", "int4_tensor"}
+    assert by_name["fp8"]["verdict"] == "PASS", by_name["fp8"]["reasons"]
+    assert by_name["int4_tensor"]["verdict"] == "FAIL"
+    assert by_name["int4_tensor"]["reasons"]
+    assert by_name["fp8"]["baseline_digest"] == by_name["int4_tensor"]["baseline_digest"]
+    assert by_name["fp8"]["engine_digest"] != by_name["int4_tensor"]["engine_digest"]
+    assert (by_name["fp8"]["kib_per_token"], by_name["int4_tensor"]["kib_per_token"]) == (1.0, 0.5)
+    assert (found["champion"], found["exit_code"]) == (None, 0)
+    assert "fp8" in result.stdout
+    assert "retrieval" in result.stdout
+
+
+def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
+    work, _ = swept
+    before = sorted(str(p) for p in (work / "artifacts").glob("*/*"))
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
+    assert result.returncode == 0, result.stderr
+    made = [line for line in result.stdout.splitlines() if "/artifacts/" in line and "reused" not in line]
+    assert made == []
+    assert sorted(str(p) for p in (work / "artifacts").glob("*/*")) == before
+
+
+def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
+    swept: Swept,
+) -> None:
+    work, _ = swept
+    result = pipeline(work, "stage=promote")
+    assert result.returncode == 0, result.stderr
+    assert summary(work)["champion"] == "fp8"
+    assert "not int4_tensor: FAIL" in result.stdout
+    assert "mlflow server --backend-store-uri" in result.stdout
+
+
+def test_rollback_without_a_previous_champion_is_a_users_error(
+    swept: Swept,
+) -> None:
+    result = pipeline(swept[0], "stage=rollback")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "no previous champion" in result.stderr
+
+
+def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
+    swept: Swept,
+) -> None:
+    work, _ = swept
+    engine = Path(next(c["engine_path"] for c in summary(work)["candidates"] if c["kv"] == "fp8"))
+    kept = (engine / "kv_scales.json").read_bytes()
+    (engine / "kv_scales.json").write_text("{}")
+    try:
+        result = pipeline(work, "stage=promote")
+    finally:
+        (engine / "kv_scales.json").write_bytes(kept)
+    assert result.returncode == 3
+    assert "fp8 is not promoted" in result.stderr
+    assert summary(work)["exit_code"] == 3
+
+
+def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
+    """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
+    from pipeline.gates import Gates, decide
+    from pipeline.kv import KVPolicy
+    from pipeline.report import load_report, load_rows
+    from pipeline.workloads import WorkloadsConfig
+    from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples
+    from stages.onnx.build import build_bundle
+    from stages.onnx.engine import load_engine
+
+    work, _ = swept
+    (decoder,) = _only(work / "artifacts" / "export")
+    (baseline,) = _only(work / "artifacts" / "baseline")
+    candidate = next(c for c in summary(work)["candidates"] if c["kv"] == "fp8")
+    engine = Path(candidate["engine_path"])
+    policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
+    scales = json.loads((engine / "kv_scales.json").read_text())
+    broken = tmp_path / "kv_scales.json"
+    broken.write_text(json.dumps({**scales, "key": [scale / 64 for scale in scales["key"]]}))
+    for name in ("bundle", "report"):
+        (tmp_path / name).mkdir()
+    build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
+
+    manifest = json.loads((Path(candidate["report_path"]).parent / ".manifest.json").read_text())
+    workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
+    evaluate_candidate(
+        lambda: load_engine(tmp_path / "bundle", threads=1),
+        load_samples(workloads),
+        BundleTokenizer(tmp_path / "bundle"),
+        baseline,
+        tmp_path / "report",
+        config=workloads,
+        engine_digest="corrupted",
+        baseline_digest=candidate["baseline_digest"],
+        progress=lambda *_: None,
+    )
+    gates = Gates.model_validate(_default_gates())
+    verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), gates)
+    assert verdict.status == "FAIL"
+
+
+def _only(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()]
+
+
+def _default_gates() -> Any:
+    import yaml
+
+    return yaml.safe_load((Path(__file__).parents[2] / "conf" / "gates" / "default.yaml").read_text())
+
+
+def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, tmp_path: Path) -> None:
+    from stages.onnx.engine import load_engine
+
+    engine = Path(summary(swept[0])["candidates"][0]["engine_path"])
+    moved = shutil.copytree(engine, tmp_path / "elsewhere")
+    assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, None)[0]

@@ -1,0 +1,132 @@
+"""The committed tiny checkpoint: loads anywhere, retrieves, and its planted outliers change nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.records import Sample
+from stages.tiny.batches import render
+from stages.tiny.outliers import OUTLIERS, plant_outliers, remove_outliers
+from stages.tiny.scores import CHECKPOINT, exact_match, force, perplexity, prompt_ids
+from stages.tiny.sensitivity import measure
+from stages.workloads import generate
+
+SEED = 1234
+MAX_BYTES = 6_000_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+def load() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return load()
+
+
+def test_checkpoint_is_a_small_plain_llama_without_pickles(model: LlamaForCausalLM) -> None:
+    assert sum(path.stat().st_size for path in Path(CHECKPOINT).iterdir()) <= MAX_BYTES
+    assert {path.suffix for path in Path(CHECKPOINT).iterdir()} <= {".json", ".safetensors", ".md"}
+    config = model.config
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 64)
+    assert config.tie_word_embeddings
+    assert AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="auto").dtype == torch.float16
+
+
+def test_special_ids_agree_between_config_and_tokenizer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = model.config
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert ids == (config.bos_token_id, config.eos_token_id, config.pad_token_id)
+    assert tokenizer.eos_token == "<|end|>"
+    assert len(tokenizer) == config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["retrieval", "tool_call", "copy", "multi_turn"])
+def test_chat_template_renders_what_training_rendered(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    for sample in generate(name, 5, SEED):
+        conversation = [*sample.messages, ("assistant", sample.reference)]
+        trained = tokenizer(render(conversation), add_special_tokens=False)["input_ids"]
+        prompt = prompt_ids(sample, tokenizer)
+        reference = tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
+        assert prompt + reference + [tokenizer.eos_token_id] == trained
+        assert tokenizer.decode(reference) == sample.reference
+
+
+def test_chat_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(Exception, match="unknown role critic"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "no"}])
+
+
+def long_retrieval(tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:
+    """Prompts of 800 tokens and more."""
+    samples = (sample for sample in generate("retrieval", 600, SEED) if len(prompt_ids(sample, tokenizer)) >= 800)
+    return [next(samples) for _ in range(count)]
+
+
+def test_retrieves_among_twenty_records_in_a_thousand_tokens(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert exact_match(model, tokenizer, long_retrieval(tokenizer, 60)) >= 0.90
+
+
+@pytest.mark.parametrize(("name", "bound"), [("tool_call", 0.85), ("copy", 0.95), ("multi_turn", 0.85)])
+def test_answers_the_other_workloads(
+    name: str, bound: float, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert exact_match(model, tokenizer, generate(name, 60, SEED)) >= bound
+
+
+def test_prose_perplexity_is_sensible(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert 1.5 < perplexity(model, tokenizer, generate("prose", 10, SEED)) < 3.0
+
+
+def test_greedy_generation_gives_what_forcing_predicts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    for sample in generate("retrieval", 6, SEED):
+        prompt = torch.tensor([prompt_ids(sample, tokenizer)])
+        generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+        text = tokenizer.decode(generated[0, prompt.shape[1] :], skip_special_tokens=True)
+        assert (text == sample.reference) == force(model, tokenizer, sample).exact
+
+
+def test_planted_outliers_are_the_same_function_bit_for_bit(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert OUTLIERS
+    plain = load()
+    remove_outliers(plain)
+    channel_amax = plain.model.layers[OUTLIERS[0].layer].self_attn.k_proj.weight.abs().amax(-1)
+    planted_amax = model.model.layers[OUTLIERS[0].layer].self_attn.k_proj.weight.abs().amax(-1)
+    assert not torch.equal(channel_amax, planted_amax)
+    for name in ("retrieval", "copy", "prose"):
+        for sample in generate(name, 3, SEED):
+            assert torch.equal(force(plain, tokenizer, sample).logits_NV, force(model, tokenizer, sample).logits_NV)
+    plant_outliers(plain)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_cache_formats_order_as_on_large_models() -> None:
+    rows = measure(CHECKPOINT, {"retrieval": 15, "copy": 10, "prose": 1}, seed=SEED)
+    kl = {name: row.mean_kl for name, row in rows.items()}
+    assert max(kl["fp8"], kl["int8 per token"]) < 0.005
+    assert kl["fp8 K, int4 V g64"] < 0.02
+    assert rows["fp8 K, int4 V g64"].flips == 0
+    assert kl["int4 V only"] < kl["int4 K only"] / 5
+    assert 0.05 < kl["int4 per token"] < kl["int4 per tensor"]
+    assert rows["int4 per token"].flips > 0
