@@ -1,4 +1,4 @@
-# The embedded engine and the pipeline on a CPU. docker build -t kvgate . && docker run -v "$PWD/work:/work" kvgate kv=fp8
+# The embedded engine and the pipeline on a CPU. docker build -t kvgate . && docker run --user "$(id -u)" -v "$PWD/work:/work" kvgate kv=fp8
 FROM python:3.11-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/kvgate
@@ -18,7 +18,6 @@ RUN useradd --create-home --uid 1000 kvgate && install -d -o kvgate /work
 COPY --from=build /opt/kvgate /opt/kvgate
 ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1
 USER kvgate
-WORKDIR /work
-HEALTHCHECK --interval=1m --timeout=10s CMD ["python", "-m", "pipeline", "--version"]
-ENTRYPOINT ["python", "-m", "pipeline"]
+# -P: a folder of the user's that is named like ours is not ours
+ENTRYPOINT ["python", "-P", "-m", "pipeline", "workdir=/work"]
 CMD ["--help"]

@@ -1,8 +1,9 @@
-"""`python -m pipeline stage=... model=... kv=...`: the command line. Exit codes: 0 done, 1 a defect, else EXIT_CODES."""
+"""`python -m pipeline stage=... model.path=... kv=...`: the command line."""
 
 import os
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -13,57 +14,74 @@ from omegaconf import DictConfig
 
 from pipeline import __version__
 from pipeline.chain import check_inputs
-from pipeline.compose import plan, to_config
-from pipeline.errors import GateRefusal, MissingRequirement, UserError
-
-EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
+from pipeline.compose import CONF, plan, to_config
+from pipeline.errors import REFUSALS, UserError, exit_code
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """The id that joins the candidates of one command reaches every job, whatever launches it, through the environment."""
+SWEPT_VARIABLE = "KVGATE_SWEPT"
+"""Keys that differ between its jobs, likewise."""
 
 
-@hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")
+@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     # not at the top: a configuration error must show before the runner's libraries are loaded
     from pipeline.runner import run
 
-    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+    hydra_config = HydraConfig.get()
+    sweeping = hydra_config.mode == RunMode.MULTIRUN
     try:
-        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping)
-    except tuple(EXIT_CODES) as error:
-        if sweeping:
-            raise
-        _refused.append(error)  # raised through Hydra it would come with a line of Hydra's own
+        # what tells this candidate from the others of its sweep, and from the policy as it is in conf/kv
+        telling = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
+        changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(telling)]
+        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
+    except REFUSALS as error:
+        # raised through Hydra it would come with a line of Hydra's own; a sweep goes on, and its summary remembers
+        _say(error)
+        _codes.append(exit_code(error))
 
 
-_refused: list[Exception] = []
-"""Why the only job of a run without a sweep stopped."""
+_codes: list[int] = []
+"""Exit codes of the jobs of this process that were refused."""
+
+
+def _say(error: Exception) -> None:
+    for line in str(error).splitlines():
+        print(f"pipeline: error: {line}", file=sys.stderr)
 
 
 def _refuse_argument(message: str) -> NoReturn:
     raise UserError(message)
 
 
-def _dispatch(argv: list[str]) -> None:
+def _dispatch(argv: list[str]) -> int:
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
     # -m may stand anywhere; hydra.main, which reads sys.argv, wants it before or after all overrides
     arguments = parser.parse_intermixed_args(argv)
     sys.argv = ["pipeline", *sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))]
-    if arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
+    if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
         _job()
-        return
-    jobs, sweeping = plan(arguments.overrides, arguments.multirun)
-    for job in jobs:
+        return 0
+    extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    asked = plan([*arguments.overrides, *extra], arguments.multirun)
+    if arguments.cfg:
+        _job()
+        return 0
+    for job in asked.jobs:
         check_inputs(job)
     os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    _job()
-    if _refused:
-        raise _refused[0]
-    if sweeping:
-        from pipeline.runner import conclude_sweep
+    os.environ[SWEPT_VARIABLE] = " ".join(asked.swept)
+    if not asked.sweeping:
+        _job()
+        return _codes[0] if _codes else 0
+    from pipeline.runner import conclude_sweep
 
-        conclude_sweep(jobs[0], os.environ[SWEEP_VARIABLE])
+    try:
+        _job()
+    finally:
+        code = conclude_sweep(asked.jobs[0], os.environ[SWEEP_VARIABLE])
+    return code
 
 
 def main() -> int:
@@ -74,12 +92,10 @@ def main() -> int:
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print its own report and exit with 1
     try:
-        _dispatch(argv)
-    except tuple(EXIT_CODES) as error:
-        for line in str(error).splitlines():
-            print(f"pipeline: error: {line}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-    return 0
+        return _dispatch(argv)
+    except REFUSALS as error:
+        _say(error)
+        return exit_code(error)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 from pipeline import console
 from pipeline.checkpoint import inspect_checkpoint
 from pipeline.config import Config
-from pipeline.digest import file_digest, files_digest, tree_files
+from pipeline.digest import file_digest, files_digest
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, KVPolicy
+from pipeline.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.records import Engine, Progress
 from pipeline.store import Artifact, Recipe, Store
 
@@ -29,14 +29,17 @@ def entry(module: str, function: str) -> Callable[..., Any]:
 
 def check_inputs(config: Config) -> None:
     """Raise UserError for files that the configuration names and that cannot be used; cheap, reads no weights."""
+    if config.work.exists() and not config.work.is_dir():
+        raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
     if config.stage in ("promote", "rollback"):
         return
     config.kv.check_shape(inspect_checkpoint(config.model.directory).shape)
-    for key, name in (("calibration.jsonl", config.calibration.jsonl), ("workloads.jsonl", config.workloads.jsonl)):
-        if name is not None and not Path(name).expanduser().is_file():
-            raise UserError(f"{key}={name}: no such file")
-    if config.workloads.jsonl is not None:
-        entry("stages.evaluate.samples", "load_samples")(config.workloads)
+    for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
+        if path is not None and not path.is_file():
+            raise UserError(f"{key}={path}: no such file")
+    if config.workloads.file is not None or config.gates.margins:
+        samples = entry("stages.evaluate.samples", "load_samples")(config.workloads)
+        config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,22 @@ class Chain:
 
     @cached_property
     def checkpoint_digest(self) -> str:
-        return files_digest(tree_files(self.config.model.directory))
+        """Of the files that make the model; a repository may hold other formats beside them."""
+        info = inspect_checkpoint(self.directory)
+        return files_digest({name: file_digest(self.directory / name) for name in (*info.weight_files, *info.other_files)})
 
     def calibration(self) -> Artifact:
         """Texts that static scales are measured on."""
         asked, seed = self.config.calibration, self.config.seed
         config: dict[str, object] = {"samples": asked.samples, "jsonl": asked.jsonl, "seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
-        if asked.jsonl is not None:
-            inputs["jsonl"] = file_digest(Path(asked.jsonl))
+        if asked.file is not None:
+            inputs["jsonl"] = file_digest(asked.file)
         recipe = Recipe("calibration", ("stages.calibration",), config, inputs, TORCH)
 
         def make(out: Path, progress: Progress) -> None:
             texts = entry("stages.calibration", "calibration_texts")
-            texts(self.directory, out, samples=asked.samples, jsonl=asked.jsonl, seed=seed, progress=progress)
+            texts(self.directory, out, samples=asked.samples, jsonl=asked.file, seed=seed, progress=progress)
 
         return self._get(recipe, make)
 
@@ -122,12 +127,12 @@ class Chain:
         """The engine bundle of `policy`."""
         quantized = self.quantized(policy)
         decoder = self.decoder(quantized)
-        inputs = {"decoder": decoder.digest, "scales": quantized.files["kv_scales.json"]}
+        inputs = {"decoder": decoder.digest, "scales": quantized.files[SCALES_FILE]}
         recipe = Recipe("build", ("stages.onnx.build",), {"kv": policy.model_dump()}, inputs, ONNX)
 
         def make(out: Path, progress: Progress) -> None:
             build = entry("stages.onnx.build", "build_bundle")
-            scales = quantized.path / "kv_scales.json"
+            scales = quantized.path / SCALES_FILE
             build(decoder.path, out, policy=policy, scales=scales, progress=progress)
 
         return self._get(recipe, make, policy)
@@ -145,6 +150,8 @@ class Chain:
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """The report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
         baseline, bundle, reference = self.baseline(), self.bundle(policy), self.bundle(FP16_POLICY)
+        weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
+        assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
         inputs = {"engine": bundle.digest, "baseline": reference.digest, "answers": baseline.digest}
 
         def make(out: Path, progress: Progress) -> None:
@@ -163,8 +170,8 @@ class Chain:
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str]) -> Recipe:
         workloads, threads = self.config.workloads, self.config.backend.threads
-        if workloads.jsonl is not None:
-            inputs = {**inputs, "jsonl": file_digest(Path(workloads.jsonl).expanduser())}
+        if workloads.file is not None:
+            inputs = {**inputs, "jsonl": file_digest(workloads.file)}
         config: dict[str, object] = {"workloads": workloads.model_dump(), "threads": threads}
         code = ("stages.evaluate", "stages.onnx.engine")
         libraries = (*ONNX, "transformers", "tokenizers", "safetensors", "scipy")

@@ -8,8 +8,24 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.kv import KVShape
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Decoders whose attention is quantized, exported and tested here."""
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Decoders whose attention is quantized, exported and tested here, and the model_type by which transformers loads them."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the running length, so that they are constants of the graph."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+}
+"""What transformers 4.57 assumes for keys that config.json leaves out, as far as it decides something here."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,13 +51,11 @@ class CheckpointInfo:
     architecture: str
     shape: KVShape
     q_heads: int
-    hidden_size: int
     vocab_size: int
     max_positions: int
     """Longest sequence that the model's rotary embedding was made for, in tokens."""
     rope_scaling: str | None
     """Kind of rotary scaling (`llama3`, `yarn`, ...), None for plain rotary embeddings."""
-    sliding_window: int | None
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
     """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
@@ -53,12 +67,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint")
     config = _read_json(path, "config.json")
     architecture = _architecture(path, config)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise UserError(f"model.path={path}: the checkpoint is already quantized; give the unquantized one")
+    config = DEFAULTS[ARCHITECTURES[architecture]] | config
+    rope_scaling = _rope_scaling(path, config)
+    layers = _integer(path, config, "num_hidden_layers")
+    _refuse_sliding_window(path, architecture, config, layers)
     weight_files, index = _weight_files(path)
-    tokenizer = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
-    if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(tokenizer):
-        raise UserError(f"model.path={path}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
+    tokenizer = _tokenizer_files(path)
     generation = ("generation_config.json",) if (path / "generation_config.json").is_file() else ()
     other_files = ("config.json", *generation, *index, *tokenizer)
     for name in (*weight_files, *other_files):
@@ -74,18 +90,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         raise UserError(f"model.path={path}: num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
     if head_dim % 2:
         raise UserError(f"model.path={path}: head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
     return CheckpointInfo(
         path=path,
         architecture=architecture,
-        shape=KVShape(_integer(path, config, "num_hidden_layers"), kv_heads, head_dim),
+        shape=KVShape(layers, kv_heads, head_dim),
         q_heads=q_heads,
-        hidden_size=hidden_size,
         vocab_size=_integer(path, config, "vocab_size"),
         max_positions=_integer(path, config, "max_position_embeddings"),
-        rope_scaling=None if kind == "default" else kind,
-        sliding_window=_sliding_window(architecture, config),
+        rope_scaling=rope_scaling,
         weight_files=weight_files,
         other_files=other_files,
     )
@@ -110,6 +122,12 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     architecture = str(declared[0])
     if architecture not in ARCHITECTURES:
         raise UserError(f"model.path={path}: {architecture} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    # transformers picks the class by model_type alone.
+    if config.get("model_type") != ARCHITECTURES[architecture]:
+        raise UserError(
+            f"model.path={path}: config.json: model_type must be {ARCHITECTURES[architecture]} for {architecture}, "
+            f"got {config.get('model_type')}"
+        )
     return architecture
 
 
@@ -122,11 +140,59 @@ def _integer(path: Path, config: dict[str, Any], key: str, default: int | None =
     return value
 
 
-def _sliding_window(architecture: str, config: dict[str, Any]) -> int | None:
-    # Qwen checkpoints carry a sliding_window that use_sliding_window=false turns off; Mistral's is always on.
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
-        return None
-    return config.get("sliding_window") if architecture != "LlamaForCausalLM" else None
+def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
+    if "rope_parameters" in config:
+        raise UserError(
+            f"model.path={path}: config.json has rope_parameters, as transformers 5 writes it and transformers 4 ignores it; "
+            "put its rope_theta and the rest, as rope_scaling, at the top level instead"
+        )
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise UserError(f"model.path={path}: config.json: rope_scaling must be an object or null, got {scaling}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UserError(
+            f"model.path={path}: config.json: rope_scaling.rope_type={kind} is not supported, its frequencies may depend on "
+            f"the running length; use one of {', '.join(ROPE_TYPES)}"
+        )
+    return None if kind == "default" else str(kind)
+
+
+def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any], layers: int) -> None:
+    """The engine's cache is full attention in every layer. Llama ignores sliding_window, Mistral always applies it."""
+    listed = config.get("layer_types")
+    other = [kind for kind in listed or () if kind != "full_attention"]
+    if other:
+        raise UserError(
+            f"model.path={path}: config.json: layer_types holds {other[0]}, which is not supported; "
+            "use a model with full_attention in every layer"
+        )
+    window = config.get("sliding_window")
+    if window is None:
+        return
+    off = f"is not supported; if no sequence gets longer than {window} tokens, set"
+    if architecture == "MistralForCausalLM":
+        raise UserError(f"model.path={path}: config.json: sliding_window={window} {off} sliding_window to null")
+    # transformers applies Qwen's window from layer max_window_layers on, unless layer_types lists the layers.
+    if architecture.startswith("Qwen") and config.get("use_sliding_window") and listed is None:
+        first = config["max_window_layers"]
+        if not isinstance(first, int) or first < layers:
+            raise UserError(f"model.path={path}: config.json: use_sliding_window=true {off} it to false")
+
+
+def _tokenizer_files(path: Path) -> tuple[str, ...]:
+    found = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
+    if "tokenizer.json" in found or {"vocab.json", "merges.txt"} <= set(found):
+        return found
+    if "tokenizer.model" in found:
+        raise UserError(
+            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
+            "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
+        )
+    raise UserError(
+        f"model.path={path}: no tokenizer, neither tokenizer.json nor vocab.json with merges.txt; "
+        "save it there with tokenizer.save_pretrained"
+    )
 
 
 def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:

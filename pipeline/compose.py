@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
@@ -17,6 +20,10 @@ from pydantic import ValidationError
 
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.redaction import redact_text
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+"""Beside this package in a checkout and in a wheel. By path: a folder `conf` where the user stands is not ours."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -88,39 +95,49 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     if option:
         options = [line.strip() for line in available[1].splitlines()] if available else []
         return f"{option[1]}={option[2]}: no such option{_suggest(option[2], options)}"
-    given = " ".join(overrides)
+    given = redact_text(" ".join(overrides))
     if isinstance(error, OverrideParseException):
         return f"{given}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
     return f"{given}: {text.splitlines()[0]}"
 
 
-def plan(overrides: Sequence[str], multirun: bool) -> tuple[list[Config], bool]:
-    """The validated configuration of every job, and whether it is a sweep; UserError names what is wrong with any."""
+@dataclass(frozen=True)
+class Plan:
+    """What a command line asks for, validated."""
+
+    jobs: list[Config]
+    sweeping: bool
+    swept: tuple[str, ...] = ()
+    """Keys that differ between the jobs of a sweep."""
+
+
+def plan(overrides: Sequence[str], multirun: bool) -> Plan:
+    """The validated configuration of every job; UserError names what is wrong with any."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
-        swept = [o for o in parsed if o.is_sweep_override()]
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
+            parsed = parser.parse_overrides(list(overrides))
+            plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+            swept = [o for o in parsed if o.is_sweep_override()]
             composed = compose("config", overrides=plain, return_hydra_config=True)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
-                return [to_config(compose("config", overrides=plain))], False
-            jobs = _jobs(composed, swept, {o.key_or_group for o in parsed})
-            return [to_config(compose("config", overrides=[*plain, *job])) for job in jobs], True
+                return Plan([to_config(compose("config", overrides=plain))], sweeping=False)
+            params = composed.hydra.sweeper.params or {}
+            given = {o.key_or_group for o in parsed}
+            swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in given]) + swept
+            jobs = [to_config(compose("config", overrides=[*plain, *job])) for job in _jobs(swept)]
+            return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 
 
-def _jobs(composed: Any, swept: list[Override], given: set[str]) -> list[list[str]]:
-    """Overrides of each job: the command line's sweeps and those of `hydra.sweeper.params` that it does not replace."""
-    params = composed.hydra.sweeper.params or {}
-    lines = [f"{key}={value}" for key, value in params.items() if key not in given]
-    sweeps = OverridesParser.create().parse_overrides(lines) + swept
-    # what sweeper.params fixes to one value comes along with every job
+def _jobs(swept: list[Override]) -> list[list[str]]:
+    """Overrides of each job: every combination of what is swept, with what `hydra.sweeper.params` fixes to one value."""
     choices = [
         [f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)]
-        for o in sweeps
+        for o in swept
     ]
     return [list(job) for job in product(*choices)]

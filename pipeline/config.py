@@ -62,6 +62,10 @@ class CalibrationConfig(_Section):
     """Longer texts are cut, in tokens."""
     jsonl: str | None = None
 
+    @property
+    def file(self) -> Path | None:
+        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+
 
 class BackendConfig(_Section):
     """What builds and runs the engine."""

@@ -5,6 +5,7 @@ What each gate uses (alpha one-sided, statistics in `pipeline.statistics`):
 - Accuracy per workload, candidate - baseline, paired by sample: PASS when the exact non-inferiority test clears Holm's
   level (its lower bound lies above -margin), FAIL when the exact inferiority test does (its upper bound lies below).
 - Accuracy per context bin: FAIL in the same way, Holm over bins; bins are small and are never asked for a PASS.
+- Reports in which no sample has an answer: INCONCLUSIVE below `min_samples` documents, else the distances decide alone.
 - Mean KL, top-10 overlap, PPL ratio and RMS delta p per workload, bootstrap by document: PASS when the bound on the bad
   side is within the threshold, FAIL when the bound on the good side is outside.
 - p99.9 of the KL over all tokens and the slope of the KL over context: FAIL when the good side's bound is outside, else
@@ -13,16 +14,17 @@ What each gate uses (alpha one-sided, statistics in `pipeline.statistics`):
 - A/A noise floor: a KL threshold that is not above it decides nothing.
 
 Everything else is INCONCLUSIVE, with the number of samples that would decide. What is missing or not a finite number
-never passes. Accuracy is the verdict; distances are trip-wires, and their bounds are not adjusted for how many there
-are: their thresholds are far from what a sound engine shows.
+never passes. Accuracy is the verdict where there are answers; distances are trip-wires, and their bounds are not adjusted
+for how many there are: their thresholds are far from what a sound engine shows.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipeline.errors import UserError
 from pipeline.report import EvaluationReport, SampleRow
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -45,7 +47,7 @@ class Gates(BaseModel):
     margins: dict[str, Margin]
     """Other margins by workload."""
     min_samples: Annotated[int, Field(ge=1)]
-    """A workload with fewer judged samples cannot pass."""
+    """A workload with fewer judged samples cannot pass, nor can a report without answers that has fewer documents."""
     max_mean_kl: Positive
     """Mean KL(baseline || candidate) per workload, nats per token."""
     max_p999_kl: Positive
@@ -61,6 +63,13 @@ class Gates(BaseModel):
 
     def margin_of(self, workload: str) -> float:
         return self.margins.get(workload, self.margin)
+
+    def check_margins(self, workloads: Collection[str]) -> None:
+        """Raise UserError for a margin of something else than `workloads`, those that have answers."""
+        for name, margin in self.margins.items():
+            if name not in workloads:
+                those = ", ".join(sorted(workloads)) or "none of the workloads"
+                raise UserError(f"gates.margins.{name}={margin:g}: {name} has no answers to judge; {those} could have a margin")
 
 
 class Check(BaseModel):
@@ -90,19 +99,27 @@ class Verdict(BaseModel):
     """What failed, else what is open, else what was shown; answers first, distances after them."""
     checks: list[Check]
     samples_needed: dict[str, int]
-    """Inconclusive workload -> samples in all that would decide it if its rates stay what they are."""
+    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay what they are."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
-    """Judge one evaluation. `rows` are the report's samples."""
-    from pipeline import trials  # not at the top: the command line reads `Gates` before it may load scipy
+    """Judge one evaluation. `rows` are the report's samples.
+
+    Raises:
+        UserError: for a margin of a workload that has no answers.
+    """
+    from pipeline import accuracy, trials  # not at the top: the command line reads `Gates` before it may load scipy
 
     checks = trials.completeness(report, rows)
     needed: dict[str, int] = {}
     if not any(check.status == "FAIL" for check in checks):
-        accuracy, needed = trials.accuracy(rows, gates)
-        checks += accuracy
-        checks += trials.accuracy_by_bin(report, rows, gates)
+        gates.check_margins({row.workload for row in rows if row.judged})
+        judged, needed = accuracy.accuracy(rows, gates)
+        checks += judged
+        checks += accuracy.accuracy_by_bin(report, rows, gates)
+        unjudged = trials.evidence(rows, gates)
+        checks += unjudged
+        needed |= {check.where: gates.min_samples for check in unjudged if check.status == "INCONCLUSIVE"}
         checks += trials.fidelity(rows, gates)
         checks += trials.tail_and_slope(report, rows, gates)
         checks += trials.noise(report, gates)
@@ -114,7 +131,7 @@ def _conclude(checks: Sequence[Check], needed: Mapping[str, int]) -> Verdict:
     by_status: Callable[[Status], list[str]] = lambda status: [c.reason for c in checks if c.status == status]  # noqa: E731
     failed, open_ = by_status("FAIL"), by_status("INCONCLUSIVE")
     status: Status = "FAIL" if failed else "INCONCLUSIVE" if open_ else "PASS"
-    shown = [check.reason for check in checks if check.gate == "accuracy"]
+    shown = [check.reason for check in checks if check.gate == "accuracy"] or [check.reason for check in checks]
     return Verdict(status=status, reasons=failed or open_ or shown, checks=list(checks), samples_needed=dict(needed))
 
 

@@ -4,7 +4,7 @@ Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantizat
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +18,10 @@ SCALE_BYTES = 2
 
 EXACT_BYTES = 2
 """Sink and recent tokens are kept as float16."""
+
+POLICY_FILE = "kv_policy.json"
+SCALES_FILE = "kv_scales.json"
+"""A KVPolicy and its KVScales, beside the quantized checkpoint and in every engine bundle."""
 
 DType = Literal["fp16", "fp8_e4m3", "int8", "int4"]
 Granularity = Literal["none", "per_tensor", "per_token", "per_group"]
@@ -123,7 +127,10 @@ class KVPolicy(_Record):
         """Raise UserError when a group does not divide the model's head_dim."""
         for side, form in (("key", self.key), ("value", self.value)):
             if form.group_size is not None and shape.head_dim % form.group_size:
-                raise UserError(f"kv.{side}.group_size={form.group_size} does not divide the model's head_dim {shape.head_dim}")
+                raise UserError(
+                    f"kv.{side}.group_size={form.group_size} does not divide the model's head_dim {shape.head_dim}; "
+                    "choose one that does, or granularity=per_token"
+                )
 
     def bytes_per_token(self, shape: KVShape) -> int:
         """Bytes that one more token costs in the paged pools of all layers, per-token scales included."""
@@ -142,6 +149,16 @@ class KVPolicy(_Record):
         """Bytes that one sequence of `tokens` tokens really occupies: whole pages and its exact buffers."""
         pages = -(-tokens // PAGE_TOKENS)
         return self.pool_bytes(shape, pages) + self.exact_bytes(shape, 1)
+
+
+Scale = Annotated[float, Field(gt=0)]
+
+
+class KVScales(_Record):
+    """Static scales by layer (x ~ code * scale); None for a side that has none."""
+
+    key: tuple[Scale, ...] | None
+    value: tuple[Scale, ...] | None
 
 
 FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))

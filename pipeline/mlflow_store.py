@@ -31,6 +31,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline import processes
 from pipeline.errors import UserError
+from pipeline.kv import POLICY_FILE, SCALES_FILE
 from pipeline.redaction import clip, copy_redacted, finite_metrics, flat_params, redact, redact_text, table_columns
 from pipeline.summary import Candidate
 from pipeline.tracking import ENVIRONMENT, Location
@@ -43,7 +44,7 @@ SHADES = {
 }
 """Run colours: the verdict decides the hue, the policy's name the shade, so that charts can tell two passes apart."""
 UNDECIDED = "#6e7781"
-EVIDENCE_FILES = ("bundle.json", "kv_policy.json", "kv_scales.json")
+EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 
 
 def run_color(verdict: str, kv: str) -> str:
@@ -154,7 +155,7 @@ class MlflowStore:
     def register(self, candidate: Candidate) -> tuple[str, str]:
         """(version, logged model id) of this engine with this evidence, made when there is none; `candidate` moves to it."""
         cited = {
-            "kv": candidate.kv,
+            "kv": candidate.name,
             "verdict": candidate.verdict,
             "engine_digest": candidate.engine_digest,
             "baseline_digest": candidate.baseline_digest,

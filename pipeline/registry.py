@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.errors import GateRefusal, UserError
+from pipeline.report import jsonl_lines
 from pipeline.summary import Candidate
 
 PASS = "PASS"
@@ -73,9 +74,9 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the most live tokens of those that passed, then the lowest mean KL. Raises GateRefusal when none did."""
     passed = [candidate for candidate in candidates if candidate.verdict == PASS]
     if not passed:
-        why = "; ".join(f"{c.kv}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
+        why = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
         raise GateRefusal(f"no candidate passed: {why}" if why else "there is no candidate: run stage=evaluate first")
-    return max(passed, key=lambda c: (live_tokens(c), -c.metric("quality/kl_mean"), c.kv))
+    return max(passed, key=lambda c: (live_tokens(c), -c.metric("quality/kl_mean"), c.name))
 
 
 def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
@@ -83,7 +84,7 @@ def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
 
     def require(holds: bool, why: str) -> None:
         if not holds:
-            raise GateRefusal(f"{candidate.kv} is not promoted: {why}")
+            raise GateRefusal(f"{candidate.name} is not promoted: {why}")
 
     for name, folder, cited in (
         ("engine", candidate.engine_path, candidate.engine_digest),
@@ -101,7 +102,7 @@ def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
     report = json.loads(report_path.read_text(encoding="utf-8"))
     require(report.get("engine_digest") == candidate.engine_digest, "its report is about another engine")
     require(report.get("baseline_digest") == candidate.baseline_digest, "its report compares with another baseline")
-    rows = [json.loads(line) for line in samples_path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in jsonl_lines(samples_path)]
     verdict, reasons = decide(report, rows)
     require(verdict == PASS, f"decided again from its samples it is {verdict}: {'; '.join(reasons)}")
 
@@ -131,7 +132,7 @@ def promote(candidates: Sequence[Candidate], registry: Registry, decide: Decide,
     with FileLock(registry.lock):
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
-            return Move(best.kv, version, previous, False, f"{best.kv} (version {version}) is the champion already")
+            return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
         note = ""
         rolled_back = (registry.tags(version) or {}).get("rolled_back_at")
         if rolled_back:
@@ -148,7 +149,7 @@ def promote(candidates: Sequence[Candidate], registry: Registry, decide: Decide,
         registry.set_alias("champion", version)
         _moved(registry, version, old if old is not None else previous)
     over = f" over version {old}" if old is not None else ""
-    return Move(best.kv, version, old, True, f"{best.kv} (version {version}) is the champion{over}{note}")
+    return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}")
 
 
 def rollback(registry: Registry) -> Move:

@@ -220,6 +220,14 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     yield "baseline/kib_per_token", report.baseline_system.kib_per_token
 
 
+def jsonl_lines(path: Path) -> list[str]:
+    """The lines of a JSONL file, one JSON value each.
+
+    Not `str.splitlines`: it also splits at U+0085, U+2028 and U+2029, which JSON strings hold unescaped.
+    """
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
 def load_report(directory: Path) -> EvaluationReport:
     """The report of an evaluation's directory."""
     return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
@@ -227,5 +235,4 @@ def load_report(directory: Path) -> EvaluationReport:
 
 def load_rows(directory: Path) -> list[SampleRow]:
     """The samples of an evaluation's directory."""
-    lines = (directory / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
-    return [SampleRow.model_validate_json(line) for line in lines]
+    return [SampleRow.model_validate_json(line) for line in jsonl_lines(directory / SAMPLES_FILE)]

@@ -3,16 +3,18 @@
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from pipeline import console, registry, summary, tables
 from pipeline.chain import Chain, entry
 from pipeline.config import Config
-from pipeline.errors import GateRefusal, UserError
+from pipeline.errors import DEFECT, EXIT_CODES, REFUSALS, GateRefusal, UserError, exit_code
 from pipeline.gates import decide
 from pipeline.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.store import Store
@@ -22,8 +24,7 @@ from pipeline.tracking import compare_url, open_store, server_command, track
 if TYPE_CHECKING:
     from pipeline.mlflow_store import MlflowStore
 
-GATE_EXIT = 3
-"""Exit code when a gate said no (`pipeline.__main__.EXIT_CODES`)."""
+GATE_EXIT = EXIT_CODES[GateRefusal]
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Run:
     chain: Chain
     sweep: str
     sweeping: bool
+    label: str
+    """What tells its candidate from the sweep's others: the policy, and what else was overridden."""
 
     def registry(self) -> "MlflowStore":
         store = open_store(self.config.tracking, self.config.work, self.config.model.label)
@@ -58,7 +61,7 @@ def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine and register it; GateRefusal unless it passed."""
     config, chain = run.config, run.chain
     store = open_store(config.tracking, config.work, config.model.label)
-    with track(store, run.sweep, config.kv.name, config.backend.name, config.model_dump(mode="json")) as tracked:
+    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
         report_artifact, engine, baseline = chain.evaluation(config.kv)
         report, rows = load_report(report_artifact.path), load_rows(report_artifact.path)
         verdict = decide(report, rows, config.gates)
@@ -76,32 +79,36 @@ def evaluate(run: Run) -> None:
             baseline_path=str(baseline.path),
             report_path=str(report_path),
             samples_path=str(samples_path),
+            label="" if run.label == config.kv.name else run.label,
+            model=config.model.label,
             backend=config.backend.name,
         )
         for done in chain.done:
             made = done.artifact
             tracked.stage(done.title, done.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
         with TemporaryDirectory() as scratch:
-            plots = _sample_plots(candidate.kv, rows, Path(scratch))
+            plots = _sample_plots(candidate.name, rows, Path(scratch))
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], plots)
-    passed = candidate.verdict == registry.PASS
-    # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
-    summary.record(config.work, run.sweep, candidate, 0 if passed or run.sweeping else GATE_EXIT)
+    summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
-    if not passed and not run.sweeping:
-        raise GateRefusal(f"{candidate.kv} is not good enough: {candidate.verdict}")
+    # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
+    if candidate.verdict != registry.PASS and not run.sweeping:
+        raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
 
-def _sample_plots(kv: str, rows: list[SampleRow], folder: Path) -> list[Path]:
-    names = ("kl_by_context", "flips_by_workload")
-    return [entry("stages.plots", name)(rows, kv, folder / f"{name}.png") for name in names]
+def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+    plots = ("kl_by_context", "flips_by_workload")
+    return [entry("stages.plots", plot)(rows, name, folder / f"{plot}.png") for plot in plots]
 
 
 def promote(run: Run) -> None:
     """Make the best of the last sweep's candidates that passed the champion; GateRefusal when none holds up."""
-    found = summary.load(run.config.work)
-    if not found.candidates:
-        raise UserError(f"stage=promote: no candidates in {run.config.work}/summary.json; run stage=evaluate first")
+    found, model = summary.load(run.config.work), run.config.model.label
+    candidates = [candidate for candidate in found.candidates if candidate.model == model]
+    if not candidates:
+        others = ", ".join(sorted({candidate.model for candidate in found.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {run.config.work}/summary.json; {hint}")
     store = run.registry()
 
     def decide_again(report: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
@@ -109,24 +116,20 @@ def promote(run: Run) -> None:
         verdict = decide(EvaluationReport.model_validate(report), typed_rows, run.config.gates)
         return verdict.status, list(verdict.reasons)
 
-    try:
-        move = registry.promote(found.candidates, store, decide_again, sweep=found.sweep)
-    except GateRefusal:
-        summary.conclude(run.config.work, None, GATE_EXIT)
-        raise
-    summary.conclude(run.config.work, move.champion, 0)
-    best = next(candidate for candidate in found.candidates if candidate.kv == move.champion)
+    move = registry.promote(candidates, store, decide_again, sweep=found.sweep)
+    summary.conclude(run.config.work, champion=move.champion)
+    best = next(candidate for candidate in candidates if candidate.name == move.champion)
     with TemporaryDirectory() as scratch:
-        plot = entry("stages.plots", "quality_by_memory")(found.candidates, Path(scratch) / "quality_by_memory.png")
+        plot = entry("stages.plots", "quality_by_memory")(candidates, Path(scratch) / "quality_by_memory.png")
         store.attach(str(best.run_id), [plot])
-    tables.print_promotion(found.candidates, move)
-    _print_mlflow(store, found.candidates)
+    tables.print_promotion(candidates, move)
+    _print_mlflow(store, candidates)
 
 
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
     move = registry.rollback(run.registry())
-    summary.conclude(run.config.work, move.champion, 0)
+    summary.conclude(run.config.work, champion=move.champion)
     console.out.print(move.message)
 
 
@@ -137,7 +140,7 @@ def everything(run: Run) -> None:
         promote(run)
 
 
-def _print_mlflow(store: "MlflowStore", candidates: tuple[Candidate, ...]) -> None:
+def _print_mlflow(store: "MlflowStore", candidates: Sequence[Candidate]) -> None:
     run_ids = [candidate.run_id for candidate in candidates if candidate.run_id is not None]
     command = server_command(store.location)
     console.out.print("\nCompare the candidates in MLflow:")
@@ -156,21 +159,36 @@ STAGES: dict[str, Callable[[Run], None]] = {
 }
 
 
-def run(config: Config, sweep: str, sweeping: bool) -> None:
-    """Run one job. Raises UserError, GateRefusal or MissingRequirement; anything else is a defect."""
-    job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping)
-    if config.stage not in ("promote", "rollback"):
-        console.out.print(f"[bold]{config.stage} {config.kv.name}[/] of {config.model.path}", soft_wrap=True)
-    STAGES[config.stage](job)
+def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
+    """Run one job; summary.json says how it ended. Raises one of REFUSALS; anything else is a defect.
+
+    `changed` are overrides that belong to the candidate's name.
+    """
+    label = " ".join([config.kv.name, *changed])
+    job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
+    # promotion and rollback work on the last sweep; everything else begins or joins one
+    works_on_last = config.stage in ("promote", "rollback")
+    code = DEFECT
+    try:
+        if not works_on_last:
+            console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
+        STAGES[config.stage](job)
+        code = 0
+    except REFUSALS as error:
+        code = exit_code(error)
+        raise
+    finally:
+        summary.finish(config.work, None if works_on_last else sweep, code)
 
 
-def conclude_sweep(config: Config, sweep: str) -> None:
-    """The end of a sweep: the comparison, and GateRefusal when none of its candidates passed."""
+def conclude_sweep(config: Config, sweep: str) -> int:
+    """The end of a sweep: the comparison, and its exit code: the worst of its jobs', else whether any candidate passed."""
     found = summary.load(config.work)
     if found.sweep != sweep or not found.candidates:
-        return  # a sweep of quantize or build jobs has nothing to compare
-    passed = any(candidate.verdict == registry.PASS for candidate in found.candidates)
-    summary.conclude(config.work, None, 0 if passed else GATE_EXIT)
+        return found.exit_code if found.sweep == sweep else DEFECT
     tables.print_comparison(found.candidates)
+    passed = any(candidate.verdict == registry.PASS for candidate in found.candidates)
     if not passed:
-        raise GateRefusal("no candidate of the sweep passed")
+        summary.finish(config.work, sweep, GATE_EXIT)
+        console.err.print("pipeline: error: no candidate of the sweep passed")
+    return found.exit_code or (0 if passed else GATE_EXIT)

@@ -3,8 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -35,9 +35,17 @@ class Candidate:
     baseline_path: str
     report_path: str
     samples_path: str
+    label: str = ""
+    """The policy, and what else the command line changed; empty when that is only the policy."""
+    model: str = ""
     backend: str = "onnxruntime"
     run_id: str | None = None
     model_version: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other candidates of its sweep."""
+        return self.label or self.kv
 
     def metric(self, name: str) -> float:
         """A metric for comparing: inf when it is missing or not a number, so that it never wins."""
@@ -94,30 +102,43 @@ def _write(workdir: Path, summary: Summary) -> None:
     scratch.replace(workdir / FILE)
 
 
-def record(workdir: Path, sweep: str, candidate: Candidate | None, exit_code: int) -> Summary:
-    """Add a job's result. Another sweep starts a fresh list; in the same one a candidate replaces its namesake.
-
-    `candidate` is None for a job that failed before it had one; the exit code becomes the worst of the sweep's jobs.
-    """
+def _update(workdir: Path, change: Callable[[Summary], Summary]) -> Summary:
     workdir.mkdir(parents=True, exist_ok=True)
     with FileLock(workdir / f".{FILE}.lock"):
-        old = load(workdir) if (workdir / FILE).exists() else Summary()
-        if old.sweep != sweep:
-            old = Summary(sweep=sweep)
-        candidates = {known.kv: known for known in old.candidates}
-        if candidate is not None:
-            candidates[candidate.kv] = candidate
-        worst = max(old.exit_code, exit_code, key=SEVERITY.index)
-        summary = Summary(sweep, tuple(candidates.values()), old.champion, worst)
+        summary = change(load(workdir))
         _write(workdir, summary)
     return summary
 
 
-def conclude(workdir: Path, champion: str | None, exit_code: int) -> Summary:
-    """Write what the promotion (or rollback) decided; its exit code is the sweep's."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with FileLock(workdir / f".{FILE}.lock"):
-        old = load(workdir)
-        summary = Summary(old.sweep, old.candidates, champion, exit_code)
-        _write(workdir, summary)
-    return summary
+def _of_sweep(summary: Summary, sweep: str) -> Summary:
+    """The summary if it is this sweep's, else a fresh one."""
+    return summary if summary.sweep == sweep else Summary(sweep=sweep)
+
+
+def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
+    """Add a judged candidate: it replaces its namesake of the same model and sweep; another sweep starts a fresh list."""
+
+    def change(old: Summary) -> Summary:
+        old = _of_sweep(old, sweep)
+        candidates = {(known.model, known.name): known for known in old.candidates}
+        candidates[candidate.model, candidate.name] = candidate
+        return replace(old, candidates=tuple(candidates.values()))
+
+    return _update(workdir, change)
+
+
+def finish(workdir: Path, sweep: str | None, exit_code: int) -> Summary:
+    """Note how a job ended; a sweep's code is the worst of its jobs'. Without `sweep` the job worked on the last one."""
+
+    def change(old: Summary) -> Summary:
+        if sweep is None:
+            return replace(old, exit_code=exit_code)
+        old = _of_sweep(old, sweep)
+        return replace(old, exit_code=max(old.exit_code, exit_code, key=SEVERITY.index))
+
+    return _update(workdir, change)
+
+
+def conclude(workdir: Path, champion: str) -> Summary:
+    """Write which candidate serves now."""
+    return _update(workdir, lambda old: replace(old, champion=champion))

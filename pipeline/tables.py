@@ -43,7 +43,7 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     for engine in candidates:
         colour = COLOURS[engine.verdict]
         cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
-        table.add_row(engine.kv, f"[{colour}]{engine.verdict}[/]", _cell(engine.kib_per_token, ".3f"), *cells)
+        table.add_row(engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.kib_per_token, ".3f"), *cells)
     console.out.print()
     console.out.print(table)
 
@@ -51,7 +51,7 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
 def print_verdict(candidate: Candidate) -> None:
     """The verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
-    console.out.print(f"[{colour}]{candidate.verdict}[/] {candidate.kv}: {candidate.kib_per_token:.3f} KiB/token")
+    console.out.print(f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {candidate.kib_per_token:.3f} KiB/token")
     for reason in candidate.reasons[:REASONS_SHOWN]:
         console.out.print(f"  {escape(reason)}", soft_wrap=True)
     if len(candidate.reasons) > REASONS_SHOWN:
@@ -62,7 +62,7 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
     """Which engine serves now, and why each other one does not."""
     print_comparison(candidates)
     console.out.print(f"[green]Champion:[/] {move.message}")
-    champion = next((c for c in candidates if c.kv == move.champion), None)
+    champion = next((c for c in candidates if c.name == move.champion), None)
     for candidate in candidates:
         if candidate is champion:
             continue
@@ -71,4 +71,4 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
             why = f"passed, but the same memory holds fewer tokens ({cost})"
         else:
             why = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-        console.out.print(f"  not {candidate.kv}: {escape(why)}", soft_wrap=True)
+        console.out.print(f"  not {escape(candidate.name)}: {escape(why)}", soft_wrap=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 from urllib.parse import quote, urlencode
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.errors import UserError
 from pipeline.redaction import redact_text
@@ -28,7 +28,7 @@ ENVIRONMENT = "MLFLOW_TRACKING_URI"
 class Tracking(BaseModel):
     """MLflow tracking and registry."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     enabled: bool = True
     uri: str | None = None
@@ -38,6 +38,13 @@ class Tracking(BaseModel):
     """Registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only where the store is on this machine."""
+
+    @model_validator(mode="after")
+    def _keeps_secrets_out(self) -> Self:
+        # configurations are shown, stored beside sweeps and logged
+        if self.uri is not None and redact_text(self.uri) != self.uri:
+            raise ValueError(f"uri must not hold a password: set {ENVIRONMENT} in the environment instead")
+        return self
 
 
 @dataclass(frozen=True)

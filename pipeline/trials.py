@@ -1,4 +1,7 @@
-"""The gates one by one: each function returns lines of the verdict's table for `pipeline.gates.decide`."""
+"""The gates on what is there, on distances and on the evaluation itself; those on answers are in `pipeline.accuracy`.
+
+Each function returns lines of the verdict's table for `pipeline.gates.decide`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,8 +22,6 @@ MEASURED = (
     "top10_overlap",
     "mean_squared_delta_p",
 )
-MOST_SAMPLES = 1_000_000
-"""A larger number of samples is not advice."""
 
 
 def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
@@ -49,114 +50,27 @@ def _complete(row: SampleRow) -> bool:
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
-@dataclass(frozen=True)
-class _Class:
-    """The paired answers of one workload, or of one context bin of it."""
+def evidence(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """Whether distances may decide alone, where no sample has an answer: with gates.min_samples documents or more.
 
-    name: str
-    workload: str
-    pairs: st.Pairs
-    judged: int
-    lost: int
-    gained: int
-    baseline: float
-    candidate: float
-
-    @classmethod
-    def of(cls, name: str, rows: Sequence[SampleRow]) -> "_Class":
-        before = [bool(row.baseline_correct) for row in rows]
-        after = [bool(row.candidate_correct) for row in rows]
-        differences = [int(a) - int(b) for a, b in zip(after, before, strict=True)]
-        return cls(
-            name=name,
-            workload=rows[0].workload,
-            pairs=st.effective_pairs(differences, [row.document for row in rows]),
-            judged=len(rows),
-            lost=differences.count(-1),
-            gained=differences.count(1),
-            baseline=sum(before) / len(rows),
-            candidate=sum(after) / len(rows),
-        )
-
-    def describe(self) -> str:
-        return (
-            f"{self.name}: {self.lost} of {self.judged} answers lost, {self.gained} gained; "
-            f"accuracy {self.candidate:.3f} vs {self.baseline:.3f}"
-        )
-
-    def check(self, status: Status, alpha: float, lower: bool, margin: float, advice: str = "") -> Check:
-        bound = st.difference_bound(self.pairs, alpha, lower)
-        side = "lower" if lower else "upper"
-        relation = {"PASS": "above", "FAIL": "below", "INCONCLUSIVE": "not above"}[status]
-        level = f"{100 * (1 - alpha):.4g} %"
-        text = f"{self.describe()}, {side} {level} bound {bound:+.3f} {relation} the margin {-margin:+.3f}{advice}"
-        return Check(
-            gate="accuracy",
-            where=self.name,
-            value=self.candidate - self.baseline,
-            bound=bound,
-            threshold=-margin,
-            status=status,
-            reason=text,
-        )
-
-
-def accuracy(rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict[str, int]]:
-    """Paired non-inferiority per workload that has answers, Holm over workloads in both directions."""
-    workloads = sorted({row.workload for row in rows if row.judged})
-    classes = [_Class.of(name, [r for r in rows if r.judged and r.workload == name]) for name in workloads]
-    margins = [gates.margin_of(name) for name in workloads]
-    good = [st.noninferiority_p(c.pairs, m) for c, m in zip(classes, margins, strict=True)]
-    bad = [st.inferiority_p(c.pairs, m) for c, m in zip(classes, margins, strict=True)]
-    good_levels, bad_levels = st.holm_levels(good, gates.alpha), st.holm_levels(bad, gates.alpha)
-    checks: list[Check] = []
-    needed: dict[str, int] = {}
-    for i, (one, margin) in enumerate(zip(classes, margins, strict=True)):
-        # a workload that Holm's procedure did not reach is described at its strictest level
-        level = good_levels[i] or gates.alpha / len(classes)
-        if bad[i] <= bad_levels[i]:
-            checks.append(one.check("FAIL", bad_levels[i], lower=False, margin=margin))
-        elif one.judged < gates.min_samples:
-            needed[one.name] = max(gates.min_samples, _needed(one.pairs, margin, level, gates))
-            advice = f"; {one.judged} samples, gates.min_samples is {gates.min_samples}"
-            checks.append(one.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
-        elif good[i] <= good_levels[i]:
-            checks.append(one.check("PASS", level, lower=True, margin=margin))
-        else:
-            needed[one.name] = _needed(one.pairs, margin, level, gates)
-            amount = f"{needed[one.name]:,}" if needed[one.name] < MOST_SAMPLES else "over a million"
-            advice = f"; about {amount} samples would decide"
-            checks.append(one.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
-    return checks, needed
-
-
-def _needed(pairs: st.Pairs, margin: float, alpha: float, gates: Gates) -> int:
-    """Samples in all that decide at the observed rates, never fewer than one more and than zero flips would need."""
-    flips = (pairs.lost + pairs.gained) / pairs.n
-    least = max(pairs.n + 1, st.samples_without_flips(margin, alpha))
-    if abs(margin + pairs.difference) < 1e-9:
-        return MOST_SAMPLES
-    wanted = st.paired_samples(flips, margin, alpha, gates.power, pairs.difference)
-    return min(MOST_SAMPLES, max(least, wanted))
-
-
-def accuracy_by_bin(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """FAIL lines of context bins that are clearly worse, Holm over bins; a bin is too small to be asked for a PASS."""
-    classes: list[_Class] = []
-    for part in report.slices:
-        if part.workload is None or part.context is None:
-            continue
-        low, high = part.context
-        mine = [row for row in rows if row.judged and row.workload == part.workload]
-        inside = [row for row in mine if low <= row.context_tokens and (high is None or row.context_tokens < high)]
-        if inside and len(inside) < len(mine):  # else the bin is the workload, which was judged already
-            classes.append(_Class.of(f"{part.workload} [{low}, {'' if high is None else high})", inside))
-    p_values = [st.inferiority_p(one.pairs, gates.margin_of(one.workload)) for one in classes]
-    levels = st.holm_levels(p_values, gates.alpha)
+    Of documents, because samples of one are alike; of all workloads together, because it is the report that has to show
+    enough (few prose samples beside judged ones are fine). No line where an answer is judged: accuracy is the verdict then.
+    """
+    if any(row.judged for row in rows):
+        return []
+    documents = len({row.document for row in rows})
+    enough = documents >= gates.min_samples
+    said = f"all: no sample has an answer to judge, {documents} documents have distances"
     return [
-        one.check("FAIL", level, lower=False, margin=gates.margin_of(one.workload))
-        for one, p, level in zip(classes, p_values, levels, strict=True)
-        if p <= level
+        Check(
+            gate="min_samples",
+            where="all",
+            value=documents,
+            bound=None,
+            threshold=gates.min_samples,
+            status="PASS" if enough else "INCONCLUSIVE",
+            reason=f"{said}; gates.min_samples is {gates.min_samples}",
+        )
     ]
 
 

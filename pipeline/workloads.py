@@ -1,6 +1,7 @@
 """Which samples an evaluation runs, how they are batched, and the fixed load that times the engine."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -53,6 +54,10 @@ class WorkloadsConfig(_Section):
     canary_factor: float
     """By how much the canary multiplies every key scale."""
     load: LoadConfig
+
+    @property
+    def file(self) -> Path | None:
+        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -1,33 +1,25 @@
 """Calibration texts: what ModelOpt runs to measure static scales. Generated, or the user's own JSONL."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.records import Progress
 from stages.prompts import load_tokenizer, render
 from stages.workloads import WORKLOADS, generate
 
 TEXTS = "texts.json"
 
 
-def calibration_texts(
-    checkpoint: Path, out: Path, *, samples: int, jsonl: str | None, seed: int, progress: Callable[[str, int, int], None]
-) -> None:
+def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
     """Write `samples` texts to `out/texts.json`, a JSON list of strings.
 
     The generated ones are prompts with their answers, as the checkpoint's chat template renders them, in equal parts
     from every workload's calibration split, which evaluation never draws from.
     """
-    texts = _from_file(Path(jsonl), samples) if jsonl is not None else _generated(checkpoint, samples, seed)
+    texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
     progress("texts", len(texts), len(texts))
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
-
-
-def load_texts(directory: Path) -> list[str]:
-    """The texts that `calibration_texts` wrote."""
-    texts: list[str] = json.loads((directory / TEXTS).read_text(encoding="utf-8"))
-    return texts
 
 
 def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:

@@ -75,7 +75,7 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
         )
     for c in drawn:
         at = (c.kib_per_token, max(c.metric(metric), FLOOR))
-        axes.annotate(c.kv, at, xytext=(7, 5), textcoords="offset points", fontsize=9)
+        axes.annotate(c.name, at, xytext=(7, 5), textcoords="offset points", fontsize=9)
     axes.set_yscale("log")
     axes.margins(x=0.15, y=0.15)
     if drawn:
@@ -94,7 +94,7 @@ def flips_by_workload(rows: Sequence[SampleRow], policy: str, path: Path) -> Pat
     places = range(len(workloads))
     for values, sign, colour, label in ((gained, 1, GAINED, "gained"), (lost, -1, LOST, "lost")):
         bars = axes.bar(places, [sign * value for value in values], color=colour, width=0.6, label=label)
-        axes.bar_label(bars, [str(value) for value in values], padding=2, fontsize=9)
+        axes.bar_label(bars, [str(value) if value else "" for value in values], padding=2, fontsize=9)
     axes.axhline(0, color="#24292f", linewidth=0.8)
     axes.set_xticks(places, [f"{w}\nn = {count[w]}" for w in workloads])
     axes.grid(False, axis="x")

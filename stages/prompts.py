@@ -1,10 +1,15 @@
-"""Samples as a tokenizer sees them."""
+"""Samples as a tokenizer sees them: the one place where a conversation becomes text, and a prompt token ids."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from pipeline.errors import UserError
 from pipeline.records import Sample
+
+Message = tuple[str, str]  # (role, content)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -16,19 +21,64 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def render(tokenizer: Any, sample: Sample) -> str:
-    """The prompt as text: raw, or messages through the tokenizer's chat template with the assistant's turn opened."""
+    """The prompt as text: raw, or the messages with the assistant's turn opened.
+
+    Messages go through the tokenizer's chat template. Where it refuses them (Mistral's and Gemma's know no system role),
+    system messages are put in front of the next user message. A base model's tokenizer has no template; its messages
+    become lines `role: content`, the last of them `assistant: `, which the answer completes.
+
+    Raises:
+        UserError: when the template refuses the messages without system roles, too.
+    """
     if not sample.messages:
         return sample.prompt
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template:
+        return "".join(f"{role}: {content}\n" for role, content in sample.messages) + "assistant: "
+    try:
+        return _templated(tokenizer, sample.messages)
+    except TemplateError:
+        folded = _fold_system(sample.messages)
+    try:
+        return _templated(tokenizer, folded)
+    except TemplateError as error:
         raise UserError(
-            f"workloads: sample {sample.id} has messages, but the tokenizer has no chat_template; give a prompt instead"
-        )
-    messages = [{"role": role, "content": content} for role, content in sample.messages]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            f"workloads: the tokenizer's chat_template refuses sample {sample.id} ({error}); "
+            "change its messages or give a prompt instead"
+        ) from error
+
+
+def _templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+    turns = [{"role": role, "content": content} for role, content in messages]
+    text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return text
 
 
-def encode(tokenizer: Any, sample: Sample) -> list[int]:
-    """The prompt's token ids; a chat template writes its own special tokens, raw text gets the tokenizer's."""
-    ids: list[int] = tokenizer.encode(render(tokenizer, sample), add_special_tokens=not sample.messages)
-    return ids
+def _fold_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with every system message at the head of the user message that follows it, if one does."""
+    folded: list[Message] = []
+    for role, content in messages:
+        if role == "user" and folded and folded[-1][0] == "system":
+            folded[-1] = ("user", f"{folded[-1][1]}\n\n{content}")
+        elif role == "system" and folded and folded[-1][0] == "system":
+            folded[-1] = ("system", f"{folded[-1][1]}\n\n{content}")
+        else:
+            folded.append((role, content))
+    return folded
+
+
+def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[int]:
+    """Token ids of `text`, cut at `max_length`, with the special tokens that the tokenizer adds.
+
+    They are not added to a text that already starts with the BOS token, as chat templates write it: a model never saw two.
+    """
+    started = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    cut = max_length is not None
+    return list(tokenizer(text, add_special_tokens=not started, truncation=cut, max_length=max_length)["input_ids"])
+
+
+def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
+    """The prompt's token ids; what a chat template rendered has its special tokens, even where those are none."""
+    text = render(tokenizer, sample)
+    if sample.messages and tokenizer.chat_template:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids(tokenizer, text)

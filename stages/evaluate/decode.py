@@ -18,7 +18,6 @@ from pipeline.records import Engine
 from stages.evaluate.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ the samples, the A/A noise floor). A candidate's holds `report.json`, `samples.j
 statistics of every scored token, in the order of `samples.jsonl`, each row's `scored_tokens` long).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from pipeline.errors import UserError
-from pipeline.records import Engine, Sample
+from pipeline.records import Engine, Progress, Sample
 from pipeline.report import (
     REPORT_FILE,
     SAMPLES_FILE,
@@ -23,11 +22,11 @@ from pipeline.report import (
     EvaluationReport,
     NoiseFloor,
     SystemMetrics,
+    jsonl_lines,
 )
 from pipeline.workloads import WorkloadsConfig
 from stages.evaluate import metrics
 from stages.evaluate.checks import Judgement
-from stages.evaluate.decode import Progress
 from stages.evaluate.distance import StepStatistics
 from stages.evaluate.rows import Answer, answers, make_rows, score
 from stages.evaluate.scores import LogProbabilities
@@ -212,8 +211,7 @@ def _canary(
 
 
 def _stored_answers(directory: Path, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
-    lines = (directory / ANSWERS).read_text(encoding="utf-8").splitlines()
-    found = [_StoredAnswer.model_validate(json.loads(line)) for line in lines]
+    found = [_StoredAnswer.model_validate_json(line) for line in jsonl_lines(directory / ANSWERS)]
     by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct)) for a in found}
     return [by_id.get(item.sample.id) for item in encoded]
 

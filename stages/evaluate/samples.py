@@ -60,8 +60,8 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     # in the table's order, whatever order the configuration gives: the workloads' digest depends on it
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
-    if config.jsonl is not None:
-        samples += read_jsonl(Path(config.jsonl).expanduser(), {sample.id for sample in samples})
+    if config.file is not None:
+        samples += read_jsonl(config.file, {sample.id for sample in samples})
     return samples
 
 

@@ -55,6 +55,3 @@ class LogProbabilities:
         """Write what is still only in memory."""
         assert isinstance(self._data, np.memmap)
         self._data.flush()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pipeline.errors import UserError
 from pipeline.records import Sample
+from stages.prompts import load_tokenizer, prompt_ids
 
 
 class Tokenizer(Protocol):
@@ -27,21 +28,14 @@ class BundleTokenizer:
     """transformers' tokenizer from local files: nothing is downloaded."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)  # type: ignore[no-untyped-call]
+        self._tokenizer = load_tokenizer(directory)
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
         self.eos_token_id: int = self._tokenizer.eos_token_id
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """The rendered conversation up to the assistant's turn, or the raw prompt with the tokenizer's own extras."""
-        if not sample.messages:
-            return list(self._tokenizer(sample.prompt)["input_ids"])
-        if not self._tokenizer.chat_template:
-            raise UserError(f"workloads: sample {sample.id} has messages but the tokenizer has no chat template; use prompts")
-        messages = [{"role": role, "content": content} for role, content in sample.messages]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
+        return prompt_ids(self._tokenizer, sample)
 
     def text_ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -4,7 +4,6 @@ Every skeleton attention node becomes kv.PagedAttention over the cache's inputs,
 make the new tokens' codes, which are outputs: the graph is pure, the runner writes them into the pools.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from onnx import helper, numpy_helper
 
 from pipeline.checkpoint import TOKENIZER_FILES
 from pipeline.digest import file_digest
-from pipeline.kv import PAGE_TOKENS, KVPolicy
+from pipeline.kv import PAGE_TOKENS, POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
 from pipeline.records import Progress
+from stages.files import link_or_copy
 from stages.onnx.bundle import (
     BACKEND,
     GRAPHS,
-    POLICY_FILE,
-    SCALES_FILE,
     SKELETON_NODE,
     WEIGHTS_FILE,
     Bundle,
     ModelInfo,
-    Scales,
     Tensor,
     read_record,
     read_scales,
@@ -50,7 +47,7 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     static = read_scales(scales, policy, info.layers)
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n")
     (out / SCALES_FILE).write_text(static.model_dump_json(indent=1) + "\n")
-    _link(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
+    link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
     for name in TOKENIZER_FILES:
         if (decoder / name).is_file():
             shutil.copyfile(decoder / name, out / name)
@@ -74,14 +71,6 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     progress("build", len(GRAPHS), len(GRAPHS))
 
 
-def _link(source: Path, target: Path) -> None:
-    """Hard link the weights that all bundles of a checkpoint share; another file system needs a copy."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 def _check(model: onnx.ModelProto) -> None:
     """onnx.checker on the graph. It refuses hard-linked external data, so weights become inputs in the checked copy."""
     copy = onnx.ModelProto()
@@ -95,7 +84,7 @@ def _check(model: onnx.ModelProto) -> None:
     onnx.checker.check_model(copy)
 
 
-def _specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: Scales, mode: Mode) -> None:
+def _specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
     """Turn the skeleton into the prefill or the decode graph, in place."""
     graph = model.graph
     nodes = {_attribute(n, "layer").i: n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}

@@ -8,12 +8,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.digest import file_digest
 from pipeline.errors import UserError
-from pipeline.kv import KVPolicy, KVShape
+from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
 
 BACKEND = "onnxruntime"
 BUNDLE_FILE = "bundle.json"
-POLICY_FILE = "kv_policy.json"
-SCALES_FILE = "kv_scales.json"
 GRAPHS = ("prefill.onnx", "decode.onnx")
 WEIGHTS_FILE = "weights.bin"
 SKELETON_NODE = "Attention"
@@ -37,20 +35,12 @@ class ModelInfo(_Record):
     kv_heads: int
     head_dim: int
     vocab_size: int
-    eos_token_id: int | None
     max_position_embeddings: int
     weights_sha256: str
 
     @property
     def shape(self) -> KVShape:
         return KVShape(self.layers, self.kv_heads, self.head_dim)
-
-
-class Scales(_Record):
-    """`kv_scales.json`: one static scale a layer, null for a side that has none."""
-
-    key: list[float] | None
-    value: list[float] | None
 
 
 class Tensor(_Record):
@@ -85,18 +75,15 @@ def read_record(path: Path, record: type[R]) -> R:
         raise UserError(f"{path}: {where}: {first['msg']}; build the engine again with stage=build") from None
 
 
-def read_scales(path: Path, policy: KVPolicy, layers: int) -> Scales:
+def read_scales(path: Path, policy: KVPolicy, layers: int) -> KVScales:
     """Static scales, checked against what the policy needs."""
-    scales = read_record(path, Scales)
+    scales = read_record(path, KVScales)
     for side, form, values in (("key", policy.key, scales.key), ("value", policy.value, scales.value)):
         if form.static and (values is None or len(values) != layers):
             found = "null" if values is None else f"{len(values)} values"
             raise UserError(f"{path}: {side} must hold {layers} static scales for {policy.name}, got {found}")
         if not form.static and values is not None:
             raise UserError(f"{path}: {side} must be null, kv.{side} of {policy.name} has no static scale")
-        for layer, value in enumerate(values or ()):
-            if value <= 0:
-                raise UserError(f"{path}: {side} scale of layer {layer} is {value}: a scale must be above 0")
     return scales
 
 
@@ -105,7 +92,7 @@ def write_bundle(directory: Path, bundle: Bundle) -> None:
     (directory / BUNDLE_FILE).write_text(text + "\n")
 
 
-def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, Scales]:
+def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
     """Read and verify a bundle; UserError names the file that is missing or not what was built."""
     bundle = read_record(directory / BUNDLE_FILE, Bundle)
     if bundle.backend != BACKEND:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from pipeline.errors import UserError
+from pipeline.kv import KVScales
 from pipeline.records import MemoryReport
-from stages.onnx.bundle import Bundle, Scales, open_bundle
+from stages.onnx.bundle import Bundle, open_bundle
 from stages.onnx.formats import SCALE_STORAGE
 from stages.onnx.pool import Array, PagedPool, output_name
 
@@ -40,7 +41,7 @@ class OnnxEngine:
     """pipeline.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
 
     def __init__(
-        self, directory: Path, bundle: Bundle, scales: Scales, pool: PagedPool, *, threads: int, prefill_chunk: int
+        self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, prefill_chunk: int
     ) -> None:
         self.policy, self.shape = pool.policy, pool.shape
         self.vocab_size = bundle.model.vocab_size

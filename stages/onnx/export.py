@@ -13,20 +13,15 @@ from typing import Any, Literal
 
 import onnx
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from pipeline.checkpoint import TOKENIZER_FILES
+from pipeline.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.digest import file_digest
-from pipeline.errors import UserError
 from pipeline.records import Progress
 from stages.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.onnx.graph import DOMAIN
 
 ComputeDType = Literal["float32", "float16"]
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE variants whose frequencies do not depend on the running length, so that they are constants of the graph."""
 
 _ATTENTION = "kvgate_skeleton"
 
@@ -36,12 +31,16 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
 
     Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
     Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
-    `layer` and `scaling`. Raises UserError for a checkpoint that this engine cannot represent.
+    `layer` and `scaling`. Raises UserError for a checkpoint that inspect_checkpoint refuses.
     """
-    config = load_config(checkpoint)
+    info = inspect_checkpoint(checkpoint)
     progress("export", 0, 3)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint, config=config, dtype=getattr(torch, compute_dtype), use_safetensors=True, trust_remote_code=False
+        checkpoint,
+        dtype=getattr(torch, compute_dtype),
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     model.eval()
     AttentionInterface.register(_ATTENTION, _attention_node)
@@ -50,43 +49,11 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     progress("export", 1, 3)
     _write_graph(_Decoder(model), out)
     progress("export", 2, 3)
-    (out / "model.json").write_text(json.dumps(_describe(model, out, compute_dtype), indent=1, sort_keys=True) + "\n")
-    for name in TOKENIZER_FILES:
-        if (checkpoint / name).is_file():
+    (out / "model.json").write_text(json.dumps(_describe(info, out, compute_dtype), indent=1, sort_keys=True) + "\n")
+    for name in info.other_files:
+        if name in TOKENIZER_FILES:
             shutil.copyfile(checkpoint / name, out / name)
     progress("export", 3, 3)
-
-
-def load_config(checkpoint: Path) -> Any:
-    """The checkpoint's config, or UserError when it holds something that the exported graph could not express."""
-    if not (checkpoint / "config.json").is_file():
-        raise UserError(f"model.path={checkpoint} has no config.json: give the directory of a Hugging Face checkpoint")
-    raw = json.loads((checkpoint / "config.json").read_text())
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"config.json model_type={family} is not supported: use one of {', '.join(FAMILIES)}")
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    window = config.sliding_window if family == "mistral" else None
-    if window is not None:
-        raise UserError(f"config.json sliding_window={window} is not supported: set sliding_window to null")
-    if getattr(config, "use_sliding_window", False):
-        raise UserError("config.json use_sliding_window=true is not supported: set it to false")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if other:
-        raise UserError(f"config.json layer_types holds {other[0]}, not supported: use full_attention in every layer")
-    scaling = getattr(config, "rope_scaling", None) or {}
-    rope = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope not in ROPE_TYPES:
-        raise UserError(
-            f"config.json rope_scaling.rope_type={rope} depends on the running length and is not supported: "
-            f"use one of {', '.join(ROPE_TYPES)}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            "config.json quantization_config is set, packed weights are not supported: "
-            "give the dequantized checkpoint (stage=quantize writes it)"
-        )
-    return config
 
 
 def _attention_node(  # noqa: PLR0917  (the interface's signature)
@@ -101,7 +68,7 @@ def _attention_node(  # noqa: PLR0917  (the interface's signature)
     """transformers' attention interface: leaves one symbolic node, shape (B, S, Hq, D)."""
     for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
         if options.get(name) is not None:
-            raise UserError(f"the model's attention uses {name}={options[name]}, which this engine does not support")
+            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
     batch, heads, length, head_dim = query.shape
     node = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{SKELETON_NODE}",
@@ -165,19 +132,16 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
     onnx.save(model, graph)
 
 
-def _describe(model: Any, out: Path, compute_dtype: str) -> dict[str, Any]:
-    config = model.config
-    heads = config.num_attention_heads
-    stop = model.generation_config.eos_token_id if model.generation_config is not None else config.eos_token_id
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: str) -> dict[str, Any]:
+    """What ModelInfo reads."""
     return {
-        "model_type": config.model_type,
+        "model_type": ARCHITECTURES[info.architecture],
         "compute_dtype": compute_dtype,
-        "layers": config.num_hidden_layers,
-        "q_heads": heads,
-        "kv_heads": config.num_key_value_heads or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "vocab_size": model.get_output_embeddings().weight.shape[0],
-        "eos_token_id": stop[0] if isinstance(stop, list) else stop,
-        "max_position_embeddings": config.max_position_embeddings,
+        "layers": info.shape.layers,
+        "q_heads": info.q_heads,
+        "kv_heads": info.shape.kv_heads,
+        "head_dim": info.shape.head_dim,
+        "vocab_size": info.vocab_size,
+        "max_position_embeddings": info.max_positions,
         "weights_sha256": file_digest(out / WEIGHTS_FILE),
     }

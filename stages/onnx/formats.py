@@ -157,10 +157,14 @@ class Side:
         if self.groups in (1, len(parts)):
             rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
             return parts, [rows] if self.groups == 1 else body.ops("Split", self.groups, rows, axis=2, num_outputs=self.groups)
-        per_part = self.groups // len(parts)
-        pieces = [scales]
+        groups, pieces = self.groups, [scales]
         if len(parts) > 1:
+            if groups % len(parts):
+                # The middle group of an odd number lies in both halves of the channels: count every group as two.
+                scales = body.op("Gather", scales, body.ints([i // 2 for i in range(2 * groups)]), axis=-1)
+                groups *= 2
             pieces = body.ops("Split", len(parts), scales, axis=-1, num_outputs=len(parts))
+        per_part = groups // len(parts)
         out = []
         for part, piece in zip(parts, pieces, strict=True):
             x = body.reshape(part.x, 0, 0, 0, per_part, -1)

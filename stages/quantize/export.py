@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint import TOKENIZER_FILES, CheckpointInfo
-from pipeline.kv import KVPolicy
+from pipeline.kv import KVPolicy, KVScales
 from pipeline.records import Progress
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import sides
-from stages.quantize.scales import KVScales
 from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf
 
 Report = dict[str, Any]
@@ -83,8 +82,6 @@ def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
         return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
     if info.rope_scaling is not None:
         return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
-    if info.sliding_window is not None and info.sliding_window < info.max_positions:
-        return f"sliding_window {info.sliding_window}: ModelOpt drops it from config.json"
     return None
 
 

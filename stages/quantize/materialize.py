@@ -10,13 +10,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pipeline.checkpoint import INDEX, CheckpointInfo
+from stages.files import link_or_copy
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
-    """Copy the checkpoint's known files byte for byte; anything else (pickles, code) stays behind."""
+    """The checkpoint's known files byte for byte; anything else (pickles, code) stays behind.
+
+    Weights are hard links where possible: a copy for every KV policy would fill the disk, and nothing here writes into a
+    finished `checkpoint/`. Should their owner overwrite the original in place, the store notices by the digest that it
+    verifies before each use. JSON is copied: people edit it in place, and it costs nothing.
+    """
     out.mkdir(parents=True)
-    for name in (*info.other_files, *info.weight_files):
+    for name in info.other_files:
         shutil.copyfile(info.path / name, out / name)
+    for name in info.weight_files:
+        link_or_copy(info.path / name, out / name)
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:

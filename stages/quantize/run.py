@@ -9,7 +9,7 @@ import transformers
 
 from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, Format, KVPolicy
+from pipeline.kv import FP16_POLICY, POLICY_FILE, SCALES_FILE, Format, KVPolicy, KVScales
 from pipeline.records import Progress
 from pipeline.weights import WeightsFormat
 from stages.prompts import load_tokenizer
@@ -17,7 +17,7 @@ from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, write_dequantized
 from stages.quantize.recipe import LINEARS, Recipe, Side, check_enabled, make_recipe, sides
-from stages.quantize.scales import KVScales, static_scales
+from stages.quantize.scales import static_scales
 from stages.quantize.tokens import tokenize
 
 
@@ -59,8 +59,8 @@ def run(
     check_enabled(weight_recipe.expected | kv_recipe.expected, enabled)
     used = samples if weight_recipe.calibrated or kv_recipe.calibrated else []
 
-    (out / "kv_policy.json").write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    scales.write(out / "kv_scales.json")
+    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (out / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n", encoding="utf-8")
     report = {
         "modelopt": adapter.VERSION,
         "transformers": transformers.__version__,

@@ -1,28 +1,11 @@
-"""Static scales of the cache: one dequantization factor per layer and side, the content of `kv_scales.json`."""
+"""Static scales of the cache from what calibration measured."""
 
-import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.kv import CODE_MAX, KVPolicy
+from pipeline.kv import CODE_MAX, KVPolicy, KVScales
 from stages.quantize.recipe import Side, sides
-
-
-@dataclass(frozen=True)
-class KVScales:
-    """Factors by layer (x ~ code * scale); None for a side that has no static scale."""
-
-    key: tuple[float, ...] | None
-    value: tuple[float, ...] | None
-
-    def side(self, side: Side) -> tuple[float, ...] | None:
-        return self.key if side == "key" else self.value
-
-    def write(self, path: Path) -> None:
-        content = {"key": self.key and list(self.key), "value": self.value and list(self.value)}
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def static_scales(policy: KVPolicy, layers: int, amax: dict[Side, list[float]], checkpoint: Path) -> KVScales:

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pipeline.kv import KVPolicy
+from pipeline.kv import KVPolicy, KVScales
 from pipeline.weights import WeightsFormat
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
-from stages.quantize.scales import KVScales
 
 RELATIVE_TOLERANCE = 1e-6
 """Scales are float32 on both sides; amax / 448 may be rounded in another order."""

@@ -59,13 +59,14 @@ def nothing(*_: object) -> None:
 def save_model(config: object, path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
     return path
 
 
-def llama_config() -> LlamaConfig:
+def llama_config(head_dim: int = 64) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, initializer_range=0.08,
+        num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=True, initializer_range=0.08,
     )  # fmt: skip
 
 
@@ -78,9 +79,12 @@ def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
 def shared_decoder(factory: pytest.TempPathFactory, dtype: str) -> Path:
     """Its skeleton; exporting takes seconds, so test modules share it through the session's temporary directory."""
     path = factory.getbasetemp() / f"onnx_decoder_{dtype}"
-    if not path.exists():
-        path.mkdir()
-        export_decoder(shared_checkpoint(factory), path, compute_dtype=dtype, progress=nothing)
+    return path if path.exists() else make_decoder(shared_checkpoint(factory), path, dtype)
+
+
+def make_decoder(checkpoint: Path, path: Path, dtype: str = "float32") -> Path:
+    path.mkdir()
+    export_decoder(checkpoint, path, compute_dtype=dtype, progress=nothing)
     return path
 
 

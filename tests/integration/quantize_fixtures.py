@@ -75,6 +75,7 @@ def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         **({"head_dim": 64} if name != "Qwen2" else {}),
+        **({"sliding_window": None} if name == "Mistral" else {}),
     )
     getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(directory)
     for file in tokenizer_from.glob("*token*.json"):

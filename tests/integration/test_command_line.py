@@ -27,6 +27,12 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         (["-m", "kv=fp8,fp9"], "kv=fp9: no such option, did you mean fp8?"),
         (["--frobnicate"], "--frobnicate"),
         (["kv=fp8", "backend=tensorflow"], "backend=tensorflow: no such option"),
+        (["+gates.margins.retreival=0.02"], "gates.margins.retreival=0.02: retreival has no answers to judge"),
+        (["experiment=demi"], "experiment=demi: no such option, did you mean demo?"),
+        (["--cfg", "job", "kv=fp9"], "kv=fp9: no such option, did you mean fp8?"),
+        (["seed=0", "-m", "kv=fp8,fp9"], "kv=fp9: no such option, did you mean fp8?"),
+        (["workloads.jsonl='~/nowhere.jsonl'"], "nowhere.jsonl: no such file"),
+        (["tracking.uri=postgresql://me:hunter2@host/db"], "tracking.uri must not hold a password"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -54,3 +60,42 @@ def test_the_composed_configuration_can_be_shown(tmp_path: Path) -> None:
     result = run(["--cfg", "job", "kv=int8"], tmp_path)
     assert result.returncode == 0
     assert "dtype: int8" in result.stdout
+
+
+def test_a_password_in_an_override_is_not_repeated(tmp_path: Path) -> None:
+    result = run(["tracking.uri=postgresql://me:hunter2@host/db", "kv=fp9"], tmp_path)
+    assert "hunter2" not in result.stderr + result.stdout
+
+
+def test_a_workdir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("")
+    for stage in ("build", "promote"):
+        result = run([f"stage={stage}"], tmp_path)
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+        assert "workdir=work: is not a directory" in result.stderr
+
+
+def test_a_folder_named_conf_where_the_user_stands_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    assert "dtype: int8" in run(["--cfg", "job", "kv=int8"], tmp_path).stdout
+
+
+def test_a_policy_of_the_users_own_is_found_in_config_dir(tmp_path: Path) -> None:
+    policy = (Path(__file__).parents[2] / "conf" / "kv" / "int8.yaml").read_text().replace("name: int8", "name: mine")
+    (tmp_path / "own" / "kv").mkdir(parents=True)
+    (tmp_path / "own" / "kv" / "mine.yaml").write_text(policy)
+    result = run(["--config-dir", "own", "--cfg", "job", "kv=mine"], tmp_path)
+    assert "name: mine" in result.stdout, result.stderr
+
+
+def test_a_sweep_may_name_its_policies_by_a_pattern(tmp_path: Path) -> None:
+    result = run(["-m", "kv=glob(int*)", "model.path=/nowhere"], tmp_path)
+    assert "model.path=/nowhere" in result.stderr
+
+
+def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary(tmp_path: Path) -> None:
+    result = run(["stage=promote"], tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "run stage=evaluate first" in result.stderr
+    assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", ".summary.json.lock"}
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]

@@ -54,6 +54,7 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert by_name["fp8"]["engine_digest"] != by_name["int4_tensor"]["engine_digest"]
     assert (by_name["fp8"]["kib_per_token"], by_name["int4_tensor"]["kib_per_token"]) == (1.0, 0.5)
     assert (found["champion"], found["exit_code"]) == (None, 0)
+    assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
     assert "retrieval" in result.stdout
 

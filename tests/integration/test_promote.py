@@ -58,13 +58,13 @@ def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
     for kv, size in kib.items():
         with track(store, name, kv, "onnxruntime", {}) as run:
             done = run.conclude(judge(work, kv, size))
-        record(work, name, done, 0)
+        record(work, name, done)
 
 
 def promote_last(store: MlflowStore, work: Path) -> registry.Move:
     summary = load(work)
     move = registry.promote(summary.candidates, store, decide, sweep=summary.sweep)
-    conclude(work, move.champion, 0)
+    conclude(work, move.champion)
     return move
 
 
@@ -73,7 +73,7 @@ def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
     store = open_in(work, "together")
     with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
         done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
-    record(work, "together", done, 0)
+    record(work, "together", done)
     results.put(str(done.model_version))
 
 

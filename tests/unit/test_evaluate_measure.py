@@ -1,6 +1,8 @@
 """Baseline and candidate end to end on an engine without a model: reports, rows, noise floor and canary."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +197,7 @@ def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Pa
 def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path: Path) -> None:
     report, _, _ = candidate(baseline, tmp_path)
     metrics = report.flat_metrics()
-    assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise"}
+    assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise", "baseline"}
     assert {"quality/kl_mean", "quality/find/accuracy_candidate", "perf/inter_token_p50_ms"} <= metrics.keys()
     assert {"memory/kib_per_token", "quality/find/early/kl_mean"} <= metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())
@@ -207,6 +209,31 @@ def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) 
             lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
             config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
         )  # fmt: skip
+
+
+class Separators(CharTokenizer):
+    """`~` stands for what `str.splitlines` takes for the end of a line."""
+
+    def text_ids(self, text: str) -> list[int]:
+        return super().text_ids(text.replace("\u2028", "~"))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return super().text(token_ids).replace("~", "\u2028")
+
+
+def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
+    mine = [Sample(id=f"s\x85{i}", workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i in range(2)]
+    known = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in mine]
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    measure_baseline(lambda: fake_engine(known), mine, Separators(), before, config=config(), progress=quiet)
+    evaluate_candidate(
+        lambda: fake_engine(known), mine, Separators(), before, after,
+        config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+    )  # fmt: skip
+    assert [(row.id, row.baseline_generation) for row in load_rows(after)] == [(s.id, s.reference) for s in mine]
+    assert all(row.baseline_correct and row.candidate_correct for row in load_rows(after))
 
 
 def test_stored_log_probabilities_are_a_plain_safetensors_file(baseline: Path) -> None:

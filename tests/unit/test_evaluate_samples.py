@@ -65,6 +65,12 @@ def test_the_users_samples_join_the_builtin_ones(tmp_path: Path) -> None:
     assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
 
 
+def test_the_users_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, GOOD)
+    assert [s.id for s in load_samples(config(samples={}, jsonl="~/mine.jsonl"))] == ["mine-0001"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -1,95 +1,14 @@
 """The verdict: what passes, what fails, what is left open, and that neither gaps nor noise ever pass."""
 
-from pathlib import Path
-
 import pytest
-import yaml
+from gate_reports import CLASSES, GATES, answered, every_class, fidelity, gates, report, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.gates import Gates, Verdict, decide
-from pipeline.report import Canary, EvaluationReport, Fidelity, NoiseFloor, SampleRow, Slice, Slope, SystemMetrics
-
-ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8"))
-GATES = Gates.model_validate(DEFAULTS)
-CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
-
-
-def gates(**changes: object) -> Gates:
-    return Gates.model_validate({**DEFAULTS, **changes})
-
-
-def row(workload: str, index: int, before: bool = True, after: bool = True, **changes: object) -> SampleRow:
-    values: dict[str, object] = {
-        "id": f"{workload}-{index}",
-        "workload": workload,
-        "document": f"{workload}-{index}",
-        "context_tokens": 100 + 10 * (index % 20),
-        "depth": None,
-        "scored_tokens": 10,
-        "judged": True,
-        "baseline_correct": before,
-        "candidate_correct": after,
-        "baseline_valid": None,
-        "candidate_valid": None,
-        "reference": "r",
-        "baseline_generation": "r",
-        "candidate_generation": "r",
-        "mean_kl": 2**-10,  # its sums are exact
-        "max_kl": 0.01,
-        "kl_tail": [],
-        "baseline_nll": 0.3,
-        "candidate_nll": 0.3,
-        "top1_agreement": 1.0,
-        "top10_overlap": 0.95,
-        "mean_squared_delta_p": 1e-4,
-        "non_finite_steps": 0,
-    }
-    return SampleRow.model_validate({**values, **changes})
-
-
-def answered(workload: str, count: int, lost: int = 0, gained: int = 0, **changes: object) -> list[SampleRow]:
-    flags = [(True, False)] * lost + [(False, True)] * gained + [(True, True)] * (count - lost - gained)
-    return [row(workload, i, before, after, **changes) for i, (before, after) in enumerate(flags)]
-
-
-def every_class(**lost: int) -> list[SampleRow]:
-    return [r for name, count in CLASSES.items() for r in answered(name, count, lost.get(name, 0))]
-
-
-CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
-
-
-def fidelity(**changes: object) -> Fidelity:
-    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {"tokens": 100, "non_finite_steps": 0, "kl_p99": 0.01}
-    return Fidelity.model_validate({**values, **changes})
-
-
-def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
-    whole = Slice(workload=None, context=None, depth=None, samples=len(rows), documents=1, accuracy=None, fidelity=fidelity())
-    low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
-    system = dict.fromkeys(SystemMetrics.model_fields, 1)
-    values: dict[str, object] = {
-        "schema_version": 1,
-        "policy": "int8",
-        "engine_digest": "e",
-        "baseline_digest": "b",
-        "workloads_digest": "w",
-        "samples": len(rows),
-        "slices": [whole, low],
-        "kl_slope": Slope(per_1k_tokens=0.0, low=0.0, high=0.0),
-        "noise": NoiseFloor(samples=4, fidelity=fidelity(), answer_flips=0),
-        "canary": Canary(factor=0.1, rows=CANARY_ROWS),
-        "system": SystemMetrics.model_validate(system),
-        "baseline_system": SystemMetrics.model_validate(system),
-    }
-    return EvaluationReport.model_validate({**values, **changes})
-
-
-def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
-    return decide(report(rows, **changes), rows, thresholds)
+from pipeline.errors import UserError
+from pipeline.gates import decide
+from pipeline.report import Canary, NoiseFloor, SampleRow
 
 
 def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
@@ -100,9 +19,41 @@ def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
     assert found.samples_needed == {}
 
 
+def prose(count: int) -> list[SampleRow]:
+    return [row("prose", i, judged=False, baseline_correct=None, candidate_correct=None) for i in range(count)]
+
+
 def test_prose_without_answers_is_judged_by_its_distances_only() -> None:
-    prose = [row("prose", i, judged=False, baseline_correct=None, candidate_correct=None) for i in range(24)]
-    assert verdict(every_class() + prose).status == "PASS"
+    assert verdict(every_class() + prose(24)).status == "PASS"
+
+
+def test_a_few_samples_without_answers_are_no_evidence() -> None:
+    found = verdict(prose(2))
+    assert found.status == "INCONCLUSIVE"
+    assert found.reasons == ["all: no sample has an answer to judge, 2 documents have distances; gates.min_samples is 32"]
+    assert found.samples_needed == {"all": 32}
+
+
+def test_enough_samples_without_answers_pass_by_their_distances_and_say_so() -> None:
+    found = verdict(prose(32))
+    assert found.status == "PASS"
+    assert found.samples_needed == {}
+    assert "32 documents have distances" in found.reasons[0]
+    assert any(reason.startswith("prose: mean KL 0.0009766") for reason in found.reasons)
+
+
+def test_many_samples_of_few_documents_are_not_enough_without_answers() -> None:
+    rows = [r.model_copy(update={"document": f"d{i % 4}"}) for i, r in enumerate(prose(64))]
+    assert verdict(rows).status == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize("name", ["retreival", "prose"])
+def test_a_margin_of_a_workload_without_answers_is_refused(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        verdict(every_class() + prose(24), gates(margins={name: 0.02}))
+    assert str(caught.value) == (
+        f"gates.margins.{name}=0.02: {name} has no answers to judge; copy, multi_turn, retrieval, tool_call could have a margin"
+    )
 
 
 @pytest.mark.parametrize(

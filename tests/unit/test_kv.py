@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, Format, KVPolicy, KVShape, live_tokens
+from pipeline.kv import FP16_POLICY, Format, KVPolicy, KVScales, KVShape, live_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -79,3 +79,14 @@ def test_a_group_that_does_not_divide_the_head_is_refused() -> None:
     )
     with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
         wide.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
+
+
+def test_scales_survive_their_file() -> None:
+    scales = KVScales(key=(0.1, 2.5e-7), value=None)
+    assert KVScales.model_validate_json(scales.model_dump_json(indent=1)) == scales
+
+
+@pytest.mark.parametrize("key", ["[0.0]", "[-1.0]", "[NaN]", "[Infinity]", '["1"]', "1.0"])
+def test_a_scale_that_is_no_finite_number_above_0_is_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match="key"):
+        KVScales.model_validate_json(f'{{"key": {key}, "value": null}}')

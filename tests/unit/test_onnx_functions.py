@@ -85,6 +85,16 @@ def test_int4_packs_the_low_half_of_the_channels_into_the_low_nibble_plus_eight(
     np.testing.assert_array_equal(codes[0, 0, 0] >> 4, numbers[0, 0, 0, 32:])
 
 
+@pytest.mark.parametrize(("head_dim", "size"), [(96, 32), (80, 16)])
+def test_an_odd_number_of_int4_groups_keeps_every_channel_within_half_a_step_of_its_group(head_dim: int, size: int) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 2, 3, head_dim)).astype(np.float32) * np.arange(1, head_dim + 1)
+    codes, scales = quantize(x, Format(dtype="int4", granularity="per_group", group_size=size, scale="dynamic"))
+    assert scales is not None
+    numbers = np.concatenate([(codes.view(np.uint8) & 15).astype(int) - 8, codes >> 4], -1)
+    step = scales.astype(np.float32).repeat(size, -1)
+    np.testing.assert_array_less(np.abs(numbers * step - x), 0.505 * step)
+
+
 def test_ties_round_to_the_even_code() -> None:
     x = np.zeros((1, 1, 1, 64), np.float32)
     x[..., :5] = [0.5, 1.5, 2.5, -0.5, -1.5]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint import INDEX, inspect_checkpoint
+from pipeline.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
 from pipeline.errors import UserError
 from pipeline.kv import KVShape
 
@@ -22,7 +22,9 @@ CONFIG: dict[str, Any] = {
 
 
 def make(directory: Path, *, drop: str = "", **changes: Any) -> Path:
-    config = {key: value for key, value in (CONFIG | changes).items() if key != drop}
+    declared = (changes.get("architectures") or CONFIG["architectures"])[0]
+    config = CONFIG | {"model_type": ARCHITECTURES.get(declared, "other")} | changes
+    config.pop(drop, None)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").write_bytes(b"")
     (directory / "tokenizer.json").write_text("{}")
@@ -59,12 +61,37 @@ def test_shards_come_from_the_index(tmp_path: Path) -> None:
     assert INDEX in info.other_files
 
 
-def test_rotary_scaling_and_sliding_window_are_read(tmp_path: Path) -> None:
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+
+
+def test_missing_keys_mean_what_the_family_takes_them_for(tmp_path: Path) -> None:
+    assert inspect_checkpoint(make(tmp_path, **QWEN3)).shape.head_dim == 128
+    grouped = make(tmp_path, **MISTRAL, sliding_window=None, num_attention_heads=16, drop="num_key_value_heads")
+    assert inspect_checkpoint(grouped).shape.kv_heads == 8
+
+
+def test_rotary_scaling_is_read(tmp_path: Path) -> None:
+    assert inspect_checkpoint(make(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})).rope_scaling == "linear"
     assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "llama3"})).rope_scaling == "llama3"
     assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "default"})).rope_scaling is None
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
-    assert inspect_checkpoint(make(tmp_path, **qwen)).sliding_window is None
-    assert inspect_checkpoint(make(tmp_path, **qwen, use_sliding_window=True)).sliding_window == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 32},
+        MISTRAL | {"sliding_window": None},
+        QWEN2 | {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 0},
+        QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3},
+        QWEN2 | {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+        QWEN3 | {"use_sliding_window": True},
+        QWEN3 | {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0},
+    ],
+)
+def test_a_sliding_window_that_no_layer_applies_is_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    inspect_checkpoint(make(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +104,22 @@ def test_rotary_scaling_and_sliding_window_are_read(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"head_dim": 33}, "head_dim=33 must be even"),
         ({"quantization_config": {"quant_method": "awq"}}, "already quantized"),
+        ({"model_type": "gemma"}, "model_type must be llama for LlamaForCausalLM, got gemma"),
+        (
+            MISTRAL,
+            "sliding_window=4096 is not supported; if no sequence gets longer than 4096 tokens, set sliding_window to null",
+        ),
+        (MISTRAL | {"sliding_window": 32}, "sliding_window=32 is not supported"),
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": 2},
+            "use_sliding_window=true is not supported.* 4096 tokens",
+        ),
+        (QWEN3 | {"use_sliding_window": True, "num_hidden_layers": 36}, "set it to false"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported.*; use one of default"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_type=longrope is not supported"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got yarn"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters, as transformers 5 writes it"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -106,7 +149,19 @@ def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer, neither tokenizer.json nor vocab.json with merges.txt"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match=r"no tokenizer"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "merges.txt").write_text("")
+    assert {"vocab.json", "merges.txt"} <= set(inspect_checkpoint(tmp_path).other_files)
+
+
+def test_a_sentencepiece_tokenizer_must_be_converted(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(UserError, match=r"tokenizer.model alone needs sentencepiece.*\.save_pretrained\(path\)"):
         inspect_checkpoint(tmp_path)
 
 

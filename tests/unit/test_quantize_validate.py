@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.kv import FP16_POLICY, Format, KVPolicy
+from pipeline.kv import FP16_POLICY, Format, KVPolicy, KVScales
 from pipeline.weights import WeightsFormat
 from stages.quantize.recipe import LINEARS
-from stages.quantize.scales import KVScales
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
 
 LAYERS = 2

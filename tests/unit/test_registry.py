@@ -140,6 +140,22 @@ def test_promote_refuses_evidence_that_was_edited_or_is_gone(tmp_path: Path, reg
         promote([gone], registry, passes, sweep="s")
 
 
+def test_promote_reads_samples_whose_texts_hold_unicode_line_separators(tmp_path: Path, registry: Memory) -> None:
+    candidate = make(tmp_path, registry, "fp8")
+    text = "a\u2028b\u2029c\x85d"
+    Path(candidate.samples_path).write_text(json.dumps({"id": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    digest = evidence_digest(Path(candidate.report_path), Path(candidate.samples_path))
+    registry.versions["1"]["report_digest"] = digest
+    seen: list[dict[str, Any]] = []
+
+    def decide(_report: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
+        seen.extend(rows)
+        return "PASS", []
+
+    promote([replace(candidate, report_digest=digest)], registry, decide, sweep="s")
+    assert seen == [{"id": text}]
+
+
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
 def test_promote_decides_again_and_believes_no_claimed_pass(tmp_path: Path, registry: Memory, verdict: str) -> None:
     candidate = make(tmp_path, registry, "fp8")

@@ -39,11 +39,17 @@ def test_work_directories_that_share_a_database_share_its_lock(tmp_path: Path) -
 
 
 def test_an_unusable_uri_is_refused_without_showing_its_password(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tracking.uri=ftp://\*\*\*@host") as caught:
-        locate(Tracking(uri="ftp://me:hunter2@host"), tmp_path, "tiny", {})
+    with pytest.raises(UserError, match=r"MLFLOW_TRACKING_URI=ftp://\*\*\*@host") as caught:
+        locate(Tracking(), tmp_path, "tiny", {"MLFLOW_TRACKING_URI": "ftp://me:hunter2@host"})
     assert "hunter2" not in str(caught.value)
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=mlruns"):
         locate(Tracking(), tmp_path, "tiny", {"MLFLOW_TRACKING_URI": "mlruns"})
+
+
+def test_a_password_belongs_in_the_environment_and_not_in_the_configuration() -> None:
+    with pytest.raises(ValidationError, match="MLFLOW_TRACKING_URI in the environment") as caught:
+        Tracking(uri="postgresql://me:hunter2@db/mlflow")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_model_label_becomes_a_name_that_the_registry_accepts(tmp_path: Path) -> None:
@@ -53,7 +59,8 @@ def test_a_model_label_becomes_a_name_that_the_registry_accepts(tmp_path: Path) 
 
 
 def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
-    command = server_command(locate(Tracking(uri="postgresql://me:hunter2@db/mlflow"), tmp_path, "tiny", {}))
+    environment = {"MLFLOW_TRACKING_URI": "postgresql://me:hunter2@db/mlflow"}
+    command = server_command(locate(Tracking(), tmp_path, "tiny", environment))
     assert command is not None
     assert "hunter2" not in command
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"' in command

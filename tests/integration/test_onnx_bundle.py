@@ -1,0 +1,76 @@
+"""The bundle on disk: what is refused when it is built or loaded, and what its digest depends on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from onnx_fixtures import BY_NAME, int4_groups, make_bundle, nothing, shared_decoder
+
+from pipeline.digest import file_digest
+from pipeline.errors import UserError
+from pipeline.kv import FP16_POLICY, KVPolicy
+from stages.onnx.build import build_bundle
+from stages.onnx.engine import load_engine
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+@pytest.mark.parametrize("file", ["decode.onnx", "prefill.onnx", "weights.bin", "kv_policy.json", "kv_scales.json"])
+def test_an_altered_or_missing_file_is_refused_by_name(file: str, decoder: Path, tmp_path: Path) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["fp8"])
+    data = bytearray((bundle / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (bundle / file).unlink()
+    with pytest.raises(UserError, match=f"{file} is missing"):
+        load_engine(bundle, threads=1)
+    (bundle / file).write_bytes(data)
+    with pytest.raises(UserError, match=f"{file} is not the file that was built"):
+        load_engine(bundle, threads=1)
+
+
+def test_a_bundle_of_another_backend_is_refused(decoder: Path, tmp_path: Path) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", FP16_POLICY)
+    described = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps({**described, "backend": "tensorrt"}))
+    with pytest.raises(UserError, match="backend=tensorrt, this engine loads backend=onnxruntime"):
+        load_engine(bundle, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("null", "key must hold 2 static scales for fp8, got null"),
+        ("[0.1]", "got 1 values"),
+        ("[0.1, 0.0]", r"key\.1: Input should be greater than 0"),
+        ("[0.1, NaN]", "finite number"),
+    ],
+)
+def test_scales_that_do_not_fit_the_policy_are_refused(key: str, message: str, decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "scales.json").write_text(f'{{"key": {key}, "value": [0.1, 0.1]}}')
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=message):
+        build_bundle(decoder, tmp_path / "out", policy=BY_NAME["fp8"], scales=tmp_path / "scales.json", progress=nothing)
+
+
+def test_a_group_size_that_does_not_divide_head_dim_is_refused(decoder: Path, tmp_path: Path) -> None:
+    policy = KVPolicy(name="int4_g128", key=int4_groups(128), value=int4_groups(128))
+    with pytest.raises(UserError, match="group_size=128 does not divide the model's head_dim 64"):
+        make_bundle(decoder, tmp_path / "bundle", policy)
+
+
+def test_the_graph_digest_depends_on_the_policy_and_not_on_the_place(decoder: Path, tmp_path: Path) -> None:
+    shutil.copytree(decoder, tmp_path / "copy")
+    digests = [
+        file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / "decode.onnx")
+        for name, source, policy in (
+            ("a", decoder, "fp8"),
+            ("b", tmp_path / "copy", "fp8"),
+            ("c", decoder, "fp8_uncalibrated"),
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert digests[0] != digests[2]

@@ -1,0 +1,132 @@
+"""Conversations and prompts as token ids: every kind of tokenizer, and never two BOS tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import CalibrationConfig
+from pipeline.errors import UserError
+from pipeline.records import Sample
+from stages.calibration import calibration_texts
+from stages.evaluate import BundleTokenizer
+from stages.prompts import load_tokenizer, prompt_ids, render, token_ids
+from stages.quantize.tokens import tokenize
+
+CHAT = Sample(
+    id="chat-1", workload="w", reference="blue",
+    messages=(("system", "Be brief."), ("user", "Which colour?"), ("assistant", "Of what?"), ("user", "The sky.")),
+)  # fmt: skip
+NO_SYSTEM = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role, please') }}"
+    "{% elif (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% else %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_checkpoint: Path) -> Any:
+    return load_tokenizer(tiny_checkpoint)
+
+
+def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
+    """A checkpoint's folder with this tokenizer, whose configuration is changed."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any) -> None:
+    ids = prompt_ids(tokenizer, CHAT)
+    turns = [{"role": role, "content": content} for role, content in CHAT.messages]
+    assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_raw_prompt_gets_the_tokenizers_special_tokens_once(tokenizer: Any) -> None:
+    plain, with_bos = (Sample(id="p", workload="w", prompt=text, reference="x") for text in ("Once", "<|bos|>Once"))
+    assert prompt_ids(tokenizer, plain)[0] == tokenizer.bos_token_id
+    assert prompt_ids(tokenizer, plain) == prompt_ids(tokenizer, with_bos)
+
+
+def test_a_template_that_writes_no_bos_gets_none(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert tokenizer.bos_token_id not in prompt_ids(tokenizer, CHAT)
+
+
+def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> None:
+    raw = Sample(id="p", workload="w", prompt="Once upon a time", reference="x")
+    texts = [render(tokenizer, sample) for sample in (CHAT, raw)]
+    assert tokenize(tokenizer, texts, 1024, len(tokenizer)) == [prompt_ids(tokenizer, sample) for sample in (CHAT, raw)]
+
+
+def test_token_ids_are_cut(tokenizer: Any) -> None:
+    assert token_ids(tokenizer, "Once upon a time", 3) == token_ids(tokenizer, "Once upon a time")[:3]
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tokenizer: Any, template: str | None) -> None:
+    tokenizer.chat_template = template
+    text = "system: Be brief.\nuser: Which colour?\nassistant: Of what?\nuser: The sky.\nassistant: "
+    assert render(tokenizer, CHAT) == text
+    assert prompt_ids(tokenizer, CHAT) == tokenizer(text)["input_ids"]
+    assert prompt_ids(tokenizer, CHAT)[0] == tokenizer.bos_token_id
+
+
+def test_evaluation_takes_a_base_models_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = None
+    found = BundleTokenizer(saved(tokenizer, tmp_path))
+    assert found.prompt_ids(CHAT) == prompt_ids(tokenizer, CHAT)
+
+
+def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_SYSTEM
+    assert render(tokenizer, CHAT) == ("<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky.")
+
+
+def test_several_system_messages_join_the_users_turn_that_follows(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_SYSTEM
+    messages = (("system", "One."), ("system", "Two."), ("user", "Go."))
+    assert render(tokenizer, Sample(id="s", workload="w", messages=messages, reference="x")).endswith(
+        "[user]One.\n\nTwo.\n\nGo."
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ((("user", "a"), ("user", "b")), "roles must alternate"),
+        ((("user", "a"), ("system", "b")), "no system role, please"),
+    ],
+)
+def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: Any, said: str) -> None:
+    tokenizer.chat_template = NO_SYSTEM
+    with pytest.raises(UserError) as caught:
+        prompt_ids(tokenizer, Sample(id="odd-7", workload="w", messages=messages, reference="x"))
+    assert str(caught.value).startswith(f"workloads: the tokenizer's chat_template refuses sample odd-7 ({said})")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    folder = saved(tokenizer, tmp_path, eos_token=None)
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"has no eos_token; set it in tokenizer_config\.json"):
+        BundleTokenizer(folder)
+
+
+def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
+    calibration_texts(tiny_checkpoint, tmp_path, samples=5, jsonl=None, seed=0, progress=lambda *_: None)
+    texts = json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
+    assert len(texts) == 5
+    for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_users_calibration_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
+    asked = CalibrationConfig(samples=2, max_length=16, jsonl="~/mine.jsonl")
+    calibration_texts(tmp_path, tmp_path, samples=2, jsonl=asked.file, seed=0, progress=lambda *_: None)
+    assert json.loads((tmp_path / "texts.json").read_text(encoding="utf-8")) == ["one", "two"]
