@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline import statistics as st
-from pipeline.gates import Check, Gates, Status
 from pipeline.report import EvaluationReport, SampleRow
+from pipeline.thresholds import Check, Gates, Status
 
 MOST_SAMPLES = 1_000_000
 """A larger number of samples is not advice."""
@@ -49,7 +49,7 @@ class _Class:
     def check(self, status: Status, alpha: float, lower: bool, margin: float, advice: str = "") -> Check:
         bound = st.difference_bound(self.pairs, alpha, lower)
         side = "lower" if lower else "upper"
-        relation = {"PASS": "above", "FAIL": "below", "INCONCLUSIVE": "not above"}[status]
+        relation = "below" if status == "FAIL" else "above" if bound > -margin else "not above"
         level = f"{100 * (1 - alpha):.4g} %"
         text = f"{self.describe()}, {side} {level} bound {bound:+.3f} {relation} the margin {-margin:+.3f}{advice}"
         return Check(
@@ -78,6 +78,12 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict
         level = good_levels[i] or gates.alpha / len(classes)
         if bad[i] <= bad_levels[i]:
             checks.append(one.check("FAIL", bad_levels[i], lower=False, margin=margin))
+        elif one.baseline < gates.min_baseline_accuracy:
+            advice = (
+                f"; the baseline is right too rarely to lose anything (gates.min_baseline_accuracy "
+                f"{gates.min_baseline_accuracy:g}): ask what the model can do, or leave it out (workloads.samples.{one.name}=0)"
+            )
+            checks.append(one.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
         elif one.judged < gates.min_samples:
             needed[one.name] = max(gates.min_samples, _needed(one.pairs, margin, level, gates))
             advice = f"; {one.judged} samples, gates.min_samples is {gates.min_samples}"

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import UserError
-from pipeline.gates import Gates
 from pipeline.kv import KVPolicy
+from pipeline.thresholds import Gates
 from pipeline.tracking import Tracking
 from pipeline.weights import WeightsFormat
 from pipeline.workloads import WorkloadsConfig

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline import statistics as st
-from pipeline.gates import Check, Gates, Status, finite
 from pipeline.report import EvaluationReport, SampleRow
+from pipeline.thresholds import Check, Gates, Status, finite
 
 MEASURED = (
     "mean_kl",

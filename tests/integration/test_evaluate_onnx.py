@@ -100,7 +100,7 @@ def test_fewer_bits_are_farther_from_the_baseline_on_the_decode_path(reports: di
 
 
 def test_the_canary_is_noticed_in_every_format(reports: dict[str, EvaluationReport]) -> None:
-    from pipeline.gates import Gates
+    from pipeline.thresholds import Gates
 
     gates = Gates.model_validate(conf("gates", "default"))
     assert {name: canary(report, gates)[0].status for name, report in reports.items()} == dict.fromkeys(reports, "PASS")

@@ -107,9 +107,10 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
 
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
-    from pipeline.gates import Gates, decide
+    from pipeline.gates import decide
     from pipeline.kv import KVPolicy
     from pipeline.report import load_report, load_rows
+    from pipeline.thresholds import Gates
     from pipeline.workloads import WorkloadsConfig
     from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples
     from stages.onnx.build import build_bundle

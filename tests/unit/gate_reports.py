@@ -4,8 +4,9 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.gates import Gates, Verdict, decide
+from pipeline.gates import decide
 from pipeline.report import Canary, EvaluationReport, Fidelity, NoiseFloor, SampleRow, Slice, Slope, SystemMetrics
+from pipeline.thresholds import Gates, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8"))

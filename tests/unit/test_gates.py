@@ -96,6 +96,16 @@ def test_too_few_samples_never_pass() -> None:
     assert "gates.min_samples is 32" in found.reasons[0]
 
 
+def test_a_workload_that_the_baseline_cannot_do_is_no_evidence_that_the_candidate_can() -> None:
+    hopeless = [row("tool_call", i, before=i < 5, after=i < 5) for i in range(160)]
+    judged = verdict([*answered("retrieval", 160), *hopeless])
+    assert judged.status == "INCONCLUSIVE"
+    assert "tool_call" in judged.reasons[0]
+    assert "the baseline is right too rarely" in judged.reasons[0]
+    assert judged.samples_needed == {}, "more of the same samples would not help"
+    assert verdict([*answered("retrieval", 160), *hopeless], gates(min_baseline_accuracy=0.0)).status == "PASS"
+
+
 def test_a_context_bin_can_fail_while_its_workload_is_open() -> None:
     # the 12 losses are all in the 64 samples of the bin [0, 150); 12 of 128 alone would be open
     rows = [r.model_copy(update={"context_tokens": 100 if i < 25 else 900}) for i, r in enumerate(every_class())]

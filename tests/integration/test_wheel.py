@@ -1,0 +1,46 @@
+"""What a wheel brings: configuration and the tiny checkpoint are found without the repository."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content, built from a copy of what the repository tracks."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    for name in files:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def test_a_wheel_composes_every_policy_and_finds_the_tiny_checkpoint(installed: Path, tmp_path: Path) -> None:
+    assert "dtype: int8" in run(installed, tmp_path, "--cfg", "job", "kv=int8").stdout
+    result = run(installed, tmp_path, "stage=quantize", "kv=int8", "calibration.samples=1")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "work" / "summary.json").is_file()
+
+
+def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
+    packages = {path.name for path in installed.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")}
+    assert packages == {"pipeline", "stages", "plugins", "conf"}
