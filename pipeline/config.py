@@ -4,10 +4,11 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.errors import UserError
 from pipeline.kv import KVPolicy
+from pipeline.strict import StrictModel
 from pipeline.thresholds import Gates
 from pipeline.tracking import Tracking
 from pipeline.weights import WeightsFormat
@@ -18,11 +19,7 @@ Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "all"]
 PACKAGED = "pkg://"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
+class ModelConfig(StrictModel):
     """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
 
     path: str
@@ -48,13 +45,13 @@ class ModelConfig(_Section):
         return self.directory.name
 
 
-class WeightsConfig(_Section):
+class WeightsConfig(StrictModel):
     """How ModelOpt quantizes the weights; the baseline has the same weights, so that only the cache differs."""
 
     format: WeightsFormat
 
 
-class CalibrationConfig(_Section):
+class CalibrationConfig(StrictModel):
     """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
 
     samples: Annotated[int, Field(ge=1, le=100_000)]
@@ -67,7 +64,7 @@ class CalibrationConfig(_Section):
         return Path(self.jsonl).expanduser() if self.jsonl is not None else None
 
 
-class BackendConfig(_Section):
+class BackendConfig(StrictModel):
     """What builds and runs the engine."""
 
     name: Literal["onnxruntime"]
@@ -76,7 +73,7 @@ class BackendConfig(_Section):
     threads: Annotated[int, Field(ge=1, le=1024)]
 
 
-class Config(_Section):
+class Config(StrictModel):
     """Everything a run needs, one section per Hydra group."""
 
     stage: Stage

@@ -6,9 +6,10 @@ Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantizat
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.errors import UserError
+from pipeline.strict import StrictModel
 
 PAGE_TOKENS = 64
 """Tokens in a page of the pool, fixed by the page layout that every backend and kernel shares."""
@@ -32,11 +33,7 @@ CODE_MAX: dict[DType, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 """Largest magnitude of a code; scale = amax / CODE_MAX."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Format(_Record):
+class Format(StrictModel):
     """How one side of the cache (keys or values) is stored.
 
     granularity says what shares a scale: `per_tensor` one per layer (static), `per_token` one per token and KV head,
@@ -105,7 +102,7 @@ class KVShape:
     head_dim: int
 
 
-class KVPolicy(_Record):
+class KVPolicy(StrictModel):
     """A cache format for keys, one for values, and how many tokens at either end stay exact (float16)."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
@@ -154,7 +151,7 @@ class KVPolicy(_Record):
 Scale = Annotated[float, Field(gt=0)]
 
 
-class KVScales(_Record):
+class KVScales(StrictModel):
     """Static scales by layer (x ~ code * scale); None for a side that has none."""
 
     key: tuple[Scale, ...] | None

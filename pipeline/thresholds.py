@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import UserError
+from pipeline.strict import StrictModel
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -14,10 +15,8 @@ Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Gates(BaseModel):
+class Gates(StrictModel):
     """Thresholds, `gates.*` on the command line. Raw values are compared; only texts are rounded."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     alpha: Annotated[float, Field(gt=0, le=0.2)]
     """One-sided error of every bound; over workloads it is shared by Holm's procedure."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 from urllib.parse import quote, urlencode
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.errors import UserError
 from pipeline.redaction import redact_text
+from pipeline.strict import StrictModel
 from pipeline.summary import Candidate
 
 if TYPE_CHECKING:
@@ -25,10 +26,8 @@ SCHEMES = ("sqlite:///", "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 
 
-class Tracking(BaseModel):
+class Tracking(StrictModel):
     """MLflow tracking and registry."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     enabled: bool = True
     uri: str | None = None

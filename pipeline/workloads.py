@@ -4,7 +4,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pipeline.strict import StrictModel
 
 Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
 """The built-in workloads, those of `stages.workloads.WORKLOADS`."""
@@ -13,11 +15,7 @@ Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class LoadConfig(_Section):
+class LoadConfig(StrictModel):
     """The load that system metrics are timed on: `batch` sequences of `context_tokens`, `new_tokens` decode steps."""
 
     batch: Annotated[int, Field(ge=1, le=4096)]
@@ -31,7 +29,7 @@ class LoadConfig(_Section):
     """Length of every sequence in that computation."""
 
 
-class WorkloadsConfig(_Section):
+class WorkloadsConfig(StrictModel):
     """What is asked, and how."""
 
     samples: dict[Workload, Count]

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.digest import file_digest
 from pipeline.errors import UserError
 from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
+from pipeline.strict import StrictModel
 
 BACKEND = "onnxruntime"
 BUNDLE_FILE = "bundle.json"
@@ -21,11 +22,7 @@ SKELETON_NODE = "Attention"
 R = TypeVar("R", bound=BaseModel)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelInfo(_Record):
+class ModelInfo(StrictModel):
     """`model.json` of the decoder skeleton."""
 
     model_type: str
@@ -43,7 +40,7 @@ class ModelInfo(_Record):
         return KVShape(self.layers, self.kv_heads, self.head_dim)
 
 
-class Tensor(_Record):
+class Tensor(StrictModel):
     """One input or output of a graph; dynamic dimensions are named."""
 
     name: str
@@ -51,7 +48,7 @@ class Tensor(_Record):
     shape: list[int | str]
 
 
-class Bundle(_Record):
+class Bundle(StrictModel):
     """`bundle.json`."""
 
     backend: str
