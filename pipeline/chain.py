@@ -11,8 +11,8 @@ from typing import Any
 from pipeline import console
 from pipeline.checkpoint import inspect_checkpoint
 from pipeline.config import Config
-from pipeline.digest import file_digest, files_digest
-from pipeline.errors import UserError
+from pipeline.digest import FIRST_PARTY, file_digest, files_digest
+from pipeline.errors import MissingRequirement, UserError
 from pipeline.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.records import Engine, Progress
 from pipeline.store import Artifact, Recipe, Store
@@ -22,8 +22,17 @@ ONNX = ("onnx", "onnxscript", "onnxruntime", "numpy")
 
 
 def entry(module: str, function: str) -> Callable[..., Any]:
-    """A stage's function. By name: stages import torch and the like, which a configuration error must not wait for."""
-    stage: Callable[..., Any] = getattr(import_module(module), function)
+    """A stage's function. By name: stages import torch and the like, which a configuration error must not wait for.
+
+    Raises MissingRequirement when a library that the stage needs is not installed.
+    """
+    try:
+        stage: Callable[..., Any] = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library in FIRST_PARTY:
+            raise
+        raise MissingRequirement(f"{module} needs {library}, which is not installed here: pip install {library}") from error
     return stage
 
 
