@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from pipeline import __version__
 from pipeline.chain import check_inputs
 from pipeline.compose import CONF, plan, to_config
-from pipeline.errors import REFUSALS, UserError, exit_code
+from pipeline.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """The id that joins the candidates of one command reaches every job, whatever launches it, through the environment."""
@@ -63,6 +63,8 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
         _job()
         return 0
+    if arguments.config_dir and not Path(arguments.config_dir).is_dir():
+        raise UserError(f"--config-dir={arguments.config_dir}: no such directory")
     extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
     asked = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg:
@@ -81,7 +83,7 @@ def _dispatch(argv: list[str]) -> int:
         _job()
     finally:
         code = conclude_sweep(asked.jobs[0], os.environ[SWEEP_VARIABLE])
-    return code
+    return max([code, *_codes], key=SEVERITY.index)
 
 
 def main() -> int:
@@ -96,6 +98,9 @@ def main() -> int:
     except REFUSALS as error:
         _say(error)
         return exit_code(error)
+    except KeyboardInterrupt:
+        print("pipeline: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -15,6 +15,11 @@ class MissingRequirement(Exception):
 
 EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
 DEFECT = 1
+INTERRUPTED = 130
+"""Ctrl-C or SIGTERM, as shells number it."""
+
+SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
+"""Exit codes from good to bad: a sweep's is the worst of its jobs'."""
 
 REFUSALS = tuple(EXIT_CODES)
 

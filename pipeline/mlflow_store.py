@@ -69,7 +69,10 @@ class MlflowStore:
                 self._registered_model()
         except MlflowException as error:
             reason = redact_text(str(error)).splitlines()[0]
-            raise UserError(f"tracking.uri={redact_text(location.uri)} cannot be used: {reason}") from error
+            if location.served:
+                reason = "no MLflow server answers there; start it, or name another"
+            where = f"{redact_text(location.uri)} (tracking.uri or {ENVIRONMENT})"
+            raise UserError(f"MLflow's store {where} cannot be used: {reason}") from error
         self._reap()
 
     def _experiment(self) -> str:

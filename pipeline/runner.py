@@ -14,7 +14,7 @@ from rich.markup import escape
 from pipeline import console, registry, summary, tables
 from pipeline.chain import Chain, entry
 from pipeline.config import Config
-from pipeline.errors import DEFECT, EXIT_CODES, REFUSALS, GateRefusal, UserError, exit_code
+from pipeline.errors import DEFECT, EXIT_CODES, INTERRUPTED, REFUSALS, GateRefusal, UserError, exit_code
 from pipeline.gates import decide
 from pipeline.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.store import Store
@@ -159,6 +159,9 @@ STAGES: dict[str, Callable[[Run], None]] = {
 }
 
 
+JUDGING = ("evaluate", "all")
+
+
 def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
     """Run one job; summary.json says how it ended. Raises one of REFUSALS; anything else is a defect.
 
@@ -166,23 +169,27 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
     """
     label = " ".join([config.kv.name, *changed])
     job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
-    # promotion and rollback work on the last sweep; everything else begins or joins one
-    works_on_last = config.stage in ("promote", "rollback")
     code = DEFECT
     try:
-        if not works_on_last:
+        if config.stage not in ("promote", "rollback"):
             console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
     except REFUSALS as error:
         code = exit_code(error)
         raise
+    except (KeyboardInterrupt, SystemExit):
+        code = INTERRUPTED
+        raise
     finally:
-        summary.finish(config.work, None if works_on_last else sweep, code)
+        # only a judgement begins or joins a sweep; promotion, and a build in between, leave the last one's candidates
+        summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
 
 
 def conclude_sweep(config: Config, sweep: str) -> int:
     """The end of a sweep: the comparison, and its exit code: the worst of its jobs', else whether any candidate passed."""
+    if config.stage not in JUDGING:
+        return 0
     found = summary.load(config.work)
     if found.sweep != sweep or not found.candidates:
         return found.exit_code if found.sweep == sweep else DEFECT

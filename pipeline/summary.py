@@ -9,11 +9,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.errors import UserError
+from pipeline.errors import SEVERITY, UserError
 
 FILE = "summary.json"
-SEVERITY = (0, 3, 4, 2, 1)
-"""Exit codes from good to bad: a sweep's is the worst of its jobs'."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Candidate:
     reasons: tuple[str, ...]
     kib_per_token: float
     metrics: Mapping[str, float | None]
-    """Names grouped by prefix: quality/, fidelity/, perf/, memory/, gate/."""
+    """Names grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine_digest: str
     baseline_digest: str
     report_digest: str

@@ -28,6 +28,7 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--frobnicate"], "--frobnicate"),
         (["kv=fp8", "backend=tensorflow"], "backend=tensorflow: no such option"),
         (["+gates.margins.retreival=0.02"], "gates.margins.retreival=0.02: retreival has no answers to judge"),
+        (["--config-dir", "nowhere", "kv=mine"], "--config-dir=nowhere: no such directory"),
         (["experiment=demi"], "experiment=demi: no such option, did you mean demo?"),
         (["--cfg", "job", "kv=fp9"], "kv=fp9: no such option, did you mean fp8?"),
         (["seed=0", "-m", "kv=fp8,fp9"], "kv=fp9: no such option, did you mean fp8?"),

@@ -69,6 +69,13 @@ def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
     assert sorted(str(p) for p in (work / "artifacts").glob("*/*")) == before
 
 
+def test_a_build_in_between_leaves_the_candidates_of_the_last_sweep(swept: Swept) -> None:
+    before = summary(swept[0])
+    result = pipeline(swept[0], "stage=build", "kv=int8")
+    assert result.returncode == 0, result.stderr
+    assert summary(swept[0])["candidates"] == before["candidates"]
+
+
 def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:

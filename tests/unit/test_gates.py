@@ -170,6 +170,15 @@ def test_a_heavy_tail_fails_at_the_percentile() -> None:
     assert [c.gate for c in found.checks if c.status == "FAIL"] == ["max_p999_kl"]
 
 
+def test_a_slope_through_two_documents_decides_nothing() -> None:
+    unjudged = {"judged": False, "baseline_correct": None, "candidate_correct": None}
+    short, long = (
+        row("prose", 0, **unjudged),
+        row("prose", 1, **unjudged).model_copy(update={"context_tokens": 1100, "mean_kl": 0.04}),
+    )
+    assert verdict([short, long]).status == "INCONCLUSIVE"
+
+
 def test_a_distance_that_grows_with_the_context_fails_at_the_slope() -> None:
     rows = [r.model_copy(update={"mean_kl": 1e-4 * r.context_tokens}) for r in every_class()]
     found = verdict(rows)
