@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from pipeline.kv import KVPolicy, KVShape
@@ -17,19 +16,21 @@ def test_the_two_commands_stand_first() -> None:
     assert README.index("make demo") < README.index("make test") < 500
 
 
-@pytest.mark.parametrize(
-    "name",
-    [p.name for p in sorted((ROOT / "pipeline").glob("*.py")) if p.name != "__init__.py"]
-    + [f"{p.name}/" if p.is_dir() else p.name for p in sorted((ROOT / "stages").iterdir()) if not p.name.startswith("_")],
-)
-def test_the_tree_names_every_file(name: str) -> None:
-    assert re.search(rf"(?<![\w/]){re.escape(name)}", TREE), f"{name} is missing in README's tree"
+def tree_files() -> set[str]:
+    """Paths of the Python files that the tree names, from its indentation."""
+    found, folders = set(), ["", "", ""]
+    for indent, name in re.findall(r"^( *)([\w.]+/?)  ", TREE, re.MULTILINE):
+        depth = len(indent) // 2
+        if name.endswith("/"):
+            folders[depth + 1 :] = [folders[depth] + name] + [""] * (1 - depth)
+        elif name.endswith(".py"):
+            found.add(folders[depth] + name)
+    return found
 
 
-def test_the_tree_names_nothing_that_is_gone() -> None:
-    lines = re.findall(r"^  ((?:[\w]+\.py ?)+)", TREE, re.MULTILINE)
-    for name in " ".join(lines).split():
-        assert (ROOT / "pipeline" / name).is_file() or (ROOT / "stages" / name).is_file(), name
+def test_the_tree_names_every_file_and_none_that_is_gone() -> None:
+    paths = [p for package in ("pipeline", "stages") for p in (ROOT / package).rglob("*.py") if p.name != "__init__.py"]
+    assert tree_files() == {p.relative_to(ROOT).as_posix() for p in paths}
 
 
 def test_the_table_of_policies_is_the_policies_own_arithmetic() -> None:
