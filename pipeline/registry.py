@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.errors import GateRefusal, UserError
-from pipeline.report import jsonl_lines
+from pipeline.report import REPORT_FILE, SAMPLES_FILE, jsonl_lines
 from pipeline.summary import Candidate
 
 PASS = "PASS"
@@ -61,7 +61,7 @@ class Move:
 
 def evidence_digest(report: Path, samples: Path) -> str:
     """Digest of a report and its sample rows, as a model version cites them."""
-    return files_digest({"report.json": file_digest(report), "samples.jsonl": file_digest(samples)})
+    return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(samples)})
 
 
 def live_tokens(candidate: Candidate) -> float:

@@ -1,11 +1,16 @@
 """The chain of artifacts: what it needs is named when it is missing."""
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.chain import entry
+from pipeline import store as store_module
+from pipeline.chain import Chain, entry
+from pipeline.digest import tree_files
 from pipeline.errors import MissingRequirement, exit_code
+from pipeline.store import Recipe, Store
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +25,22 @@ def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pyte
 def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
     with pytest.raises(ModuleNotFoundError):
         entry("stages.nothing", "at_all")
+
+
+def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+
+    def count(target: Path) -> dict[str, str]:
+        hashed.append(target)
+        return tree_files(target)
+
+    recipe = Recipe("demo", ("pipeline.kv",), {}, {})
+    store = Store(tmp_path)
+    store.get(recipe, lambda _: None)
+    monkeypatch.setattr(store_module, "tree_files", count)
+    config: Any = None  # `_get` does not look at it
+    chain = Chain(config, store)
+    first = chain._get(recipe, lambda *_: None)
+    assert chain._get(recipe, lambda *_: None) is first
+    assert len(hashed) == 1
+    assert len(chain.done) == 1
