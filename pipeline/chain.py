@@ -72,6 +72,10 @@ class Chain:
     def directory(self) -> Path:
         return self.config.model.directory
 
+    @property
+    def backend(self) -> "Backend":
+        return BACKENDS[self.config.backend.name]
+
     @cached_property
     def checkpoint_digest(self) -> str:
         """Of the files that make the model; a repository may hold other formats beside them."""
@@ -135,14 +139,14 @@ class Chain:
     def bundle(self, policy: KVPolicy) -> Artifact:
         """The engine bundle of `policy`."""
         quantized = self.quantized(policy)
-        decoder = self.decoder(quantized)
-        inputs = {"decoder": decoder.digest, "scales": quantized.files[SCALES_FILE]}
-        recipe = Recipe("build", ("stages.onnx.build",), {"kv": policy.model_dump()}, inputs, ONNX)
+        model, digest = self.backend.model(self, quantized)
+        inputs = {"model": digest, "scales": quantized.files[SCALES_FILE]}
+        code = f"{self.backend.package}.build"
+        recipe = Recipe("build", (code,), {"kv": policy.model_dump()}, inputs, self.backend.libraries)
 
         def make(out: Path, progress: Progress) -> None:
-            build = entry("stages.onnx.build", "build_bundle")
             scales = quantized.path / SCALES_FILE
-            build(decoder.path, out, policy=policy, scales=scales, progress=progress)
+            entry(code, "build_bundle")(model, out, policy=policy, scales=scales, progress=progress)
 
         return self._get(recipe, make, policy)
 
@@ -182,8 +186,8 @@ class Chain:
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
         config: dict[str, object] = {"workloads": workloads.model_dump(), "threads": threads}
-        code = ("stages.evaluate", "stages.onnx.engine")
-        libraries = (*ONNX, "transformers", "tokenizers", "safetensors", "scipy")
+        code = ("stages.evaluate", f"{self.backend.package}.engine")
+        libraries = (*self.backend.libraries, "transformers", "tokenizers", "safetensors", "numpy", "scipy")
         return Recipe(stage, code, config, inputs, libraries, measures_time=True)
 
     def _asked(self, bundle: Artifact) -> tuple[Any, Any]:
@@ -193,7 +197,7 @@ class Chain:
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """What loads the bundle, once per call."""
-        load = entry("stages.onnx.engine", "load_engine")
+        load = entry(f"{self.backend.package}.engine", "load_engine")
         return lambda: load(bundle.path, threads=self.config.backend.threads)
 
     def _get(self, recipe: Recipe, make: Callable[[Path, Progress], None], policy: KVPolicy | None = None) -> Artifact:
@@ -212,3 +216,28 @@ class Chain:
         took = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
         console.out.print(f"  {title:<24} {took:>8}  {artifact.path}", soft_wrap=True)
         return artifact
+
+
+def _exported(chain: Chain, quantized: Artifact) -> tuple[Path, str]:
+    decoder = chain.decoder(quantized)
+    return decoder.path, decoder.digest
+
+
+def _checkpoint(chain: Chain, quantized: Artifact) -> tuple[Path, str]:  # noqa: ARG001  (the table's signature)
+    return quantized.path / "checkpoint", quantized.digest_under("checkpoint")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What builds and runs the engines of a backend: `build_bundle` in PACKAGE.build, `load_engine` in PACKAGE.engine."""
+
+    package: str
+    libraries: tuple[str, ...]
+    model: Callable[[Chain, Artifact], tuple[Path, str]]
+    """What a bundle is built from, and its digest."""
+
+
+BACKENDS: dict[str, Backend] = {
+    "onnxruntime": Backend("stages.onnx", ONNX, _exported),
+    "torch": Backend("stages.oracle", TORCH, _checkpoint),
+}

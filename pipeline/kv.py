@@ -1,21 +1,19 @@
-"""KV policies: how keys and values are stored in the cache, and exactly how many bytes that takes.
+"""KV policies: which format every part of the cache has, and exactly how many bytes that takes.
 
-Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantization factor: x ~ code * scale.
+Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantization factor: x ~ code * scale + zero.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from pipeline.errors import UserError
+from pipeline.formats import Format
 from pipeline.strict import StrictModel
 
 PAGE_TOKENS = 64
 """Tokens in a page of the pool, fixed by the page layout that every backend and kernel shares."""
-
-SCALE_BYTES = 2
-"""Scales that are stored per token or per group are float16."""
 
 EXACT_BYTES = 2
 """Sink and recent tokens are kept as float16."""
@@ -24,73 +22,8 @@ POLICY_FILE = "kv_policy.json"
 SCALES_FILE = "kv_scales.json"
 """A KVPolicy and its KVScales, beside the quantized checkpoint and in every engine bundle."""
 
-DType = Literal["fp16", "fp8_e4m3", "int8", "int4"]
-Granularity = Literal["none", "per_tensor", "per_token", "per_group"]
-ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
-
-BITS: dict[DType, int] = {"fp16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
-CODE_MAX: dict[DType, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
-"""Largest magnitude of a code; scale = amax / CODE_MAX."""
-
-
-class Format(StrictModel):
-    """How one side of the cache (keys or values) is stored.
-
-    granularity says what shares a scale: `per_tensor` one per layer (static), `per_token` one per token and KV head,
-    `per_group` one per token, KV head and `group_size` channels (both dynamic, stored beside the codes as float16).
-    scale says where it comes from: `calibrated` by ModelOpt, `uncalibrated` is 1.0, `dynamic` is amax / CODE_MAX of what
-    is written.
-    """
-
-    dtype: DType
-    granularity: Granularity = "none"
-    group_size: int | None = None
-    symmetric: bool = True
-    scale: ScaleSource = "none"
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if not self.symmetric:
-            raise ValueError("symmetric must be true: asymmetric codes are not implemented")
-        if self.dtype == "fp16":
-            if (self.granularity, self.scale, self.group_size) != ("none", "none", None):
-                raise ValueError("dtype fp16 has no scale: set granularity=none, scale=none and group_size=null")
-            return self
-        expected: dict[Granularity, tuple[ScaleSource, ...]] = {
-            "per_tensor": ("calibrated", "uncalibrated") if self.dtype == "fp8_e4m3" else ("calibrated",),
-            "per_token": ("dynamic",),
-            "per_group": ("dynamic",),
-        }
-        if self.granularity not in expected:
-            raise ValueError(f"granularity must be one of {', '.join(expected)} for dtype {self.dtype}, got none")
-        if self.scale not in expected[self.granularity]:
-            allowed = " or ".join(expected[self.granularity])
-            raise ValueError(f"scale must be {allowed} for {self.dtype} {self.granularity}, got {self.scale}")
-        if self.granularity == "per_group" and self.group_size not in (16, 32, 64, 128):
-            raise ValueError(f"group_size must be 16, 32, 64 or 128, got {self.group_size}")
-        if self.granularity != "per_group" and self.group_size is not None:
-            raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
-        return self
-
-    @property
-    def static(self) -> bool:
-        """Whether one scale per layer is fixed at build time (and stored once, not per token)."""
-        return self.granularity == "per_tensor"
-
-    def code_bytes(self, head_dim: int) -> int:
-        """Bytes of the codes of one token of one KV head."""
-        return head_dim * BITS[self.dtype] // 8
-
-    def scales_per_token(self, head_dim: int) -> int:
-        """Stored scales of one token of one KV head: 0 when static or unscaled, 1 per token, D / group_size per group."""
-        if self.granularity == "per_group":
-            assert self.group_size is not None
-            return head_dim // self.group_size
-        return 1 if self.granularity == "per_token" else 0
-
-    def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token of one KV head, its scales included."""
-        return self.code_bytes(head_dim) + SCALE_BYTES * self.scales_per_token(head_dim)
+SideName = Literal["key", "value", "window_key", "window_value"]
+"""One stored copy of the keys or values of a layer: of every token, or of the tokens in the window only."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +35,92 @@ class KVShape:
     head_dim: int
 
 
+class Window(StrictModel):
+    """A finer format for younger tokens. A page is in the window while any of its tokens is among the last `tokens`.
+
+    Pages in the window are stored twice, so that a page leaves it by being forgotten, not by being rounded again. A side
+    without a format of its own reads young tokens like old ones.
+    """
+
+    tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    key: Format | None = None
+    value: Format | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("key and value are both null: give the window a format, or set window=null")
+        return self
+
+    def first_page(self, length: int) -> int:
+        """First page that is in the window of a cache of `length` tokens."""
+        return max(0, length - self.tokens) // PAGE_TOKENS
+
+
+class LayerOverride(StrictModel):
+    """Other formats for some layers (0 is the first). An overridden side is stored once: the window does not apply to it."""
+
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
+    key: Format | None = None
+    value: Format | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("key and value are both null: give the layers a format")
+        return self
+
+
 class KVPolicy(StrictModel):
-    """A cache format for keys, one for values, and how many tokens at either end stay exact (float16)."""
+    """A cache format for keys, one for values, and where another one applies: the first and the latest tokens, which are
+    kept exact (float16), a window of younger tokens, single layers."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
     key: Format
     value: Format
     sink_tokens: int = Field(default=0, ge=0, le=1024)
     recent_tokens: int = Field(default=0, ge=0, le=4096)
+    window: Window | None = None
+    overrides: Annotated[tuple[LayerOverride, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _one_override_a_layer(self) -> Self:
+        for side in ("key", "value"):
+            layers = [layer for override in self.overrides if getattr(override, side) for layer in override.layers]
+            twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+            if twice:
+                raise ValueError(f"overrides give layer {twice[0]} two {side} formats; name each layer once")
+        return self
+
+    def sides(self, layer: int) -> dict[SideName, Format]:
+        """Every stored copy of a layer's keys and values, in the order of SideName."""
+        named: dict[SideName, Format] = {"key": self.key, "value": self.value}
+        if self.window is not None:
+            named |= {"window_key": self.window.key} if self.window.key is not None else {}
+            named |= {"window_value": self.window.value} if self.window.value is not None else {}
+        for override in self.overrides:
+            if layer in override.layers:
+                if override.key is not None:
+                    named["key"] = override.key
+                    named.pop("window_key", None)
+                if override.value is not None:
+                    named["value"] = override.value
+                    named.pop("window_value", None)
+        return named
+
+    @property
+    def formats(self) -> tuple[tuple[str, Format], ...]:
+        """Every format with the configuration key below `kv.` that gives it."""
+        named: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
+        if self.window is not None:
+            named += [("window.key", self.window.key), ("window.value", self.window.value)]
+        for number, override in enumerate(self.overrides):
+            named += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
+        return tuple((name, form) for name, form in named if form is not None)
 
     @property
     def quantized(self) -> bool:
-        return self.key.dtype != "fp16" or self.value.dtype != "fp16"
+        return any(form.dtype != "fp16" for _, form in self.formats)
 
     @property
     def exact_tokens(self) -> int:
@@ -121,41 +128,94 @@ class KVPolicy(StrictModel):
         return self.sink_tokens + self.recent_tokens
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError when a group does not divide the model's head_dim."""
-        for side, form in (("key", self.key), ("value", self.value)):
-            if form.group_size is not None and shape.head_dim % form.group_size:
+        """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
+        for name, form in self.formats:
+            refusal = form.refuse_head_dim(shape.head_dim)
+            if refusal is not None:
+                raise UserError(f"kv.{name}.{refusal}")
+        for number, override in enumerate(self.overrides):
+            if max(override.layers) >= shape.layers:
                 raise UserError(
-                    f"kv.{side}.group_size={form.group_size} does not divide the model's head_dim {shape.head_dim}; "
-                    "choose one that does, or granularity=per_token"
+                    f"kv.overrides.{number}.layers={list(override.layers)}: the model has {shape.layers} layers, the last "
+                    f"is {shape.layers - 1}"
                 )
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        """Bytes that one more token costs in the paged pools of all layers, per-token scales included."""
-        per_head = self.key.token_bytes(shape.head_dim) + self.value.token_bytes(shape.head_dim)
-        return shape.layers * shape.kv_heads * per_head
+        """Bytes that one more token costs for good in the pools of all layers, per-token scales included.
+
+        What is held of sinks, recent tokens and the window is bounded per sequence: `exact_bytes`, `window_bytes`.
+        """
+        return shape.kv_heads * sum(
+            form.token_bytes(shape.head_dim)
+            for layer in range(shape.layers)
+            for side, form in self.sides(layer).items()
+            if not side.startswith("window")
+        )
 
     def pool_bytes(self, shape: KVShape, pages: int) -> int:
         """Bytes of the pools of all layers for `pages` pages."""
         return pages * PAGE_TOKENS * self.bytes_per_token(shape)
+
+    def window_page_bytes(self, shape: KVShape) -> int:
+        """Bytes of the second copies of one page in the window, all layers."""
+        return PAGE_TOKENS * shape.kv_heads * sum(
+            form.token_bytes(shape.head_dim)
+            for layer in range(shape.layers)
+            for side, form in self.sides(layer).items()
+            if side.startswith("window")
+        )  # fmt: skip
+
+    def window_pages(self, length: int) -> int:
+        """Pages in the window of a cache of `length` tokens, 0 without a window."""
+        if self.window is None:
+            return 0
+        return -(-length // PAGE_TOKENS) - self.window.first_page(length)
 
     def exact_bytes(self, shape: KVShape, sequences: int) -> int:
         """Bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""
         return sequences * self.exact_tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * EXACT_BYTES
 
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
-        """Bytes that one sequence of `tokens` tokens really occupies: whole pages and its exact buffers."""
+        """Bytes that one sequence of `tokens` tokens really occupies: whole pages, its window and its exact buffers."""
         pages = -(-tokens // PAGE_TOKENS)
-        return self.pool_bytes(shape, pages) + self.exact_bytes(shape, 1)
+        window = self.window_pages(tokens) * self.window_page_bytes(shape)
+        return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
 
 
-Scale = Annotated[float, Field(gt=0)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SideScales(StrictModel):
+    """Static scales of one side of one layer, 1, H or H * D of them (head-major), and the zeros of an asymmetric format:
+    x ~ code * scale + zero, where asymmetric codes start at 0."""
+
+    scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
+    zero: tuple[FiniteFloat, ...] | None = None
 
 
 class KVScales(StrictModel):
-    """Static scales by layer (x ~ code * scale); None for a side that has none."""
+    """Static scales by layer; a side that has none (dynamic or exact) is absent."""
 
-    key: tuple[Scale, ...] | None
-    value: tuple[Scale, ...] | None
+    layers: tuple[dict[SideName, SideScales], ...]
+
+    def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
+        """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
+        if len(self.layers) != shape.layers:
+            raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
+        for layer, found in enumerate(self.layers):
+            wanted = {side: form for side, form in policy.sides(layer).items() if form.static}
+            for side in wanted.keys() ^ found.keys():
+                problem = "has no static scale" if side in found else "has static scales, which are missing"
+                raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")
+            for side, form in wanted.items():
+                count = form.static_scales(shape.kv_heads, shape.head_dim)
+                zeros = None if form.symmetric else count
+                stored = found[side].zero
+                if (len(found[side].scale), None if stored is None else len(stored)) != (count, zeros):
+                    raise UserError(
+                        f"{source}: layer {layer}: {side} must hold {count} scales and {zeros or 'no'} zeros for "
+                        f"{form.dtype} {form.granularity}, got {len(found[side].scale)} and {len(stored or ())}"
+                    )
 
 
 FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))

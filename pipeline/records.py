@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pipeline.kv import KVPolicy, KVShape
 
@@ -16,6 +16,9 @@ Progress = Callable[[str, int, int], None]
 """Progress of a stage: what it is doing, how much is done, of how much."""
 
 Check = Literal["none", "exact", "json", "tool_call"]
+
+PREFILL_CHUNK = 1024
+"""Tokens of one prefill run: they see each other exactly, and the cache of the chunks before them like a decoded token."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class MemoryReport:
 
     pool_bytes: int
     exact_bytes: int
+    window_bytes: int
     static_scale_bytes: int
     pages: int
     live_tokens: int
@@ -81,4 +85,14 @@ class Engine(Protocol):
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply every key scale that decoding reads (the stored keys where the format has none): the canary's fault."""
+        ...
+
+
+@runtime_checkable
+class OnePassEngine(Engine, Protocol):
+    """An engine that computes forced decode of a whole sequence at once."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
+        """Logits (len(tokens) - first, vocab_size): row r is what `decode` gives for tokens[first + r] after
+        `prefill` of tokens[:first] (at least one token) and `decode` of those between. No sequence stays behind."""
         ...

@@ -144,6 +144,7 @@ class SystemMetrics(_Record):
     """Pool bytes that the engine really allocated, over the tokens that its pages hold."""
     pool_bytes: int
     exact_bytes: int
+    window_bytes: int
     static_scale_bytes: int
     budget_gib: float
     sequence_tokens: int
@@ -190,6 +191,7 @@ _MEMORY = frozenset(
         "kib_per_token_allocated",
         "pool_bytes",
         "exact_bytes",
+        "window_bytes",
         "static_scale_bytes",
         "budget_gib",
         "sequence_tokens",

@@ -1,4 +1,4 @@
-"""Driving an engine: forced decode and greedy decode, both over a continuously refilled batch.
+"""Driving an engine: forced decode and greedy decode over a continuously refilled batch, or forced decode in one pass.
 
 A prompt's last token is not prefilled but decoded, so that **every** logit, the first one included, was computed by the
 decode path from the quantized cache (prefill logits attend over fresh keys and values and say nothing about the cache).
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.records import Engine
+from pipeline.records import Engine, OnePassEngine
 from stages.evaluate.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
@@ -22,7 +22,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: row r of `logits_BV` predicts token `positions[r]` of the answer of sample `samples[r]`."""
+    """Decoded tokens: row r of `logits_BV` predicts token `positions[r]` of the answer of sample `samples[r]`."""
 
     samples: list[int]
     positions: list[int]
@@ -107,12 +107,30 @@ def forced_decode(
     encoded: Sequence[EncodedSample],
     batch_size: int,
     after_prefill: Callable[[], None] | None = None,
+    one_pass: bool = True,
 ) -> Iterator[Step]:
     """Yield the logits before every reference token of every sample, the reference being fed token by token.
 
-    `after_prefill` runs once sequences were prefilled and before anything is decoded: the canary's moment.
+    An engine that can computes each sample in one pass, unless `one_pass` is false: the same logits but for rounding.
+    `after_prefill` runs once sequences were prefilled and before anything is decoded: the canary's moment. Before one
+    pass it runs first, so that later chunks of a long prompt see what it did as well.
     """
+    if one_pass and isinstance(engine, OnePassEngine):
+        return _one_pass(engine, encoded, after_prefill)
     return _run(engine, encoded, _Forced(encoded), batch_size, after_prefill)
+
+
+def _one_pass(
+    engine: OnePassEngine, encoded: Sequence[EncodedSample], after_prefill: Callable[[], None] | None
+) -> Iterator[Step]:
+    """One step a sample, all its positions at once."""
+    if after_prefill is not None:
+        after_prefill()
+    for i, item in enumerate(encoded):
+        count = len(item.reference)
+        # the last reference token is not fed: what would follow it is not scored
+        logits_BV = engine.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
+        yield Step([i] * count, list(range(count)), logits_BV)
 
 
 def greedy_decode(

@@ -124,13 +124,15 @@ def _noise_floor(
     config: WorkloadsConfig,
     progress: Progress,
 ) -> NoiseFloor:
-    """A/A: the baseline again in another batch composition (one by one; in pairs if it ran one by one before)."""
+    """A/A: the baseline again in another batch composition (one by one; in pairs if it ran one by one before), and token
+    by token even where it ran in one pass."""
     chosen = _first_of_each(encoded, config.noise_samples)
     if not chosen:
         return NoiseFloor(samples=0, fidelity=None, answer_flips=0)
     subset = [encoded[i] for i in chosen]
     other = config.model_copy(update={"batch_size": 1 if config.batch_size > 1 else 2})
-    statistics = score(engine, subset, store, other.batch_size, _label(progress, "baseline: noise floor"))
+    label = _label(progress, "baseline: noise floor")
+    statistics = score(engine, subset, store, other.batch_size, label, one_pass=False)
     again = answers(engine, subset, statistics, tokenizer, other)
     flips = sum(a is not None and a.judgement != given[i].judgement for i, a in zip(chosen, again, strict=True))  # type: ignore[union-attr]
     return NoiseFloor(samples=len(chosen), fidelity=metrics.fidelity(StepStatistics.joined(statistics)), answer_flips=flips)

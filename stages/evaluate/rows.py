@@ -37,13 +37,17 @@ def score(
     *,
     record: bool = False,
     after_prefill: Callable[[], None] | None = None,
+    one_pass: bool = True,
 ) -> list[StepStatistics]:
-    """Forced decode of every sample against `baseline`, or, with `record`, into it. Statistics per sample."""
+    """Forced decode of every sample against `baseline`, or, with `record`, into it. Statistics per sample.
+
+    `after_prefill` and `one_pass` are those of `forced_decode`.
+    """
     lengths = [len(item.reference) for item in encoded]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     everything = StepStatistics.empty(int(starts[-1]))
     done = 0
-    for step in forced_decode(engine, encoded, batch_size, after_prefill):
+    for step in forced_decode(engine, encoded, batch_size, after_prefill, one_pass):
         logp = log_softmax(step.logits_BV)
         places = list(zip(step.samples, step.positions, strict=True))
         tensors = [(baseline.tensor(encoded[i].sample.id), position) for i, position in places]

@@ -52,6 +52,7 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
         kib_per_token_allocated=memory.pool_bytes / (memory.pages * PAGE_TOKENS) / 1024,
         pool_bytes=memory.pool_bytes,
         exact_bytes=memory.exact_bytes,
+        window_bytes=memory.window_bytes,
         static_scale_bytes=memory.static_scale_bytes,
         budget_gib=load.budget_gib,
         sequence_tokens=load.sequence_tokens,

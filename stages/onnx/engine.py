@@ -1,29 +1,27 @@
 """The embedded engine: ONNX Runtime over a paged, quantized KV cache.
 
-Pools stay where they are: a run binds the addresses of the numpy arrays as inputs and outputs, and the new tokens' codes
-are then written into their pages.
+Pools stay where they are: a run binds the addresses of the numpy arrays as inputs, and what is stored of the new tokens is
+then written into their pages.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from pipeline.errors import UserError
 from pipeline.kv import KVScales
-from pipeline.records import MemoryReport
+from pipeline.records import PREFILL_CHUNK, MemoryReport
 from stages.onnx.bundle import Bundle, open_bundle
-from stages.onnx.formats import SCALE_STORAGE
-from stages.onnx.pool import Array, PagedPool, output_name
+from stages.onnx.formats import layer_sides
+from stages.onnx.graph import NUMPY_FLOATS
+from stages.onnx.pool import Array, PagedPool, Spans, scaled
+from stages.onnx.session import GraphSession
+from stages.onnx.surgery import NOT_FINITE
 
-LOGGER_ERROR = 3
-ONNX_FLOAT, ONNX_FLOAT16, ONNX_INT32, ONNX_INT64 = 1, 10, 6, 7
 
-
-def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill_chunk: int = 1024) -> "OnnxEngine":
+def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill_chunk: int = PREFILL_CHUNK) -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
     `max_pages` bounds the pool (it grows as needed), `prefill_chunk` the tokens of one prefill run: a longer prompt
@@ -47,15 +45,21 @@ class OnnxEngine:
         self.vocab_size = bundle.model.vocab_size
         self.pool = pool
         self._chunk = prefill_chunk
-        self._logits_type = ONNX_FLOAT16 if bundle.model.compute_dtype == "float16" else ONNX_FLOAT
-        self._prefill = _session(directory / "prefill.onnx", threads)
-        self._decode = _session(directory / "decode.onnx", threads)
-        self._read_scales: dict[str, npt.NDArray[np.float32]] = {}
-        """Static scales as attention reads them, (L,) by side."""
-        for side, values in (("key", scales.key), ("value", scales.value)):
-            if values is not None:
-                self._read_scales[side] = np.array(values, np.float32)
-        self._key_fault = 1.0
+        self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
+        self._prefill = GraphSession(directory / "prefill.onnx", threads)
+        self._decode = GraphSession(directory / "decode.onnx", threads)
+        self._bound: dict[GraphSession, Spans] = {}
+        """What of the pool's arrays a session's inputs are."""
+        self._constants: dict[str, npt.NDArray[np.float32]] = {}
+        """Static scales and zeros as attention reads them, by graph input."""
+        self._faults: dict[str, float] = {}
+        """What `corrupt_key_scale` multiplies arrays of the pool with."""
+        for layer in range(self.shape.layers):
+            for side in layer_sides(self.policy, self.shape, layer).values():
+                self._constants |= {f"{name}.{layer}": values for name, values in side.parameters(scales, layer).items()}
+        for session in (self._prefill, self._decode):
+            for name, values in self._constants.items():
+                session.bind_input(name, values)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
         """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
@@ -68,7 +72,8 @@ class OnnxEngine:
                 handles.append(self.pool.start())
                 self.pool.reserve(handles[-1:], len(prompt))
                 for first in range(0, len(prompt), self._chunk):
-                    logits[i] = self._prefill_chunk(handles[-1], prompt[first : first + self._chunk])[0]
+                    ids = np.array([prompt[first : first + self._chunk]], np.int64)
+                    logits[i] = self._run(self._prefill, handles[-1:], ids)[0]
         except UserError:
             self.release(handles)
             raise
@@ -80,10 +85,7 @@ class OnnxEngine:
             raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
         self._check_tokens(tokens)
         self.pool.reserve(sequences, 1)
-        ids = np.array(tokens, np.int64)[:, None]
-        logits, codes = self._run(self._decode, sequences, ids)
-        self.pool.append_step(sequences, codes)
-        return logits
+        return self._run(self._decode, sequences, np.array(tokens, np.int64)[:, None])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
@@ -114,25 +116,29 @@ class OnnxEngine:
             raise
         return out
 
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens, which shares the full pages of the first."""
+        return self.pool.fork(sequence)
+
     def release(self, sequences: Sequence[int]) -> None:
         """Free the sequences' pages and exact buffers."""
         for handle in sequences:
             self.pool.release(handle)
 
     def memory(self) -> MemoryReport:
-        return self.pool.memory(sum(scales.nbytes for scales in self._read_scales.values()))
+        return self.pool.memory(sum(values.nbytes for values in self._constants.values()))
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply what decoding reads the keys with, of stored and of later tokens; the codes stay right."""
-        if "key" in self._read_scales:
-            self._read_scales["key"] *= np.float32(factor)
-            return
-        self.pool.scale_array(self._key_fault_target, factor)
-        self._key_fault *= factor
-
-    @property
-    def _key_fault_target(self) -> str:
-        return "key_scale_pool" if "key_scale_pool" in self.pool.arrays else "key_pool"
+        for layer in range(self.shape.layers):
+            for side in layer_sides(self.policy, self.shape, layer).values():
+                for name in side.fault_targets if side.name.endswith("key") else ():
+                    target = f"{name}.{layer}"
+                    if target in self._constants:
+                        self._constants[target] *= np.float32(factor)
+                    else:
+                        self.pool.scale_array(target, factor)
+                        self._faults[target] = self._faults.get(target, 1.0) * factor
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not len(tokens):
@@ -140,58 +146,39 @@ class OnnxEngine:
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             raise UserError(f"token ids must be in [0, {self.vocab_size}), got {min(tokens)} to {max(tokens)}")
 
-    def _prefill_chunk(self, handle: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        logits, codes = self._run(self._prefill, [handle], np.array([tokens], np.int64))
-        self.pool.append_tokens(handle, codes)
-        return logits
-
-    def _run(
-        self, session: Any, handles: Sequence[int], ids: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float32], dict[str, Array]]:
-        """Logits (B, V) and the new codes, (L, B, H, S, W) by the pool array that they belong to."""
-        batch, length = ids.shape
-        tables = self.pool.tables(handles)
-        binding = session.io_binding()
-        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(length)
-        bound: dict[str, tuple[Array, int]] = {
-            "input_ids": (ids, ONNX_INT64),
-            "position_ids": (positions, ONNX_INT64),
-            "last": (np.full(batch, length - 1, np.int64), ONNX_INT64),
-            **{name: (table, ONNX_INT32) for name, table in tables.items()},
+    def _run(self, session: GraphSession, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last."""
+        batch, tokens = ids.shape
+        tables, spans = self.pool.view(handles)
+        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(tokens)
+        inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
+        for name, values in inputs.items():
+            session.put(name, values)
+        if self._bound.get(session) != spans:
+            for name in self.pool.arrays:
+                session.bind_input(name, self.pool.shown(name, spans))
+            self._bound[session] = spans
+        new: dict[str, Array] = {
+            name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
+            for name, array in self.pool.arrays.items()
         }
-        for name, (array, kind) in bound.items():
-            binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)
-        codes = self._bind_cache(binding, batch, length)
-        raw = np.empty((batch, self.vocab_size), np.float16 if self._logits_type == ONNX_FLOAT16 else np.float32)
-        binding.bind_output("logits", "cpu", 0, self._logits_type, raw.shape, raw.ctypes.data)
-        session.run_with_iobinding(binding)
-        logits = raw.astype(np.float32, copy=False)
-        if self._key_fault != 1.0:
-            target = self._key_fault_target
-            codes[target] = (codes[target].astype(np.float32) * self._key_fault).astype(np.float16)
-        return logits, codes
+        logits = session.output("logits", (batch, self.vocab_size), self._float)
+        sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
+        session.run()
+        if sums.any():
+            self._refuse(sums, handles)
+        self.pool.append(handles, new | {name: scaled(new[name], factor) for name, factor in self._faults.items()})
+        return logits.astype(np.float32)
 
-    def _bind_cache(self, binding: Any, batch: int, length: int) -> dict[str, Array]:
-        """Bind the pools, static scales and exact buffers of all layers, and fresh arrays for the new tokens' codes."""
-        kinds = {f"{name}_pool": side.storage.onnx_type for name, side in self.pool.sides.items()}
-        codes: dict[str, Array] = {}
-        for name, array in self.pool.arrays.items():
-            kind = kinds.get(name, SCALE_STORAGE.onnx_type)
-            seen = (self.pool.bound(name), *array.shape[2:])
-            for layer in range(self.shape.layers):
-                address = array.ctypes.data + layer * array.strides[0]
-                binding.bind_input(f"{name}.{layer}", "cpu", 0, kind, seen, address)
-            new = np.empty((self.shape.layers, batch, self.shape.kv_heads, length, array.shape[-1]), array.dtype)
-            output = output_name(name)
-            for layer in range(self.shape.layers):
-                address = new.ctypes.data + layer * new.strides[0]
-                binding.bind_output(f"{output}.{layer}", "cpu", 0, kind, new.shape[1:], address)
-            codes[name] = new
-        for side, scales in self._read_scales.items():
-            for layer in range(self.shape.layers):
-                address = scales.ctypes.data + layer * scales.itemsize
-                binding.bind_input(f"{side}_scale.{layer}", "cpu", 0, ONNX_FLOAT, (1,), address)
-        return codes
+    def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
+        """Name the first key or value that is not finite: of the lowest layer, since it spoils the layers above."""
+        head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
+        layer, side = divmod(head // self.shape.kv_heads, 2)
+        handle = handles[row]
+        raise UserError(
+            f"model.path: {('key', 'value')[side]} of layer {layer}, token {self.pool.length(handle) + token} of sequence "
+            f"{handle} is not finite as a float16: check the checkpoint for NaN, infinite or very large weights"
+        )
 
     def _check_finite(self, logits: npt.NDArray[np.float32], handles: Sequence[int]) -> None:
         """Refuse to pick tokens from NaN; `prefill` and `decode` hand it on, since an evaluation has to count it."""
@@ -202,14 +189,3 @@ class OnnxEngine:
                 f"logits of sequence {handle} after {self.pool.length(handle)} tokens are not finite: "
                 "check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
             )
-
-
-def _session(path: Path, threads: int) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = LOGGER_ERROR
-    # Dynamic shapes change at every step: reusing a memory plan per shape would only collect plans.
-    options.enable_mem_pattern = False
-    # Otherwise a dequantized pool is quantized and dequantized again on its way to the gather.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

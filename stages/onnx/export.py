@@ -129,7 +129,23 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
     for tensor in model.graph.initializer:
         del tensor.metadata_props[:]
     del model.graph.metadata_props[:], model.metadata_props[:]
+    _divide(model.graph)
     onnx.save(model, graph)
+
+
+def _divide(graph: onnx.GraphProto) -> None:
+    """x * Reciprocal(y) as x / y, in place: the form in which ONNX Runtime knows an RMSNorm and runs it as one node."""
+    reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
+    for node in graph.node:
+        factor = next((name for name in node.input if name in reciprocals), None)
+        if node.op_type == "Mul" and factor is not None:
+            (x,) = (name for name in node.input if name != factor)
+            node.op_type = "Div"
+            node.input[:] = [x, reciprocals[factor].input[0]]
+    used = {name for node in graph.node for name in node.input}
+    for output, node in reciprocals.items():
+        if output not in used:
+            graph.node.remove(node)
 
 
 def _describe(info: CheckpointInfo, out: Path, compute_dtype: str) -> dict[str, Any]:

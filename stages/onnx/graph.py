@@ -53,7 +53,7 @@ class Body:
             self._constants[key] = name
         return self._constants[key]
 
-    def real(self, value: float | Sequence[float]) -> str:
+    def real(self, value: npt.ArrayLike) -> str:
         """A constant in the compute dtype."""
         return self.const(value, NUMPY_FLOATS[self.compute])
 

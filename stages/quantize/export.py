@@ -13,8 +13,7 @@ from pipeline.records import Progress
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import source_dtype
-from stages.quantize.recipe import sides
-from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf
+from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, validate_tensorrt_llm, validate_unified_hf, why_not
 
 Report = dict[str, Any]
 
@@ -38,17 +37,18 @@ def export_all(
     adapter.cast_for_export(model, dtype)
 
     progress("exporting", 0, 2)
-    reason = why_not(policy) or why_not_tensorrt_llm(info)
+    reason = why_not(policy, TENSORRT_LLM_KV) or why_not_tensorrt_llm(info)
     if reason:
         reports["tensorrt_llm"] = {"written": False, "reason": reason}
     else:
         target = out / "tensorrt_llm"
         adapter.export_tensorrt_llm(copy.deepcopy(model), target, dtype)
         validate_tensorrt_llm(target, policy, weights, layers, scales, scale_floor=adapter.TENSORRT_LLM_SCALE_FLOOR)
-        reports["tensorrt_llm"] = _written(policy, adapter.TENSORRT_LLM_SCALE_FLOOR, shared=True)
+        floor = adapter.TENSORRT_LLM_SCALE_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
+        reports["tensorrt_llm"] = _written(policy, floor, shared=True)
 
     progress("exporting", 1, 2)
-    reason = why_not(policy)
+    reason = why_not(policy, UNIFIED_HF_KV)
     if reason:
         reports["unified_hf"] = {"written": False, "reason": reason}
     else:
@@ -62,18 +62,6 @@ def export_all(
         reports["unified_hf"] = _written(policy, adapter.UNIFIED_HF_SCALE_FLOOR, shared=False)
     progress("exporting", 2, 2)
     return reports
-
-
-def why_not(policy: KVPolicy) -> str | None:
-    """Why no official export can carry the policy, None when both can."""
-    if policy.exact_tokens:
-        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
-    dtypes = [f"{form.dtype} {form.granularity}" for _, form in sides(policy)]
-    if dtypes in (["fp16 none"] * 2, ["fp8_e4m3 per_tensor"] * 2):
-        return None
-    if dtypes[0] != dtypes[1]:
-        return f"{dtypes[0]} keys with {dtypes[1]} values: the exporters know one algorithm for both and would mislabel it"
-    return f"{dtypes[0]} keys and values: the exporters drop this format or claim it without scales"
 
 
 def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:

@@ -1,15 +1,14 @@
 """The only module that imports ModelOpt (0.37 to 0.47): what changes between versions is decided here.
 
-Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim, G = group_size.
+Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
 
 import contextlib
-import fnmatch
 import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -18,14 +17,30 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 from modelopt.torch.quantization.nn import TensorQuantizer
+from torch.utils.hooks import RemovableHandle
 
-from pipeline.kv import CODE_MAX
-from stages.quantize.recipe import GROUP_BACKEND, KV_QUANTIZER, Recipe, Side, check_enabled
+from pipeline.errors import UserError
+from pipeline.formats import Format, Granularity, Rotation
+from pipeline.kv import SideScales
+from stages.oracle.formats import dequantize, hadamard, quantize, static_scales
+from stages.quantize.recipe import (
+    AXES,
+    BACKEND,
+    NOTHING,
+    Attributes,
+    CacheQuantizer,
+    Place,
+    Recipe,
+    check_enabled,
+    measuring_recipe,
+    quantizer_name,
+)
+from stages.quantize.scales import Extremes
 
 VERSION: str = modelopt.__version__
 _VERSION = tuple(int(part) for part in VERSION.split(".")[:2])
 
-GROUP_BACKEND_AVAILABLE = _VERSION >= (0, 41)
+BACKEND_AVAILABLE = _VERSION >= (0, 41)
 UNIFIED_HF_SCALE_FLOOR = 1.0 if _VERSION < (0, 43) else 0.0
 """Smallest FP8 cache scale that the unified HF export writes: max(amax / 448, 1) before 0.43, then amax / 448."""
 TENSORRT_LLM_SCALE_FLOOR = 1.0
@@ -36,8 +51,6 @@ ForwardLoop = Callable[[torch.nn.Module], None]
 
 def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
     """Insert and calibrate the recipe's quantizers in place; RuntimeError unless exactly the expected are enabled."""
-    if any(attributes.get("backend") == GROUP_BACKEND for _, attributes in recipe.entries):
-        _register_group_backend()
     with _quiet() as stdout:
 
         def audible_loop(model: torch.nn.Module) -> None:
@@ -46,40 +59,98 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
             with contextlib.redirect_stdout(stdout):
                 forward_loop(model)
 
-        mtq.quantize(model, _config(recipe), None if forward_loop is None else audible_loop)
-    check_enabled(recipe.expected, {name for name, _ in enabled_quantizers(model)})
+        config, loop = _config(recipe), None if forward_loop is None else audible_loop
+        if not _has_quantizers(model):
+            mtq.quantize(model, config, loop)
+        else:  # quantizing twice is refused before 0.44
+            mtq.set_quantizer_by_cfg(model, config["quant_cfg"])
+            mtq.calibrate(model, config["algorithm"], loop)
+    check_enabled(recipe.expected, enabled_attributes(model))
 
 
-def copy_quantizers(source: torch.nn.Module, target: torch.nn.Module, recipe: Recipe) -> None:
-    """Give `target`, which ModelOpt has converted too, the recipe's quantizers as they were calibrated in `source`."""
-    for name in recipe.expected:
-        (attributes,) = (cfg for wildcard, cfg in recipe.entries if fnmatch.fnmatch(name, wildcard))
-        quantizer = cast(Any, target.get_submodule(name))
-        quantizer.set_from_attribute_config({**attributes, "enable": True})
-        amax = cast(Any, source.get_submodule(name)).amax
-        if amax is not None:
-            quantizer.amax = amax
+def measure(
+    model: torch.nn.Module,
+    places: Mapping[Place, Granularity],
+    rotation: Rotation,
+    forward_loop: ForwardLoop,
+    checkpoint: Path,
+) -> dict[Place, Extremes]:
+    """What the (rotated) keys and values of each place reach; leaves every quantizer of the cache off.
+
+    ModelOpt measures magnitudes only; hooks beside its calibrators take minima and maxima, and both must agree.
+    Raises UserError, naming `checkpoint`, when a value is not finite.
+    """
+    recipe = measuring_recipe(places)
+    seen: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def watch(place: Place, granularity: Granularity) -> Callable[[Any, tuple[Any, ...]], None]:
+        shared = tuple(dim for dim in range(4) if dim not in (AXES[granularity] or ()))
+
+        def hook(_: Any, args: tuple[Any, ...]) -> None:
+            states_BHSD = args[0].detach()
+            low, high = states_BHSD.amin(shared), states_BHSD.amax(shared)
+            if not (torch.isfinite(low) & torch.isfinite(high)).all():
+                layer, side = place
+                raise UserError(
+                    f"model.path={checkpoint}: the {side}s of layer {layer} are not finite on the calibration texts; "
+                    "check the checkpoint"
+                )
+            if place in seen:
+                low, high = torch.minimum(seen[place][0], low), torch.maximum(seen[place][1], high)
+            seen[place] = low, high
+
+        return hook
+
+    def watched_loop(model: torch.nn.Module) -> None:
+        check_enabled(recipe.expected, enabled_attributes(model))
+        with contextlib.ExitStack() as hooks:
+            for place, granularity in places.items():
+                quantizer = _quantizer(model, place)
+                # Before 0.44 a second configuration leaves the first one's axis in the calibrator.
+                quantizer.axis = AXES[granularity]
+                if rotation == "hadamard":
+                    for handle in _rotate_around(quantizer):
+                        hooks.callback(handle.remove)
+                hooks.callback(quantizer.register_forward_pre_hook(watch(place, granularity)).remove)
+            forward_loop(model)
+
+    quantize_model(model, recipe, watched_loop)
+    measured: dict[Place, Extremes] = {}
+    for place in places:
+        quantizer = _quantizer(model, place)
+        if place not in seen or quantizer.amax is None:
+            raise RuntimeError(f"{quantizer_name(place)} was never called: the model's attention bypasses ModelOpt")
+        low, high, amax = (tensor.float().reshape(-1) for tensor in (*seen[place], quantizer.amax))
+        if not torch.equal(torch.maximum(-low, high), amax):
+            raise RuntimeError(f"{quantizer_name(place)}: ModelOpt measured {amax}, its input was {low} to {high}")
+        measured[place] = Extremes(tuple(low.tolist()), tuple(high.tolist()), tuple(amax.tolist()))
+        quantizer.reset_amax()
+        quantizer.disable()
+    return measured
+
+
+def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, CacheQuantizer]) -> None:
+    """Switch on the quantizers of keys and values, with scales that are known already."""
+    if not _has_quantizers(model):
+        quantize_model(model, NOTHING, None)
+    for name, wanted in quantizers.items():
+        quantizer = cast(Any, model.get_submodule(name))
+        if wanted.attributes.get("backend") == BACKEND:
+            _register_backend()
+        quantizer.set_from_attribute_config({**wanted.attributes, "enable": True})
+        if wanted.amax is not None:
+            quantizer.amax = torch.tensor(wanted.amax).reshape(wanted.amax_shape)
+        if wanted.rotated:
+            _rotate_around(quantizer)
 
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:
     return [(name, module) for name, module in model.named_modules() if _is_enabled(module)]
 
 
-def kv_amax(model: torch.nn.Module, side: Side, layers: int) -> list[float]:
-    """Largest magnitude that each layer's quantizer of this side saw; RuntimeError when one saw nothing."""
-    quantizers = [_kv_quantizer(model, side, layer) for layer in range(layers)]
-    for layer, quantizer in enumerate(quantizers):
-        if quantizer.amax is None or quantizer.amax.numel() != 1:
-            raise RuntimeError(f"layer {layer}: the {side} quantizer holds no calibrated maximum, only {quantizer.amax}")
-    return [float(quantizer.amax.float()) for quantizer in quantizers]
-
-
-def set_kv_scale_to_one(model: torch.nn.Module, side: Side, layers: int) -> None:
-    """Make FP8 quantizers of this side uncalibrated: codes are the values themselves."""
-    for layer in range(layers):
-        quantizer = _kv_quantizer(model, side, layer)
-        quantizer.reset_amax()
-        quantizer.amax = torch.tensor(CODE_MAX["fp8_e4m3"])
+def enabled_attributes(model: torch.nn.Module) -> dict[str, Attributes]:
+    """Name -> what every enabled quantizer is set to, in the words of a recipe."""
+    return {name: _attributes(quantizer) for name, quantizer in enabled_quantizers(model)}
 
 
 def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
@@ -138,34 +209,49 @@ def _config(recipe: Recipe) -> dict[str, Any]:
     return {"quant_cfg": table, "algorithm": recipe.algorithm}
 
 
+def _has_quantizers(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, TensorQuantizer) for module in model.modules())
+
+
 def _is_enabled(module: torch.nn.Module) -> bool:
     return isinstance(module, TensorQuantizer) and module.is_enabled
 
 
-def _kv_quantizer(model: torch.nn.Module, side: Side, layer: int) -> Any:
-    return model.get_submodule(f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}")
+def _attributes(quantizer: Any) -> Attributes:
+    attributes: Attributes = {"num_bits": quantizer.num_bits, "axis": quantizer.axis}
+    attributes |= {"narrow_range": quantizer.narrow_range, "type": "dynamic" if quantizer._dynamic else "static"}
+    return attributes | ({"backend": quantizer.backend} if BACKEND_AVAILABLE else {})
 
 
-def _register_group_backend() -> None:
+def _quantizer(model: torch.nn.Module, place: Place) -> Any:
+    return model.get_submodule(quantizer_name(place))
+
+
+def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let the quantizer see rotated states. ModelOpt's own `rotate` needs a CUDA package and does not turn back before 0.47."""
+
+    def rotated(states_BHSD: torch.Tensor) -> torch.Tensor:
+        return states_BHSD @ hadamard(states_BHSD.shape[-1]).to(states_BHSD)
+
+    before = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
+    return before, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
+
+
+def _register_backend() -> None:
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
-    if not tensor_quantizer.is_registered_quant_backend(GROUP_BACKEND):
-        tensor_quantizer.register_quant_backend(GROUP_BACKEND, _fake_quantize_groups)
+    if not tensor_quantizer.is_registered_quant_backend(BACKEND):
+        tensor_quantizer.register_quant_backend(BACKEND, _fake_quantize)
 
 
-def _fake_quantize_groups(states_BHSD: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """Round and restore groups of G channels, each with the scale amax / CODE_MAX of its own values."""
+def _fake_quantize(states_BHSD: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """What the cache would give back, float16 scales and zeros included: the oracle's own arithmetic."""
     extra = quantizer.backend_extra_args
-    shape_BHSD = states_BHSD.shape
-    groups = states_BHSD.reshape(*shape_BHSD[:-1], -1, extra["group_size"]).float()
-    limit = CODE_MAX[extra["dtype"]]
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / limit
-    codes = groups / scale
-    if extra["dtype"] == "fp8_e4m3":
-        codes = codes.clamp(-limit, limit).to(torch.float8_e4m3fn).float()
-    else:
-        codes = codes.round().clamp(-limit, limit)
-    return (codes * scale).reshape(shape_BHSD).to(states_BHSD.dtype)
+    form = Format.model_validate(extra["format"])
+    static = None
+    if extra["static"] is not None:
+        static = static_scales(SideScales.model_validate(extra["static"]), form, *states_BHSD.shape[1::2])
+    return dequantize(quantize(states_BHSD.float(), form, static), form, static).to(states_BHSD.dtype)
 
 
 @contextlib.contextmanager

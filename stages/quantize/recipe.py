@@ -2,17 +2,21 @@
 
 Attributes are ModelOpt's own (`num_bits`, `axis`, `block_sizes`, `type`); the adapter puts them into the form that the
 installed version reads. Keys and values reach their quantizer after the rotary embedding and before the heads are
-repeated, as (batch, num_kv_heads, sequence, head_dim).
+repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.kv import BITS, Format, KVPolicy
+from pipeline.formats import Format, Granularity, Rotation
+from pipeline.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
 from pipeline.weights import WeightsFormat
 
-GROUP_BACKEND = "kvgate_group"
-"""Quantization function that we register with ModelOpt: its own integer blocks only work at one fixed input shape."""
+Attributes = dict[str, Any]
+
+BACKEND = "kvgate"
+"""Quantization function that we register with ModelOpt for the formats that its own arithmetic cannot express."""
 
 # Not "*weight_quantizer": from 0.47 on that also quantizes the embedding, and packs it when it is not tied.
 LINEAR_WEIGHTS = "*_proj.weight_quantizer"
@@ -33,10 +37,25 @@ AWQ_BLOCK = 128
 
 Side = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
+Place = tuple[int, Side]
+"""A layer's keys or values: the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {"key": "k_bmm_quantizer", "value": "v_bmm_quantizer"}
 
+AXES: dict[Granularity, tuple[int, ...] | None] = {
+    "per_tensor": None,
+    "per_head": (1,),
+    "per_channel": (1, 3),
+    "per_token": (0, 1, 2),
+}
+"""ModelOpt's `axis`: the dimensions of BHSD that do not share a scale."""
+STATIC: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_channel")
+"""From coarse to fine: the maximum of a coarse one is the maximum of its parts."""
+
+_FLOAT_BITS: dict[str, tuple[int, int]] = {"fp8_e4m3": (4, 3)}
+"""Floating-point codes that ModelOpt knows per tensor or axis: exponent and mantissa bits. It refuses E5M2."""
+
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
-_WEIGHTS: dict[WeightsFormat, list[tuple[str, dict[str, Any]]]] = {
+_WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
     "none": [],
     "fp8": [(LINEAR_WEIGHTS, _FP8), (LINEAR_INPUTS, _FP8)],
     "int8_sq": [(LINEAR_WEIGHTS, {"num_bits": 8, "axis": 0}), (LINEAR_INPUTS, {"num_bits": 8, "axis": None})],
@@ -48,12 +67,6 @@ _ALGORITHM: dict[WeightsFormat, Any] = {
     "int8_sq": "smoothquant",
     "int4_awq": {"method": "awq_lite", "alpha_step": 0.1},
 }
-_LINEAR_QUANTIZERS: dict[WeightsFormat, tuple[str, ...]] = {
-    "none": (),
-    "fp8": ("weight_quantizer", "input_quantizer"),
-    "int8_sq": ("weight_quantizer", "input_quantizer"),
-    "int4_awq": ("weight_quantizer",),
-}
 
 
 @dataclass(frozen=True)
@@ -61,66 +74,136 @@ class Recipe:
     """One quantization job for ModelOpt."""
 
     algorithm: Any
-    entries: tuple[tuple[str, dict[str, Any]], ...]
+    entries: tuple[tuple[str, Attributes], ...]
     """(wildcard of quantizer names, attributes), every other quantizer off."""
-    expected: frozenset[str]
-    """Names of all quantizers that must be enabled afterwards, no more and no fewer."""
-    calibrated: bool
-    """Whether anything is measured, so that texts have to run."""
-    sidecar_sides: tuple[Side, ...]
-    """Sides that this ModelOpt cannot express: only kv_policy.json says how they are stored."""
+    expected: Mapping[str, Attributes]
+    """Names and attributes of all quantizers that must be enabled afterwards, no more and no fewer."""
 
 
-def make_recipe(weights: WeightsFormat, policy: KVPolicy, layers: int, *, group_backend: bool) -> Recipe:
-    """Recipe of a weights format and a policy; `group_backend` says whether ModelOpt takes GROUP_BACKEND (>= 0.41)."""
-    entries = list(_WEIGHTS[weights])
-    names = [f"{linear}.{quantizer}" for linear in LINEARS for quantizer in _LINEAR_QUANTIZERS[weights]]
-    sidecar: list[Side] = []
-    for side, form in sides(policy):
-        if form.dtype == "fp16":
-            continue
-        if form.granularity == "per_group" and not group_backend:
-            sidecar.append(side)
-            continue
-        entries.append((f"*.{KV_QUANTIZER[side]}", kv_attributes(form)))
-        names.append(f"self_attn.{KV_QUANTIZER[side]}")
-    return Recipe(
-        algorithm=_ALGORITHM[weights],
-        entries=tuple(entries),
-        expected=frozenset(f"model.layers.{layer}.{name}" for layer in range(layers) for name in names),
-        calibrated=weights != "none" or any(form.scale == "calibrated" for _, form in sides(policy)),
-        sidecar_sides=tuple(sidecar),
-    )
+@dataclass(frozen=True)
+class CacheQuantizer:
+    """How a quantizer of keys or values rounds."""
+
+    attributes: Attributes
+    amax: tuple[float, ...] | None
+    """Largest magnitudes that have a code; None where they are dynamic or part of the backend's arguments."""
+    amax_shape: tuple[int, ...]
+    """Shape of `amax` against BHSD, () for one number."""
+    rotated: bool
+    """Whether its input has to be rotated and its output rotated back (the backend does it itself)."""
 
 
-def sides(policy: KVPolicy) -> tuple[tuple[Side, Format], tuple[Side, Format]]:
-    return ("key", policy.key), ("value", policy.value)
+NOTHING = Recipe("max", (), {})
+"""Every quantizer off."""
 
 
-def kv_attributes(form: Format) -> dict[str, Any]:
-    """ModelOpt's attributes of a quantized side's quantizer."""
-    numbers: dict[str, Any] = {"num_bits": (4, 3)}
-    if form.dtype != "fp8_e4m3":
-        # Without narrow_range a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
-        numbers = {"num_bits": BITS[form.dtype], "narrow_range": True}
-    if form.granularity == "per_tensor":
-        return {**numbers, "axis": None}
-    per_token = {**numbers, "axis": (0, 1, 2), "type": "dynamic"}
-    if form.granularity == "per_token":
-        return per_token
-    # The backend computes the groups' scales itself; "dynamic" keeps ModelOpt from collecting a maximum.
-    extra = {"group_size": form.group_size, "dtype": form.dtype}
-    return {**per_token, "backend": GROUP_BACKEND, "backend_extra_args": extra}
+def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
+    """Quantizers of the linear layers of every decoder layer."""
+    expected = {
+        f"model.layers.{layer}.{linear}.{name.removeprefix('*_proj.')}": attributes
+        for layer in range(layers)
+        for linear in LINEARS
+        for name, attributes in _WEIGHTS[weights]
+    }
+    return Recipe(_ALGORITHM[weights], tuple(_WEIGHTS[weights]), expected)
 
 
-def check_enabled(expected: frozenset[str], enabled: set[str]) -> None:
-    """Raise RuntimeError naming what is missing or unexpected: ModelOpt ignores a wildcard that matches nothing."""
-    if enabled != expected:
-        missing, unexpected = sorted(expected - enabled), sorted(enabled - expected)
+def quantizer_name(place: Place) -> str:
+    layer, side = place
+    return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
+
+
+def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Granularity]]:
+    """What calibration has to measure, by rotation: a place and the finest granularity that its copies need.
+
+    A window's copy is of the same tensor as the base copy, so one maximum serves both, unless one of them is rotated.
+    """
+    wanted: dict[Rotation, dict[Place, Granularity]] = {}
+    for layer in range(layers):
+        for name, form in policy.sides(layer).items():
+            if form.scale == "calibrated":
+                places = wanted.setdefault(form.rotation, {})
+                place = layer, side_of(name)
+                places[place] = max(places.get(place, "per_tensor"), form.granularity, key=STATIC.index)
+    return wanted
+
+
+def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
+    """Each place's quantizer alone, by its exact name; a maximum does not depend on `num_bits`."""
+    attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES[granularity]} for place, granularity in places.items()}
+    return Recipe("max", tuple(attributes.items()), attributes)
+
+
+def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales, *, backend: bool) -> dict[str, CacheQuantizer]:
+    """The quantizers of every layer's keys and values by name; a window's second copies have none.
+
+    backend: whether ModelOpt takes BACKEND (>= 0.41). Where it does not, a format that needs it has no quantizer: only
+    kv_policy.json says how that side is stored.
+    """
+    quantizers: dict[str, CacheQuantizer] = {}
+    for layer, static in enumerate(scales.layers):
+        forms = policy.sides(layer)
+        for side in SIDES:
+            if expressed_by(forms[side], backend=backend).startswith("modelopt"):
+                quantizers[quantizer_name((layer, side))] = cache_quantizer(forms[side], static.get(side), shape)
+    return quantizers
+
+
+def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> CacheQuantizer:
+    """`static`: the scales, None for a dynamic format."""
+    if not native(form):
+        # "dynamic" keeps ModelOpt from collecting a maximum: the backend has the scales, or makes them itself.
+        extra = {"format": form.model_dump(), "static": None if static is None else static.model_dump()}
+        foreign = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": extra}
+        return CacheQuantizer(foreign, None, (), rotated=False)
+    axis = AXES[form.granularity]
+    attributes: Attributes = {"num_bits": _FLOAT_BITS.get(form.dtype, form.code.bits), "axis": axis}
+    if form.code.kind == "integer":
+        # Without it a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
+        attributes["narrow_range"] = True
+    rotated = form.rotation != "none"
+    if static is None:
+        return CacheQuantizer({**attributes, "type": "dynamic"}, None, (), rotated)
+    shape_BHSD = (1, shape.kv_heads, 1, shape.head_dim)
+    amax_shape = () if axis is None else tuple(size if dim in axis else 1 for dim, size in enumerate(shape_BHSD))
+    return CacheQuantizer(attributes, tuple(scale * form.code.limit for scale in static.scale), amax_shape, rotated)
+
+
+def native(form: Format) -> bool:
+    """Whether ModelOpt's own arithmetic expresses a quantized format. Its `bias` is no zero point: codes stay symmetric."""
+    known = form.code.kind == "integer" or form.dtype in _FLOAT_BITS
+    return known and form.symmetric and form.granularity in AXES
+
+
+def expressed_by(form: Format, *, backend: bool) -> str:
+    """Who rounds keys or values of this format in ModelOpt's model."""
+    if form.exact:
+        return "not quantized"
+    if native(form):
+        return "modelopt"
+    return "modelopt with kvgate's arithmetic" if backend else "sidecar only"
+
+
+def side_of(name: SideName) -> Side:
+    """What a stored copy is a copy of."""
+    return "key" if name.endswith("key") else "value"
+
+
+def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
+    """Raise RuntimeError naming what is missing, unexpected or otherwise configured than asked.
+
+    ModelOpt ignores a name that matches nothing. enabled: attributes by name, as the quantizers hold them.
+    """
+    if enabled.keys() != expected.keys():
+        missing, unexpected = sorted(expected.keys() - enabled.keys()), sorted(enabled.keys() - expected.keys())
         raise RuntimeError(
             f"ModelOpt enabled {len(enabled)} quantizers instead of {len(expected)}: "
             f"missing {_some(missing)}; unexpected {_some(unexpected)}"
         )
+    for name, attributes in expected.items():
+        for key in attributes.keys() & enabled[name].keys():
+            if attributes[key] != enabled[name][key]:
+                raise RuntimeError(f"{name}: ModelOpt set {key}={enabled[name][key]}, asked for {attributes[key]}")
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -9,15 +9,15 @@ import transformers
 
 from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, POLICY_FILE, SCALES_FILE, Format, KVPolicy, KVScales
+from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
 from pipeline.records import Progress
 from pipeline.weights import WeightsFormat
 from stages.prompts import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, write_dequantized
-from stages.quantize.recipe import LINEARS, Recipe, Side, check_enabled, make_recipe, sides
-from stages.quantize.scales import static_scales
+from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
+from stages.quantize.scales import Measured, static_scales
 from stages.quantize.tokens import tokenize
 
 
@@ -35,29 +35,28 @@ def run(
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     layers = info.shape.layers
-    # Weights first, the cache on the finished weights: AWQ's search would otherwise choose other weights for every KV
-    # policy, and a candidate would differ from its baseline in more than the cache.
-    weight_recipe = make_recipe(weights, FP16_POLICY, layers, group_backend=adapter.GROUP_BACKEND_AVAILABLE)
-    kv_recipe = make_recipe("none", policy, layers, group_backend=adapter.GROUP_BACKEND_AVAILABLE)
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     torch.manual_seed(seed)
 
     progress("loading the checkpoint", 0, 1)
     model = cached = load_model(info)
     progress("loading the checkpoint", 1, 1)
+    # Weights first, the cache on the finished weights: AWQ's search would otherwise choose other weights for every KV
+    # policy, and a candidate would differ from its baseline in more than the cache.
+    linears = weight_recipe(weights, layers)
     if weights == "none":
         copy_checkpoint(info, out / "checkpoint")
     else:
-        adapter.quantize_model(model, weight_recipe, _forward_loop("weights", samples, progress))
+        adapter.quantize_model(model, linears, _forward_loop("weights", samples, progress))
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
         cached = load_model(inspect_checkpoint(out / "checkpoint"))
-    adapter.quantize_model(cached, kv_recipe, _forward_loop("cache", samples, progress) if kv_recipe.calibrated else None)
-    scales = _measure_scales(cached, info, policy)
-    if cached is not model:
-        adapter.copy_quantizers(cached, model, kv_recipe)
-    enabled = {name for name, _ in adapter.enabled_quantizers(model)}
-    check_enabled(weight_recipe.expected | kv_recipe.expected, enabled)
-    used = samples if weight_recipe.calibrated or kv_recipe.calibrated else []
+    measured = measure(cached, info, policy, _forward_loop("cache", samples, progress))
+    scales = static_scales(policy, info.shape, measured, info.path)
+    caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    adapter.add_cache_quantizers(model, caches)
+    enabled = adapter.enabled_attributes(model)
+    check_enabled({**linears.expected, **{name: cache.attributes for name, cache in caches.items()}}, enabled)
+    used = samples if weights != "none" or measured else []
 
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
     (out / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -66,7 +65,7 @@ def run(
         "transformers": transformers.__version__,
         "weights": weights,
         "kv_policy": policy.name,
-        "kv_expressed_by": {side: _expressed_by(side, form, kv_recipe) for side, form in sides(policy)},
+        "kv_expressed_by": [_expressed_by(policy, layer) for layer in range(layers)],
         "quantizers": {"count": len(enabled), "enabled": sorted(enabled)},
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
         "exports": export_all(model, info, out, weights=weights, policy=policy, scales=scales, progress=progress),
@@ -119,18 +118,17 @@ def _forward_loop(what: str, samples: list[list[int]], progress: Progress) -> ad
     return forward_loop
 
 
-def _measure_scales(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy) -> KVScales:
-    layers = info.shape.layers
-    amax: dict[Side, list[float]] = {}
-    for side, form in sides(policy):
-        if form.scale == "calibrated":
-            amax[side] = adapter.kv_amax(model, side, layers)
-        elif form.scale == "uncalibrated":
-            adapter.set_kv_scale_to_one(model, side, layers)
-    return static_scales(policy, layers, amax, info.path)
+def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forward_loop: adapter.ForwardLoop) -> Measured:
+    """What the policy's calibrated sides reach, one pass over the texts for each rotation."""
+    return {
+        rotation: adapter.measure(model, places, rotation, forward_loop, info.path)
+        for rotation, places in measurements(policy, info.shape.layers).items()
+    }
 
 
-def _expressed_by(side: Side, form: Format, recipe: Recipe) -> str:
-    if form.dtype == "fp16":
-        return "not quantized"
-    return "sidecar only" if side in recipe.sidecar_sides else "modelopt"
+def _expressed_by(policy: KVPolicy, layer: int) -> dict[SideName, str]:
+    """A window's second copies have no quantizer: a tensor has one, and it stands for the base copy."""
+    return {
+        name: "sidecar only" if name.startswith("window") else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
+        for name, form in policy.sides(layer).items()
+    }

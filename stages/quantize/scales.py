@@ -1,32 +1,69 @@
 """Static scales of the cache from what calibration measured."""
 
-import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.kv import CODE_MAX, KVPolicy, KVScales
-from stages.quantize.recipe import Side, sides
+from pipeline.formats import MIN_SCALE, Format, Rotation
+from pipeline.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
+from stages.quantize.recipe import Place, side_of
 
 
-def static_scales(policy: KVPolicy, layers: int, amax: dict[Side, list[float]], checkpoint: Path) -> KVScales:
-    """Scales of the policy's static sides: amax / CODE_MAX where calibrated, 1.0 where not.
+@dataclass(frozen=True)
+class Extremes:
+    """What one layer's keys or values reach over the calibration texts: one number, one a KV head, or one a head and
+    channel (head-major)."""
 
-    amax: largest magnitude of each layer's keys or values over the calibration texts, for each calibrated side. They
-    are measured with the weights of `checkpoint/`, which the engine is built from.
-    Raises UserError when it is zero, infinite or NaN: then the checkpoint itself computes nonsense.
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    amax: tuple[float, ...]
+    """Largest magnitude, ModelOpt's measurement."""
+
+
+Measured = Mapping[Rotation, Mapping[Place, Extremes]]
+
+
+def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoint: Path) -> KVScales:
+    """Scales of the policy's static sides: 1.0 where uncalibrated, amax / limit where symmetric, and (max - min) / levels
+    with the minimum as zero where asymmetric.
+
+    They are measured with the weights of `checkpoint/`, which the engine is built from.
+    Raises UserError when a layer's keys or values are all zero: then the checkpoint itself computes nonsense.
     """
-    result: dict[Side, tuple[float, ...] | None] = {}
-    for side, form in sides(policy):
-        if form.scale == "uncalibrated":
-            result[side] = (1.0,) * layers
-        elif form.scale == "calibrated":
-            for layer, measured in enumerate(amax[side]):
-                if not (math.isfinite(measured) and measured > 0):
+    layers: list[dict[SideName, SideScales]] = []
+    for layer in range(shape.layers):
+        static: dict[SideName, SideScales] = {}
+        for name, form in policy.sides(layer).items():
+            count = form.static_scales(shape.kv_heads, shape.head_dim)
+            if form.scale == "uncalibrated":
+                static[name] = SideScales(scale=(1.0,) * count)
+            elif form.scale == "calibrated":
+                extremes = measured[form.rotation][layer, side_of(name)]
+                if max(extremes.amax) == 0:
                     raise UserError(
-                        f"model.path={checkpoint}: the {side}s of layer {layer} reach {measured} on the calibration "
-                        "texts; a scale needs a finite maximum above 0: check the checkpoint"
+                        f"model.path={checkpoint}: the {side_of(name)}s of layer {layer} are all 0 on the calibration texts, "
+                        "which makes no scale; check the checkpoint"
                     )
-            result[side] = tuple(measured / CODE_MAX[form.dtype] for measured in amax[side])
-        else:
-            result[side] = None
-    return KVScales(key=result["key"], value=result["value"])
+                static[name] = _calibrated(form, count, extremes)
+        layers.append(static)
+    return KVScales(layers=tuple(layers))
+
+
+def _calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
+    if form.symmetric:
+        return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.code.limit))
+    low, high = _reduce(extremes.low, count, min), _reduce(extremes.high, count, max)
+    ranges = tuple(top - bottom for bottom, top in zip(low, high, strict=True))
+    return SideScales(scale=_scales(ranges, form.code.levels), zero=low)
+
+
+def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
+    """`count` extremes of equal parts; parts of a head-major sequence are heads."""
+    size = len(fine) // count
+    return tuple(extreme(fine[start : start + size]) for start in range(0, len(fine), size))
+
+
+def _scales(ranges: tuple[float, ...], codes: float) -> tuple[float, ...]:
+    """A head or channel that never changes (a pruned one, say) gets a scale that still divides."""
+    return tuple(reach / codes or MIN_SCALE for reach in ranges)

@@ -6,6 +6,7 @@ all-FP8, INT8 per token is claimed with no scales), so every export passes throu
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pipeline.kv import KVPolicy, KVScales
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy, KVScales, SideName
 from pipeline.weights import WeightsFormat
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 
@@ -36,19 +38,22 @@ class _Layout:
     """Safetensors dtype of the packed weights; None when they stay floating point."""
     linear_scales: tuple[str, ...] = ()
     """Suffixes of scales that every linear layer must have."""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    """What else the config must say of the weights."""
 
 
+_AWQ = {"group_size": AWQ_BLOCK, "has_zero_point": False, "pre_quant_scale": True}
 _HF: dict[WeightsFormat, _Layout] = {
     "none": _Layout(None),
     "fp8": _Layout("FP8", "F8_E4M3", ("weight_scale", "input_scale")),
     "int8_sq": _Layout("W8A8_SQ_PER_CHANNEL", "I8", ("weight_scale", "input_scale")),
-    "int4_awq": _Layout("W4A16_AWQ", "U8", ("weight_scale",)),
+    "int4_awq": _Layout("W4A16_AWQ", "U8", ("weight_scale",), _AWQ),
 }
 _TENSORRT_LLM: dict[WeightsFormat, _Layout] = {
     "none": _Layout(None),
     "fp8": _Layout("FP8", "F8_E4M3", ("weights_scaling_factor", "activation_scaling_factor")),
     "int8_sq": _Layout("W8A8_SQ_PER_CHANNEL", "I8", ("weights_scaling_factor", "activation_scaling_factor")),
-    "int4_awq": _Layout("W4A16_AWQ", "I8", ("weights_scaling_factor",)),
+    "int4_awq": _Layout("W4A16_AWQ", "I8", ("weights_scaling_factor",), _AWQ),
 }
 _TENSORRT_LLM_LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 _HF_PRE_QUANT: dict[WeightsFormat, tuple[str, ...]] = {
@@ -65,6 +70,30 @@ _SCALE_SUFFIXES = (
     ".prequant_scaling_factor",
 )
 _FLOATS = ("F16", "BF16", "F32")
+_KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
+UNIFIED_HF_KV = ("FP8",)
+TENSORRT_LLM_KV = ("FP8", "INT8")
+"""The caches that each export can declare: one algorithm for keys and values, one scale a layer."""
+
+
+def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
+    """Why an export that knows these algorithms of the cache cannot carry the policy, None when it can."""
+    formats = {name: _describe(form) for name, form in policy.formats}
+    if policy.exact_tokens:
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
+    if policy.window is not None:
+        return f"other formats for the last {policy.window.tokens} tokens cannot be declared"
+    if len(set(formats.values())) > 1:
+        listed = ", ".join(f"{name} {description}" for name, description in formats.items())
+        return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
+    if policy.key.exact or _KV_ALGORITHMS.get(formats["key"]) in algorithms:
+        return None
+    return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
+
+
+def _describe(form: Format) -> str:
+    rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}"
 
 
 def validate_unified_hf(
@@ -85,18 +114,18 @@ def validate_unified_hf(
     # An export in which nothing is quantized has no such file from 0.44 on.
     declared = _json(config_file)["quantization"] if config_file.is_file() else {}
     layout = _HF[weights]
-    _check_declared(config_file, declared, policy, layout, weights)
+    algorithm = _kv_algorithm(policy, UNIFIED_HF_KV)
+    _check_declared(config_file, declared, algorithm, layout, f"weights {weights}, kv {policy.name}")
     embedded = _json(directory / "config.json").get("quantization_config") or {}
-    if (embedded.get("kv_cache_scheme") is None) != (_kv_algorithm(policy) is None):
+    if (embedded.get("kv_cache_scheme") is None) != (algorithm is None):
         scheme = embedded.get("kv_cache_scheme")
         raise ExportMismatch(f"{directory / 'config.json'}: kv_cache_scheme is {scheme} for kv policy {policy.name}")
 
     prefix = "model.layers.{layer}."
     pre_quant = tuple(f"{linear}.pre_quant_scale" for linear in _HF_PRE_QUANT.get(weights, ()))
     _check_weights(tensors, layout, [prefix.format(layer=layer) for layer in range(layers)], LINEARS, pre_quant)
-    for tensor, side in (("self_attn.k_proj.k_scale", scales.key), ("self_attn.v_proj.v_scale", scales.value)):
-        expected = None if side is None else [max(scale, scale_floor) for scale in side]
-        _check_kv(tensors, policy, prefix + tensor, expected, layers)
+    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, "key", scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, "value", scale_floor), layers)
 
 
 def validate_tensorrt_llm(
@@ -119,14 +148,17 @@ def validate_tensorrt_llm(
     if config.get("num_hidden_layers") != layers:
         raise ExportMismatch(f"{config_file}: num_hidden_layers is {config.get('num_hidden_layers')}, not {layers}")
     layout = _TENSORRT_LLM[weights]
-    _check_declared(config_file, config.get("quantization") or {}, policy, layout, weights)
+    algorithm = _kv_algorithm(policy, TENSORRT_LLM_KV)
+    declared = config.get("quantization") or {}
+    _check_declared(config_file, declared, algorithm, layout, f"weights {weights}, kv {policy.name}")
 
     prefix = "transformer.layers.{layer}."
     scaled = _TENSORRT_LLM_LINEARS if weights in ("int8_sq", "int4_awq") else ()
     pre_quant = tuple(f"{linear}.prequant_scaling_factor" for linear in scaled)
     prefixes = [prefix.format(layer=layer) for layer in range(layers)]
     _check_weights(tensors, layout, prefixes, _TENSORRT_LLM_LINEARS, pre_quant)
-    key, value = (None if side is None else [max(scale, scale_floor) for scale in side] for side in (scales.key, scales.value))
+    floor = scale_floor if algorithm == "FP8" else 0.0
+    key, value = _side(scales, "key", floor), _side(scales, "value", floor)
     both = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
     for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", both)):
         _check_kv(tensors, policy, f"{prefix}attention.{tensor}_scaling_factor", expected, layers)
@@ -185,28 +217,27 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _kv_algorithm(policy: KVPolicy) -> str | None:
-    """The one name under which both exports can declare the policy; ExportMismatch when there is none."""
-    formats = {(form.dtype, form.granularity) for form in (policy.key, policy.value)}
-    if formats == {("fp16", "none")}:
-        return None
-    if formats == {("fp8_e4m3", "per_tensor")}:
-        return "FP8"
-    raise ExportMismatch(
-        f"kv policy {policy.name} ({policy.key.dtype} {policy.key.granularity} keys, {policy.value.dtype} "
-        f"{policy.value.granularity} values) has no official export; any kv_cache_quant_algo would mislabel it"
-    )
+def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
+    """The name under which an export declares the policy's cache; ExportMismatch when there is none."""
+    reason = why_not(policy, algorithms)
+    if reason is not None:
+        raise ExportMismatch(
+            f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"
+        )
+    return _KV_ALGORITHMS.get(_describe(policy.key))
 
 
-def _check_declared(file: Path, declared: dict[str, Any], policy: KVPolicy, layout: _Layout, weights: WeightsFormat) -> None:
-    wanted: dict[str, Any] = {"kv_cache_quant_algo": _kv_algorithm(policy), "quant_algo": layout.algorithm}
-    if weights == "int4_awq":
-        wanted |= {"group_size": AWQ_BLOCK, "has_zero_point": False, "pre_quant_scale": True}
+def _side(scales: KVScales, side: SideName, floor: float) -> list[float] | None:
+    """The one scale of every layer, raised to `floor`; None where the side has none."""
+    static = [layer[side].scale[0] for layer in scales.layers if side in layer]
+    return [max(scale, floor) for scale in static] or None
+
+
+def _check_declared(file: Path, declared: dict[str, Any], kv: str | None, layout: _Layout, asked: str) -> None:
+    wanted: dict[str, Any] = {"kv_cache_quant_algo": kv, "quant_algo": layout.algorithm, **layout.declared}
     for key, value in wanted.items():
         if declared.get(key) != value:
-            raise ExportMismatch(
-                f"{file}: {key} is {declared.get(key)!r}, must be {value!r} for weights {weights}, kv {policy.name}"
-            )
+            raise ExportMismatch(f"{file}: {key} is {declared.get(key)!r}, must be {value!r} for {asked}")
 
 
 def _check_weights(

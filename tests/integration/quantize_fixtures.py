@@ -6,40 +6,41 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 
 from pipeline.checkpoint import inspect_checkpoint
-from pipeline.kv import FP16_POLICY, DType, Format, KVPolicy
+from pipeline.formats import Format, Granularity, Rotation
+from pipeline.kv import KVPolicy, KVScales
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import quantize
-from stages.quantize.recipe import make_recipe
-from stages.quantize.run import load_model
+from stages.quantize.recipe import cache_quantizers, weight_recipe
+from stages.quantize.run import load_model, measure
+from stages.quantize.scales import static_scales
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
 INT4_TENSOR = Format(dtype="int4", granularity="per_tensor", scale="calibrated")
 
 
-def per_token(dtype: DType) -> Format:
-    return Format(dtype=dtype, granularity="per_token", scale="dynamic")
+def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity=granularity, scale="calibrated", rotation=rotation, symmetric=symmetric)
 
 
-def per_group(dtype: DType, size: int) -> Format:
-    return Format(dtype=dtype, granularity="per_group", group_size=size, scale="dynamic")
+def per_token(dtype: str, rotation: Rotation = "none", symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity="per_token", scale="dynamic", rotation=rotation, symmetric=symmetric)
+
+
+def per_group(dtype: str, size: int, symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity="per_group", group_size=size, scale="dynamic", symmetric=symmetric)
 
 
 POLICIES = {
-    policy.name: policy
-    for policy in (
-        FP16_POLICY,
-        KVPolicy(name="fp8", key=FP8, value=FP8),
-        KVPolicy(name="fp8_uncalibrated", key=FP8_UNCALIBRATED, value=FP8_UNCALIBRATED),
-        KVPolicy(name="int8", key=per_token("int8"), value=per_token("int8")),
-        KVPolicy(name="fp8k_int4v", key=FP8, value=per_group("int4", 64)),
-        KVPolicy(name="int4", key=per_token("int4"), value=per_token("int4")),
-        KVPolicy(name="int4_tensor", key=INT4_TENSOR, value=INT4_TENSOR),
-    )
+    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text()))
+    for path in sorted((Path(__file__).resolve().parents[2] / "conf" / "kv").glob("*.yaml"))
+    if path.stem != "int4_g128"
 }
+"""Every shipped policy that fits the tiny model's head_dim of 64."""
 TEXTS = [
     "The river rises in the hills and runs north to the sea.",
     "Record 17: name Ada, city Turin, code 4471. " * 4,
@@ -83,12 +84,22 @@ def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
     return directory
 
 
-def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> torch.nn.Module:
+def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
+    """A model whose attention reads what ModelOpt's quantizers make of keys and values, and the scales that they have."""
     info = inspect_checkpoint(checkpoint)
     model = load_model(info)
-    recipe = make_recipe(weights, policy, info.shape.layers, group_backend=adapter.GROUP_BACKEND_AVAILABLE)
-    adapter.quantize_model(model, recipe, lambda m: [m(input_ids=ids, use_cache=False) for ids in token_ids(checkpoint)])
-    return model
+
+    def forward_loop(model: torch.nn.Module) -> None:
+        for ids in token_ids(checkpoint):
+            model(input_ids=ids, use_cache=False)
+
+    if weights != "none":
+        adapter.quantize_model(model, weight_recipe(weights, info.shape.layers), forward_loop)
+    scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
+    scales.check(policy, info.shape, "quantized_model")
+    caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    adapter.add_cache_quantizers(model, caches)
+    return model, scales
 
 
 def token_ids(checkpoint: Path) -> list[torch.Tensor]:

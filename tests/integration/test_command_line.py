@@ -27,6 +27,7 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         (["-m", "kv=fp8,fp9"], "kv=fp9: no such option, did you mean fp8?"),
         (["--frobnicate"], "--frobnicate"),
         (["kv=fp8", "backend=tensorflow"], "backend=tensorflow: no such option"),
+        (["backend=torch", "backend.compute_dtype=float16"], "backend.compute_dtype must be float32 for the reference backend"),
         (["+gates.margins.retreival=0.02"], "gates.margins.retreival=0.02: retreival has no answers to judge"),
         (["--config-dir", "nowhere", "kv=mine"], "--config-dir=nowhere: no such directory"),
         (["experiment=demi"], "experiment=demi: no such option, did you mean demo?"),

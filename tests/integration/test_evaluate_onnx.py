@@ -57,7 +57,7 @@ class Bench:
     def bundle(self, policy: KVPolicy) -> Path:
         out = self.work / f"bundle_{policy.name}"
         scales = self.work / "scales.json"
-        scales.write_text(json.dumps({"key": None, "value": None}), encoding="utf-8")
+        scales.write_text(json.dumps({"layers": [{}] * 4}), encoding="utf-8")
         out.mkdir()
         build_bundle(self.decoder, out, policy=policy, scales=scales, progress=quiet)
         return out

@@ -131,7 +131,9 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
     scales = json.loads((engine / "kv_scales.json").read_text())
     broken = tmp_path / "kv_scales.json"
-    broken.write_text(json.dumps({**scales, "key": [scale / 64 for scale in scales["key"]]}))
+    for layer in scales["layers"]:
+        layer["key"]["scale"] = [scale / 64 for scale in layer["key"]["scale"]]
+    broken.write_text(json.dumps(scales))
     for name in ("bundle", "report"):
         (tmp_path / name).mkdir()
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
@@ -170,3 +172,20 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     engine = Path(summary(swept[0])["candidates"][0]["engine_path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, None)[0]
+
+
+def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
+    work, _ = swept
+    by_engine = {c["kv"]: c for c in summary(work)["candidates"]}
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch")
+    assert result.returncode == 0, result.stderr
+    by_oracle = {c["kv"]: c for c in summary(work)["candidates"]}
+    for kv, candidate in by_oracle.items():
+        assert (candidate["backend"], by_engine[kv]["backend"]) == ("torch", "onnxruntime")
+        assert candidate["verdict"] == by_engine[kv]["verdict"]
+        found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
+        assert found == pytest.approx(expected, rel=0.02)
+    assert 0 < by_oracle["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
+    promoted = pipeline(work, "stage=promote", "backend=torch")
+    assert promoted.returncode == 0, promoted.stderr
+    assert summary(work)["champion"] == "fp8"

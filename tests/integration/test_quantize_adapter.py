@@ -1,79 +1,77 @@
-"""ModelOpt's quantizers and exporters, called directly: they round as a format says, and their lies are caught."""
+"""ModelOpt's quantizers and exporters, called directly: what they drop, bypass or mislabel is caught."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from quantize_fixtures import FP8, INT4_TENSOR, POLICIES, per_group, per_token, quantized_model, random_checkpoint
+from quantize_fixtures import POLICIES, quantized_model, random_checkpoint
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import inspect_checkpoint
-from pipeline.kv import CODE_MAX, FP16_POLICY, Format, KVPolicy, KVScales
+from pipeline.errors import UserError
+from pipeline.kv import FP16_POLICY, KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import write_dequantized
-from stages.quantize.recipe import KV_QUANTIZER, Side, make_recipe
+from stages.quantize.recipe import NOTHING, measurements, measuring_recipe
 from stages.quantize.run import dequantized_weights, load_model
-from stages.quantize.scales import static_scales
 from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
 torch.set_num_threads(1)
 
 
-REFERENCE_FORMATS = [
-    FP8,
-    INT4_TENSOR,
-    per_token("int8"),
-    per_token("int4"),
-    per_token("fp8_e4m3"),
-    *(
-        pytest.param(form, marks=pytest.mark.skipif(not adapter.GROUP_BACKEND_AVAILABLE, reason="ModelOpt >= 0.41"))
-        for form in (per_group("int4", 64), per_group("int4", 32), per_group("int8", 16), per_group("fp8_e4m3", 64))
-    ),
-]
-
-
-@pytest.mark.parametrize("form", REFERENCE_FORMATS, ids=lambda f: f"{f.dtype}_{f.granularity}_{f.group_size}")
-def test_the_quantizers_round_as_the_format_says(form: Format, tiny_checkpoint: Path) -> None:
-    """Two input shapes in a row, against codes and scales computed here."""
-    model = quantized_model(tiny_checkpoint, KVPolicy(name="both", key=form, value=form))
-    for side, states in (("key", (1, 2, 5, 64)), ("value", (1, 2, 9, 64))):
-        quantizer = model.get_submodule(f"model.layers.1.self_attn.{KV_QUANTIZER[side]}")  # type: ignore[index]
-        values = torch.randn(states, generator=torch.Generator().manual_seed(1))
-        limit = CODE_MAX[form.dtype]
-        grouped = values.unflatten(-1, (-1, form.group_size or 64))
-        if form.static:
-            scale = torch.tensor(adapter.kv_amax(model, side, 4)[1] / limit)  # type: ignore[arg-type]
-        else:
-            scale = grouped.abs().amax(-1, keepdim=True) / limit
-        codes = (grouped / scale).clamp(-limit, limit)
-        codes = codes.to(torch.float8_e4m3fn).float() if form.dtype == "fp8_e4m3" else codes.round()
-        np.testing.assert_allclose(quantizer(values), (codes * scale).flatten(-2), rtol=1e-5, atol=1e-5)
-
-
-def test_a_wildcard_that_matches_nothing_is_an_error(tiny_checkpoint: Path) -> None:
-    recipe = make_recipe("none", POLICIES["fp8"], 4, group_backend=True)
-    misspelt = replace(recipe, entries=(("*.kv_bmm_quantizer", {"num_bits": (4, 3), "axis": None}),))
-    with pytest.raises(RuntimeError, match=r"enabled 0 quantizers instead of 8: missing model.layers.0.self_attn.k_bmm"):
+def test_a_quantizer_that_modelopt_does_not_know_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
+    """ModelOpt ignores a name that matches nothing, and would leave the cache exact."""
+    recipe = measuring_recipe({(1, "key"): "per_head"})
+    misspelt = replace(recipe, entries=(("model.layers.1.self_attn.kv_bmm_quantizer", {"num_bits": 8, "axis": None}),))
+    with pytest.raises(RuntimeError, match=r"enabled 0 quantizers instead of 1: missing model.layers.1.self_attn.k_bmm"):
         adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), misspelt, None)
 
 
+def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
+    """What ModelOpt does with attention that it cannot hook: it inserts nothing and says nothing."""
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+    places = measurements(POLICIES["fp8"], 4)["none"] | {(4, "key"): "per_tensor"}
+    with pytest.raises(RuntimeError, match=r"8 quantizers instead of 9: missing model.layers.4.self_attn.k_bmm_quantizer"):
+        adapter.measure(model, places, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
+
+
+def test_a_quantizer_that_attention_bypasses_is_an_error(tiny_checkpoint: Path) -> None:
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
+        adapter.measure(model, {(0, "value"): "per_tensor"}, "none", lambda _: None, tiny_checkpoint)
+
+
+def test_other_attributes_than_asked_for_are_an_error(tiny_checkpoint: Path) -> None:
+    recipe = measuring_recipe({(0, "key"): "per_channel"})
+    changed = replace(recipe, entries=((recipe.entries[0][0], {"num_bits": 8, "axis": (1,)}),))
+    with pytest.raises(RuntimeError, match=r"k_bmm_quantizer: ModelOpt set axis=\(1,\), asked for \(1, 3\)"):
+        adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), changed, None)
+
+
 def test_a_wildcard_that_matches_too_much_is_an_error(tiny_checkpoint: Path) -> None:
-    recipe = make_recipe("none", POLICIES["fp16"], 4, group_backend=True)
-    greedy = replace(recipe, entries=(("*weight_quantizer", {"num_bits": (4, 3), "axis": None}),))
+    greedy = replace(NOTHING, entries=(("*weight_quantizer", {"num_bits": (4, 3), "axis": None}),))
     with pytest.raises(RuntimeError, match=r"missing none; unexpected lm_head.weight_quantizer"):
         adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), greedy, None)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named_by_layer_and_side(bad: float, tiny_checkpoint: Path) -> None:
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+    with torch.no_grad():
+        model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = bad  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 2 are not finite on the calibration texts"):
+        adapter.measure(
+            model, measurements(POLICIES["fp8"], 4)["none"], "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint
+        )
 
 
 @pytest.mark.parametrize("policy", ["fp8k_int4v", "int8"])
 def test_the_exporters_lies_are_caught(policy: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     """ModelOpt exports these without a word; the validators must not let them through."""
-    model = quantized_model(tiny_checkpoint, POLICIES[policy])
-    amax: dict[Side, list[float]] = {"key": adapter.kv_amax(model, "key", 4)} if policy == "fp8k_int4v" else {}
-    scales = static_scales(POLICIES[policy], 4, amax, tiny_checkpoint)
+    model, scales = quantized_model(tiny_checkpoint, POLICIES[policy])
     adapter.cast_for_export(model, torch.float16)
     adapter.export_unified_hf(model, tmp_path)
     declared = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"]
@@ -81,14 +79,15 @@ def test_the_exporters_lies_are_caught(policy: str, tiny_checkpoint: Path, tmp_p
     with pytest.raises(ExportMismatch):
         validate_unified_hf(tmp_path, POLICIES[policy], "none", 4, scales)
     # Nor may the label pass as plain FP8 when the scales of the values are missing or mean something else.
-    claimed = KVScales(key=scales.key or (1.0,) * 4, value=(1.0,) * 4)
+    one = SideScales(scale=(1.0,))
+    claimed = KVScales(layers=tuple({"key": layer.get("key", one), "value": one} for layer in scales.layers))
     with pytest.raises(ExportMismatch):
         validate_unified_hf(tmp_path, POLICIES["fp8"], "none", 4, claimed)
 
 
 def test_dequantized_float32_weights_are_exact(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = random_checkpoint("Qwen3", tiny_checkpoint, tmp_path / "source")
-    model = quantized_model(checkpoint, FP16_POLICY, "int4_awq")
+    model, _ = quantized_model(checkpoint, FP16_POLICY, "int4_awq")
     info = inspect_checkpoint(checkpoint)
     expected = dequantized_weights(model, info.shape.layers)
     write_dequantized(info, tmp_path / "out", expected)

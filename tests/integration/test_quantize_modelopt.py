@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint import INDEX, inspect_checkpoint
 from pipeline.errors import UserError
-from pipeline.kv import CODE_MAX, FP16_POLICY, Format, KVPolicy, KVScales
+from pipeline.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import copy_checkpoint
@@ -55,19 +55,22 @@ def family(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
     return random_checkpoint(request.param, tiny_checkpoint, tmp_path_factory.mktemp(request.param))
 
 
+def scales_of(out: Path) -> KVScales:
+    return KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_quantizes_and_leaves_its_sidecar(policy: str, run_stage: Callable[..., Path]) -> None:
+def test_every_policy_quantizes_and_leaves_its_sidecar(
+    policy: str, tiny_checkpoint: Path, run_stage: Callable[..., Path]
+) -> None:
     out = run_stage(policy)
-    assert KVPolicy.model_validate_json((out / "kv_policy.json").read_text()) == POLICIES[policy]
-    scales = json.loads((out / "kv_scales.json").read_text())
-    for side in ("key", "value"):
-        form: Format = getattr(POLICIES[policy], side)
-        assert (scales[side] is not None) == form.static
-        assert scales[side] is None or len(scales[side]) == 4
+    asked = POLICIES[policy]
+    assert KVPolicy.model_validate_json((out / "kv_policy.json").read_text()) == asked
+    scales_of(out).check(asked, inspect_checkpoint(tiny_checkpoint).shape, out)
     report = json.loads((out / "quantizers.json").read_text())
-    sides = [form.dtype != "fp16" for form in (POLICIES[policy].key, POLICIES[policy].value)]
-    if adapter.GROUP_BACKEND_AVAILABLE:
-        assert report["quantizers"]["count"] == 4 * sum(sides)
+    assert all(by.keys() == asked.sides(layer).keys() for layer, by in enumerate(report["kv_expressed_by"]))
+    if adapter.BACKEND_AVAILABLE:
+        assert report["quantizers"]["count"] == 4 * sum(not form.exact for form in (asked.key, asked.value))
 
 
 def test_unquantized_weights_are_byte_identical(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
@@ -86,24 +89,6 @@ def test_weights_are_linked_and_what_people_edit_is_copied(tiny_checkpoint: Path
     assert shared == {"model.safetensors"}
 
 
-@pytest.mark.parametrize(("policy", "weights"), [("fp8", "none"), ("int4_tensor", "none"), ("fp8", "int4_awq")])
-def test_static_scales_equal_an_independent_maximum_after_rope(
-    policy: str, weights: WeightsFormat, run_stage: Callable[..., Path]
-) -> None:
-    """transformers' own cache holds keys after the rotary embedding; ModelOpt has no part in this maximum."""
-    out = run_stage(policy, weights)
-    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint", dtype=torch.float32).eval()
-    with torch.no_grad():
-        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(out / "checkpoint")]
-    scales = json.loads((out / "kv_scales.json").read_text())
-    limit = CODE_MAX[POLICIES[policy].key.dtype]
-    for layer in range(4):
-        key = max(float(cache.layers[layer].keys.abs().max()) for cache in caches)
-        value = max(float(cache.layers[layer].values.abs().max()) for cache in caches)
-        assert scales["key"][layer] == pytest.approx(key / limit, rel=1e-5)
-        assert scales["value"][layer] == pytest.approx(value / limit, rel=1e-5)
-
-
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
 def test_a_candidate_has_exactly_its_baselines_weights(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
     baseline, candidate = (run_stage(policy, weights) / "checkpoint" for policy in ("fp16", "fp8"))
@@ -113,7 +98,8 @@ def test_a_candidate_has_exactly_its_baselines_weights(weights: WeightsFormat, r
 
 def test_uncalibrated_scales_are_one_and_say_so_in_the_export(run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8_uncalibrated")
-    assert json.loads((out / "kv_scales.json").read_text()) == {"key": [1.0] * 4, "value": [1.0] * 4}
+    one = SideScales(scale=(1.0,))
+    assert scales_of(out).layers == ({"key": one, "value": one},) * 4
     assert json.loads((out / "quantizers.json").read_text())["calibration"]["texts"] == 0
     exported = load_file(out / "unified_hf" / "model.safetensors")
     assert exported["model.layers.3.self_attn.v_proj.v_scale"].item() == 1.0
@@ -121,11 +107,11 @@ def test_uncalibrated_scales_are_one_and_say_so_in_the_export(run_stage: Callabl
 
 def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8")
-    scales = json.loads((out / "kv_scales.json").read_text())
+    scales = scales_of(out).layers
     unified = load_file(out / "unified_hf" / "model.safetensors")
     engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
     for layer in range(4):
-        key, value = scales["key"][layer], scales["value"][layer]
+        (key,), (value,) = scales[layer]["key"].scale, scales[layer]["value"].scale
         floor = adapter.UNIFIED_HF_SCALE_FLOOR
         stored = unified[f"model.layers.{layer}.self_attn.k_proj.k_scale"].item()
         assert stored == pytest.approx(max(key, floor), rel=1e-6)
@@ -134,14 +120,42 @@ def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path])
     assert (out / "unified_hf" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("policy", ["int8", "fp8k_int4v", "int4", "int4_tensor"])
-def test_what_no_export_can_express_is_explained_instead(policy: str, run_stage: Callable[..., Path]) -> None:
+def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
+    """One scale for keys and values, never raised to 1 as FP8's are; the unified export refuses INT8."""
+    out = run_stage("int8_tensor")
+    config = json.loads((out / "tensorrt_llm" / "config.json").read_text())
+    assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
+    engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
+    for layer, scales in enumerate(scales_of(out).layers):
+        shared = max(scales["key"].scale[0], scales["value"].scale[0])
+        assert shared < 1
+        assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
+    report = json.loads((out / "quantizers.json").read_text())["exports"]
+    assert report["tensorrt_llm"] == {"written": True, "kv_scale": "scale", "kv_scale_shared_by_keys_and_values": True}
+    assert not report["unified_hf"]["written"]
+    assert not (out / "unified_hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("int4_tensor", "int4 per_tensor keys and values: the export has no name"),
+        ("fp8_e5m2", "fp8_e5m2 per_tensor keys and values: the export has no name"),
+        ("fp8_head", "fp8_e4m3 per_head keys and values: the export has no name"),
+        ("int4_hadamard", "int4 per_token rotation=hadamard keys and values"),
+        ("int8_asym", "int8 per_token asymmetric keys and values"),
+        ("fp8k_int4v", "key fp8_e4m3 per_tensor, value int4 per_group: the exporters know one algorithm"),
+        ("int4_guarded", "overrides.0.key fp8_e4m3 per_tensor: the exporters know one algorithm"),
+        ("int4_sinks", "4 sink and 64 recent exact tokens cannot be declared"),
+    ],
+)
+def test_what_no_export_can_express_is_explained_instead(policy: str, reason: str, run_stage: Callable[..., Path]) -> None:
     out = run_stage(policy)
     exports = json.loads((out / "quantizers.json").read_text())["exports"]
     for name in ("unified_hf", "tensorrt_llm"):
         assert not (out / name).exists()
         assert not exports[name]["written"]
-        assert "keys" in exports[name]["reason"]
+        assert reason in exports[name]["reason"]
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
@@ -161,7 +175,7 @@ def test_the_checkpoint_computes_what_modelopt_computes_without_activation_round
     weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
     """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""
-    model = quantized_model(tiny_checkpoint, FP16_POLICY, weights)
+    model, _ = quantized_model(tiny_checkpoint, FP16_POLICY, weights)
     adapter.disable_input_quantizers(model)
     checkpoint = run_stage("fp16", weights) / "checkpoint"
     plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -211,7 +225,7 @@ def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Pa
 @pytest.mark.parametrize("lie", ["drop", "nan"])
 def test_a_real_export_that_was_damaged_is_refused(lie: str, tmp_path: Path, run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8")
-    scales = KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
+    scales = scales_of(out)
     value, shared = "model.layers.2.self_attn.v_proj.v_scale", "transformer.layers.2.attention.kv_cache_scaling_factor"
     for name, file, tensor, check, floor in (
         ("unified_hf", "model.safetensors", value, validate_unified_hf, adapter.UNIFIED_HF_SCALE_FLOOR),

@@ -2,13 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from pipeline import store as store_module
-from pipeline.chain import Chain, entry
-from pipeline.digest import tree_files
+from pipeline.chain import BACKENDS, Chain, entry
+from pipeline.config import BackendConfig
+from pipeline.digest import reachable_modules, tree_files
 from pipeline.errors import MissingRequirement, exit_code
 from pipeline.store import Recipe, Store
 
@@ -44,3 +45,14 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     assert chain._get(recipe, lambda *_: None) is first
     assert len(hashed) == 1
     assert len(chain.done) == 1
+
+
+def test_every_backend_of_the_configuration_has_its_row_in_the_table() -> None:
+    assert set(BACKENDS) == set(get_args(BackendConfig.model_fields["name"].annotation))
+    for backend in BACKENDS.values():
+        assert callable(entry(f"{backend.package}.build", "build_bundle"))
+        assert callable(entry(f"{backend.package}.engine", "load_engine"))
+
+
+def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:
+    assert not [name for name in reachable_modules("stages.oracle.engine") if name.startswith("stages.onnx")]

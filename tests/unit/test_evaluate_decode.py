@@ -1,12 +1,15 @@
 """Forced and greedy decode: what reaches the engine, in which order, and that nothing of the prefill is ever scored."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine
 
 from pipeline.errors import UserError
-from pipeline.records import Sample
-from stages.evaluate.decode import forced_decode, greedy_decode
+from pipeline.records import OnePassEngine, Sample
+from stages.evaluate.decode import Logits, forced_decode, greedy_decode
 from stages.evaluate.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
@@ -92,6 +95,35 @@ def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode() ->
     )
     list(steps)
     assert events == [(len(SAMPLES), 0)]
+
+
+@dataclass
+class OnePassFake(FakeEngine):
+    """Computes forced decode at once; whether the keys were corrupted shows in its logits as in `decode`'s."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
+
+
+def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> None:
+    stepwise, engine = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
+    assert isinstance(engine, OnePassEngine)
+    assert not isinstance(stepwise, OnePassEngine)
+    together, alone = ({(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
+                       for steps in (forced_decode(engine, encoded(), 3), forced_decode(stepwise, encoded(), 1)))  # fmt: skip
+    assert together.keys() == alone.keys()
+    for key, row in alone.items():
+        np.testing.assert_array_equal(row, together[key])
+    assert engine.prefilled == []
+    list(forced_decode(engine, encoded(), 3, one_pass=False))
+    assert len(engine.prefilled) == len(SAMPLES)
+
+
+def test_the_corruption_comes_before_the_one_pass() -> None:
+    engine = OnePassFake(fake_engine(SAMPLES).answers)
+    (first, *_) = forced_decode(engine, encoded(), 3, after_prefill=lambda: engine.corrupt_key_scale(0.1))
+    (sound, *_) = forced_decode(OnePassFake(engine.answers), encoded(), 3)
+    assert first.logits_BV.max() < sound.logits_BV.max()
 
 
 def test_greedy_answers_stop_at_eos_or_at_the_limit() -> None:

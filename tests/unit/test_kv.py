@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, Format, KVPolicy, KVScales, KVShape, live_tokens
+from pipeline.formats import CODES, Format
+from pipeline.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window, live_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -26,10 +28,28 @@ def test_every_shipped_policy_is_valid_and_named_like_its_file(path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "kib"),
-    [("fp16", 128.0), ("fp8", 64.0), ("fp8_uncalibrated", 64.0), ("int8", 65.0), ("fp8k_int4v", 49.0), ("int4", 33.0)],
+    [
+        ("fp16", 128.0),
+        ("bf16", 128.0),
+        ("fp8", 64.0),
+        ("fp8_uncalibrated", 64.0),
+        ("fp8_head", 64.0),
+        ("fp8_token", 65.0),
+        ("int8", 65.0),
+        ("int8_asym", 66.0),
+        ("int8_channel", 64.5),
+        ("fp8k_int4v", 49.0),
+        ("fp8k_int4v_aged", 49.0),
+        ("int4", 33.0),
+        ("int4_hadamard", 33.0),
+        ("int4_g32", 36.0),
+        ("int4_g64", 34.0),
+        ("int4_g128", 33.0),
+        ("int4_asym", 40.0),
+    ],
 )
 def test_bytes_per_token_of_a_llama_8b_match_the_published_table(name: str, kib: float) -> None:
-    # int8 and int4 pay 2 B per token, head and side; fp8k_int4v 4 B per token and head (two groups of 64)
+    # a stored scale costs 2 B per token and head (or group of channels) and side, an asymmetric one its zero as much again
     assert policy(name).bytes_per_token(LLAMA_8B) == kib * KIB
 
 
@@ -58,14 +78,92 @@ def test_a_sequence_pays_for_whole_pages_and_its_exact_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (191, 3), (192, 2), (193, 3), (256, 2), (1000, 3)]
+)
+def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_young_enough(tokens: int, pages: int) -> None:
+    young = policy("fp8k_int4v").model_copy(update={"window": Window(tokens=128, value=policy("fp8").value)})
+    assert young.window is not None
+    first = young.window.first_page(tokens)
+    assert young.window_pages(tokens) == pages == -(-tokens // 64) - first
+    newest_outside, oldest_inside = tokens - 64 * first, tokens - (64 * first + 63)
+    assert first == 0 or newest_outside >= 128  # tokens that are younger than the youngest one outside
+    assert oldest_inside <= 128
+
+
+def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequence() -> None:
+    plain, aged = policy("fp8k_int4v"), policy("fp8k_int4v_aged")
+    values_of_a_page = 64 * 32 * KIB
+    assert aged.window_page_bytes(LLAMA_8B) == values_of_a_page
+    for tokens, pages in ((64, 1), (8_192, 128), (131_072, 128)):
+        extra = aged.sequence_bytes(LLAMA_8B, tokens) - plain.sequence_bytes(LLAMA_8B, tokens)
+        assert extra == pages * values_of_a_page + aged.exact_bytes(LLAMA_8B, 1)
+
+
+def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
+    fp8, int4 = policy("fp8").key, policy("int4").key
+    guarded = KVPolicy(
+        name="guarded",
+        key=int4,
+        value=int4,
+        window=Window(tokens=64, key=fp8, value=fp8),
+        overrides=(LayerOverride(layers=(0,), key=fp8), LayerOverride(layers=(0, 2), value=fp8)),
+    )
+    assert guarded.sides(0) == {"key": fp8, "value": fp8}
+    assert guarded.sides(1) == {"key": int4, "value": int4, "window_key": fp8, "window_value": fp8}
+    assert guarded.sides(2) == {"key": int4, "value": fp8, "window_key": fp8}
+    shape = KVShape(layers=3, kv_heads=2, head_dim=64)
+    assert guarded.bytes_per_token(shape) == 2 * ((64 + 64) + (34 + 34) + (34 + 64))
+    assert guarded.window_page_bytes(shape) == 64 * 2 * (128 + 64)
+
+
+def test_an_override_of_a_layer_that_the_model_has_not_is_refused() -> None:
+    one = policy("fp8").model_copy(update={"overrides": (LayerOverride(layers=(1, 4), key=policy("fp16").key),)})
+    with pytest.raises(UserError, match=r"kv\.overrides\.0\.layers=\[1, 4\]: the model has 4 layers, the last is 3"):
+        one.check_shape(KVShape(layers=4, kv_heads=1, head_dim=64))
+
+
+def test_a_layer_with_two_formats_for_one_side_is_refused() -> None:
+    twice = {"layers": [1], "key": policy("fp16").key}
+    with pytest.raises(ValidationError, match="overrides give layer 1 two key formats"):
+        KVPolicy.model_validate({**dict(policy("fp8")), "overrides": [twice, twice]})
+
+
+@pytest.mark.parametrize("fields", [{"window": {"tokens": 64}}, {"overrides": [{"layers": [0]}]}])
+def test_a_window_or_override_without_a_format_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="key and value are both null"):
+        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
+
+
+@pytest.mark.parametrize("tokens", [0, 63, 100])
+def test_a_window_is_whole_pages(tokens: int) -> None:
+    with pytest.raises(ValidationError, match="tokens"):
+        Window(tokens=tokens, key=policy("fp8").key)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetric_code(dtype: str) -> None:
+    code = CODES[dtype]
+    assert 8 % code.bits == 0 or code.bits % 8 == 0
+    if code.kind == "integer":
+        assert code.limit == 2 ** (code.bits - 1) - 1
+        assert code.levels == 2**code.bits - 1
+    if code.kind == "float":
+        types = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+        assert code.limit == float(ml_dtypes.finfo(types[dtype]).max)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"dtype": "int4", "granularity": "per_group", "group_size": 33, "scale": "dynamic"}, "group_size must be 16"),
         ({"dtype": "int4", "granularity": "per_token", "group_size": 64, "scale": "dynamic"}, "group_size must be null"),
         ({"dtype": "int8", "granularity": "per_tensor", "scale": "dynamic"}, "scale must be calibrated"),
-        ({"dtype": "int8", "granularity": "none", "scale": "dynamic"}, "granularity must be one of"),
+        ({"dtype": "int8", "granularity": "none", "scale": "dynamic"}, "granularity must not be none"),
         ({"dtype": "fp16", "granularity": "per_token", "scale": "dynamic"}, "dtype fp16 has no scale"),
-        ({"dtype": "int8", "granularity": "per_token", "scale": "dynamic", "symmetric": False}, "symmetric must be true"),
+        ({"dtype": "fp8_e4m3", "granularity": "per_token", "scale": "dynamic", "symmetric": False}, "symmetric must be true"),
+        ({"dtype": "int3", "granularity": "per_token", "scale": "dynamic"}, "dtype must be one of fp16, bf16"),
+        ({"dtype": "int8", "granularity": "per_channel", "scale": "uncalibrated"}, "scale must be calibrated for int8 per_ch"),
+        ({"dtype": "bf16", "rotation": "hadamard"}, "dtype bf16 has no scale"),
     ],
 )
 def test_a_format_that_does_not_fit_together_is_refused_by_name(fields: dict[str, object], message: str) -> None:
@@ -81,12 +179,49 @@ def test_a_group_that_does_not_divide_the_head_is_refused() -> None:
         wide.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
 
 
+def test_a_rotation_of_a_head_that_is_no_power_of_two_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"kv\.key\.rotation=hadamard needs a head_dim that is a power of two, the model has 96"
+    ):
+        policy("int4_hadamard").check_shape(KVShape(layers=1, kv_heads=1, head_dim=96))
+
+
+def test_a_wrong_group_below_a_window_is_named_with_its_key() -> None:
+    group = Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")
+    young = policy("fp8").model_copy(update={"window": Window(tokens=64, value=group)})
+    with pytest.raises(UserError, match=r"kv\.window\.value\.group_size=128 does not divide"):
+        young.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
+
+
 def test_scales_survive_their_file() -> None:
-    scales = KVScales(key=(0.1, 2.5e-7), value=None)
+    scales = KVScales(layers=({"key": SideScales(scale=(0.1, 2.5e-7), zero=(-1.0, 0.0))}, {}))
     assert KVScales.model_validate_json(scales.model_dump_json(indent=1)) == scales
 
 
-@pytest.mark.parametrize("key", ["[0.0]", "[-1.0]", "[NaN]", "[Infinity]", '["1"]', "1.0"])
-def test_a_scale_that_is_no_finite_number_above_0_is_refused(key: str) -> None:
+@pytest.mark.parametrize("scale", ["[0.0]", "[-1.0]", "[NaN]", "[Infinity]", '["1"]', "1.0", "[]"])
+def test_a_scale_that_is_no_finite_number_above_0_is_refused(scale: str) -> None:
     with pytest.raises(ValidationError, match="key"):
-        KVScales.model_validate_json(f'{{"key": {key}, "value": null}}')
+        KVScales.model_validate_json(f'{{"layers": [{{"key": {{"scale": {scale}}}}}]}}')
+
+
+PER_HEAD = SideScales(scale=(0.5, 0.25))
+SMALL = KVShape(layers=1, kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((), "holds scales of 0 layers, the model has 1"),
+        (({"key": PER_HEAD},), "layer 0: value of kv policy fp8_head has static scales, which are missing"),
+        (({"key": PER_HEAD, "value": PER_HEAD, "window_key": PER_HEAD},), "window_key of kv policy fp8_head has no static"),
+        (({"key": PER_HEAD, "value": SideScales(scale=(1.0,))},), "value must hold 2 scales and no zeros .* got 1 and 0"),
+        (({"key": PER_HEAD, "value": SideScales(scale=(1.0, 1.0), zero=(0.0,))},), "got 2 and 1"),
+    ],
+)
+def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dict[str, SideScales], ...], message: str) -> None:
+    with pytest.raises(UserError, match=f"FILE: .*{message}"):
+        KVScales.model_validate({"layers": layers}).check(policy("fp8_head"), SMALL, "FILE")
+
+
+def test_scales_that_the_policy_needs_are_accepted() -> None:
+    KVScales(layers=({"key": PER_HEAD, "value": PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")

@@ -1,26 +1,32 @@
-"""The paged pool without an engine: pages, growth, limits, exact rings."""
+"""The paged pool without an engine: pages, growth, limits, exact rings, windows, shared prefixes."""
 
 import numpy as np
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.kv import FP16_POLICY, KVPolicy, KVShape, Window
 from stages.onnx.pool import PagedPool
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
-WINDOW = KVPolicy(name="window", key=FP16_POLICY.key, value=FP16_POLICY.value, sink_tokens=2, recent_tokens=3)
+FP16 = FP16_POLICY.key
+EXACT = KVPolicy(name="exact", key=FP16, value=FP16, sink_tokens=2, recent_tokens=3)
+WINDOW = KVPolicy(name="window", key=FP16, value=FP16, window=Window(tokens=64, value=FP16))
 
 
 def tokens(first: int, count: int, batch: int = 1) -> np.ndarray:
-    """Values (L, B, H, S, D) whose number is the token's position."""
+    """Values (B, H, S, D) whose number is the token's position."""
     values = np.arange(first, first + count, dtype=np.float16)[:, None]
-    return np.broadcast_to(values, (2, batch, 3, count, 4))
+    return np.broadcast_to(values, (batch, 3, count, 4))
 
 
 def fill(pool: PagedPool, handle: int, count: int) -> None:
     pool.reserve([handle], count)
-    new = tokens(pool.length(handle), count)
-    pool.append_tokens(handle, dict.fromkeys(pool.arrays, new))
+    pool.append([handle], dict.fromkeys(pool.arrays, tokens(pool.length(handle), count)))
+
+
+def stored(pool: PagedPool, handle: int, name: str = "value_pool.1", table: str = "page_table") -> list[float]:
+    """What the tokens of the pages of a table are, by the last channel of the last head."""
+    return pool.arrays[name][pool.tables([handle])[table][0], 2, :, 3].ravel().tolist()
 
 
 def test_pages_are_taken_lowest_first_and_reused_after_release() -> None:
@@ -33,7 +39,20 @@ def test_pages_are_taken_lowest_first_and_reused_after_release() -> None:
     c = pool.start()
     fill(pool, c, 130)
     assert pool.tables([c])["page_table"].tolist() == [[0, 1, 3]]
-    assert pool.bound_pages == 4
+    assert pool.shown("key_pool.0", pool.view([c])[1]).shape == (4, 3, 64, 4)
+
+
+def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
+    pool = PagedPool(WINDOW, SHAPE, 16)
+    a, b, c = (pool.start() for _ in range(3))
+    for handle, count in ((a, 200), (b, 100), (c, 130)):
+        fill(pool, handle, count)
+    tables, spans = pool.view([b, c])
+    assert (spans.pages, spans.young) == ((4, 9), (2, 6))
+    assert np.concatenate([tables["page_table"], tables["young_table"]], 1).min() == 0
+    for name, table in (("value_pool.1", "young_table"), ("window_value_pool.1", "window_table")):
+        absolute = pool.arrays[name][pool.tables([b, c])[table]]
+        np.testing.assert_array_equal(pool.shown(name, spans)[tables[table]], absolute)
 
 
 def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
@@ -44,8 +63,7 @@ def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
         fill(pool, handle, 64)
         sizes.append(pool.memory(0).pages)
     assert sizes == [1, 2, 4, 4, 5]
-    stored = pool.arrays["key_pool"][:, pool.tables([handle])["page_table"][0]]
-    np.testing.assert_array_equal(stored[1, :, 2, :, 3].ravel(), np.arange(320))
+    assert stored(pool, handle) == list(range(320))
     with pytest.raises(UserError, match="max_pages=5 is too small: 6 pages of 64 tokens"):
         pool.reserve([handle], 1)
     assert pool.memory(0).pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
@@ -59,9 +77,19 @@ def test_a_batch_that_does_not_fit_gets_no_page_at_all() -> None:
     pool.reserve([a], 192)
 
 
+def test_whatever_moves_or_grows_what_a_graph_sees_changes_the_spans() -> None:
+    pool = PagedPool(EXACT, SHAPE, 8)
+    spans = []
+    for _ in range(3):
+        handle = pool.start()
+        fill(pool, handle, 64)
+        spans.append(pool.view([handle])[1])
+    assert len(set(spans)) == 3
+
+
 @pytest.mark.parametrize("chunks", [[1] * 11, [11], [1, 4, 6], [7, 1, 1, 1, 1]])
 def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunks: list[int]) -> None:
-    pool = PagedPool(WINDOW, SHAPE, 4)
+    pool = PagedPool(EXACT, SHAPE, 4)
     pool.start()
     handle = pool.start()
     for count in chunks:
@@ -69,20 +97,72 @@ def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunk
     slot = pool.tables([handle])["exact_slots"][0]
     assert slot == 1
     # Eleven tokens: 8, 9 and 10 lie at 8 % 3, 9 % 3 and 10 % 3.
-    assert pool.arrays["value_exact"][0, slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
+    assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
 
 
-def test_a_step_of_a_batch_stores_what_single_appends_store() -> None:
-    pool, other = PagedPool(WINDOW, SHAPE, 8), PagedPool(WINDOW, SHAPE, 8)
+@pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
+def test_a_step_of_a_batch_stores_what_single_appends_store(policy: KVPolicy) -> None:
+    pool, other = PagedPool(policy, SHAPE, 8), PagedPool(policy, SHAPE, 8)
     for each in (pool, other):
-        for length in (3, 64):
+        for length in (3, 127):
             fill(each, each.start(), length)
-    pool.reserve([0, 1], 1)
-    new = np.concatenate([tokens(3, 1), tokens(64, 1)], axis=1)
-    pool.append_step([0, 1], dict.fromkeys(pool.arrays, new))
-    for handle in (0, 1):
-        fill(other, handle, 1)
+    pool.reserve([0, 1], 2)
+    for step in range(2):
+        new = np.concatenate([tokens(3 + step, 1), tokens(127 + step, 1)])
+        pool.append([0, 1], dict.fromkeys(pool.arrays, new))
+        for handle in (0, 1):
+            fill(other, handle, 1)
     for name in pool.arrays:
         np.testing.assert_array_equal(pool.arrays[name], other.arrays[name])
     assert pool.memory(0) == other.memory(0)
-    assert pool.memory(0).exact_bytes == WINDOW.exact_bytes(SHAPE, 2)
+    assert pool.memory(0).exact_bytes == policy.exact_bytes(SHAPE, 2)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 300, [300], [63, 1, 65, 128, 43], [260, 40]])
+def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
+    pool = PagedPool(WINDOW, SHAPE, 8)
+    handle = pool.start()
+    for count in chunks:
+        fill(pool, handle, count)
+        length = pool.length(handle)
+        tables, first = pool.tables([handle]), WINDOW.window.first_page(length)
+        assert tables["window_starts"].tolist() == [64 * first]
+        young = stored(pool, handle, "window_value_pool.0", "window_table")
+        assert young[: length - 64 * first] == list(range(64 * first, length))
+        assert len(tables["window_table"][0]) == len(tables["young_table"][0]) == WINDOW.window_pages(length)
+    assert stored(pool, handle) == list(range(192))
+    assert "window_key_pool.0" not in pool.arrays
+    pool.release(handle)
+    assert pool.in_use == (0, 0)
+
+
+def test_pages_that_leave_the_window_are_used_again() -> None:
+    pool = PagedPool(WINDOW, SHAPE, 16)
+    handle = pool.start()
+    for _ in range(1000):
+        fill(pool, handle, 1)
+    assert pool.memory(0).window_bytes == 2 * WINDOW.window_page_bytes(SHAPE)
+
+
+@pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
+def test_a_fork_copies_what_either_will_write_to_and_shares_the_rest(policy: KVPolicy) -> None:
+    pool = PagedPool(policy, SHAPE, 4)
+    origin = pool.start()
+    fill(pool, origin, 130)
+    fork = pool.fork(origin)
+    assert pool.tables([origin])["lengths"] == pool.tables([fork])["lengths"]
+    pool.reserve([fork], 1)
+    pool.append([fork], dict.fromkeys(pool.arrays, tokens(-1, 1)))
+    fill(pool, origin, 1)
+    last = ("value_pool.1", "page_table") if policy is EXACT else ("window_value_pool.1", "window_table")
+    position = 130 if policy is EXACT else 130 - 64
+    assert (stored(pool, origin, *last)[position], stored(pool, fork, *last)[position]) == (130, -1)
+    if policy is EXACT:
+        slots = [pool.tables([handle])["exact_slots"][0] for handle in (origin, fork)]
+        assert [pool.arrays["key_exact.1"][slot, 0, 2 + 130 % 3, 0] for slot in slots] == [130, -1]
+    with pytest.raises(UserError, match="max_pages=4 is too small: 5 pages"):
+        pool.fork(fork)
+    pool.release(origin)
+    assert stored(pool, fork)[:64] == list(range(64))
+    pool.release(fork)
+    assert pool.in_use == (0, 0)

@@ -7,89 +7,212 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, Format, KVPolicy
-from stages.quantize.recipe import GROUP_BACKEND, check_enabled, kv_attributes, make_recipe
-from stages.quantize.scales import static_scales
+from pipeline.formats import MIN_SCALE, Format, Granularity, Rotation
+from pipeline.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from stages.quantize.recipe import (
+    BACKEND,
+    cache_quantizer,
+    cache_quantizers,
+    check_enabled,
+    expressed_by,
+    measurements,
+    measuring_recipe,
+    weight_recipe,
+)
+from stages.quantize.scales import Extremes, Measured, static_scales
 from stages.quantize.tokens import tokenize
+from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not
 
-FP16 = Format(dtype="fp16")
-FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
+SMALL = KVShape(layers=2, kv_heads=2, head_dim=16)
+
+
+def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity=granularity, scale="calibrated", rotation=rotation, symmetric=symmetric)
+
+
+FP16, BF16 = Format(dtype="fp16"), Format(dtype="bf16")
+FP8 = static("fp8_e4m3", "per_tensor")
+E5M2 = static("fp8_e5m2", "per_tensor")
 FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
-INT4_GROUP = Format(dtype="int4", granularity="per_group", group_size=64, scale="dynamic")
-INT4_TENSOR = Format(dtype="int4", granularity="per_tensor", scale="calibrated")
+INT4_GROUP = Format(dtype="int4", granularity="per_group", group_size=16, scale="dynamic")
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
+INT8_ASYMMETRIC = Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False)
+ONE = SideScales(scale=(0.5,))
 
 
-def policy(key: Format, value: Format) -> KVPolicy:
-    return KVPolicy(name="test", key=key, value=value)
+def policy(key: Format, value: Format, window: Window | None = None, *overrides: LayerOverride) -> KVPolicy:
+    return KVPolicy(name="test", key=key, value=value, window=window, overrides=overrides)
+
+
+@pytest.mark.parametrize(("weights", "count"), [("none", 0), ("fp8", 3 * 14), ("int8_sq", 3 * 14), ("int4_awq", 3 * 7)])
+def test_weights_and_their_inputs_are_expected_with_their_attributes(weights, count) -> None:
+    expected = weight_recipe(weights, 3).expected
+    assert len(expected) == count
+    if count:
+        bits = {"fp8": (4, 3), "int8_sq": 8, "int4_awq": 4}[weights]
+        assert expected["model.layers.2.mlp.down_proj.weight_quantizer"]["num_bits"] == bits
+
+
+def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
+    scales = KVScales(layers=({"key": ONE}, {"key": ONE, "value": SideScales(scale=(1.0, 2.0))}))
+    override = LayerOverride(layers=(1,), value=static("int8", "per_head"))
+    found = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales, backend=True)
+    assert {name: cache.attributes for name, cache in found.items()} == {
+        "model.layers.0.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
+        "model.layers.0.self_attn.v_bmm_quantizer": {
+            "num_bits": 8, "narrow_range": True, "axis": (0, 1, 2), "type": "dynamic",
+        },
+        "model.layers.1.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
+        "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "narrow_range": True, "axis": (1,)},
+    }  # fmt: skip
+    assert found["model.layers.0.self_attn.k_bmm_quantizer"].amax == (224.0,)
+    assert found["model.layers.1.self_attn.v_bmm_quantizer"].amax == (127.0, 254.0)
 
 
 @pytest.mark.parametrize(
-    ("weights", "kv", "count"),
-    [
-        ("none", FP16_POLICY, 0),
-        ("none", policy(FP8, FP16), 3),
-        ("none", policy(INT8, INT8), 6),
-        ("fp8", policy(FP8, FP8), 3 * (7 * 2 + 2)),
-        ("int8_sq", FP16_POLICY, 3 * 7 * 2),
-        ("int4_awq", policy(FP8, INT4_GROUP), 3 * (7 + 2)),
-    ],
+    ("granularity", "shape"),
+    [("per_tensor", ()), ("per_head", (1, 2, 1, 1)), ("per_channel", (1, 2, 1, 16))],
 )
-def test_expected_quantizers_are_weights_inputs_and_one_per_quantized_side(weights, kv, count) -> None:  # type: ignore[no-untyped-def]
-    assert len(make_recipe(weights, kv, 3, group_backend=True).expected) == count
+def test_maxima_lie_along_the_axes_of_their_granularity(granularity: Granularity, shape: tuple[int, ...]) -> None:
+    assert cache_quantizer(static("int4", granularity), ONE, SMALL).amax_shape == shape
 
 
-def test_the_sides_are_configured_separately() -> None:
-    recipe = make_recipe("none", policy(FP8, INT8), 1, group_backend=True)
-    assert dict(recipe.entries) == {
-        "*.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
-        "*.v_bmm_quantizer": {"num_bits": 8, "narrow_range": True, "axis": (0, 1, 2), "type": "dynamic"},
+def test_exact_sides_have_no_quantizer() -> None:
+    nothing = KVScales(layers=({}, {}))
+    assert cache_quantizers(policy(FP16, BF16), SMALL, nothing, backend=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("form", "static_scales"), [(INT4_GROUP, None), (INT8_ASYMMETRIC, None), (E5M2, ONE)], ids=["group", "asymmetric", "e5m2"]
+)
+def test_what_modelopt_cannot_round_is_left_to_the_backend_or_the_sidecar(
+    form: Format, static_scales: SideScales | None
+) -> None:
+    cache = cache_quantizer(form, static_scales, SMALL)
+    assert cache.attributes["backend"] == BACKEND
+    arguments = cache.attributes["backend_extra_args"]
+    assert Format.model_validate(arguments["format"]) == form
+    assert arguments["static"] == (static_scales and static_scales.model_dump())
+    scales = KVScales(layers=({"key": ONE} if static_scales else {},) * 2)
+    assert cache_quantizers(policy(form, FP16), SMALL, scales, backend=False) == {}
+    assert expressed_by(form, backend=False) == "sidecar only"
+
+
+def test_rotated_sides_are_rotated_around_modelopts_quantizer_and_by_the_backend() -> None:
+    rotated = INT8.model_copy(update={"rotation": "hadamard"})
+    assert cache_quantizer(rotated, None, SMALL).rotated
+    assert not cache_quantizer(rotated.model_copy(update={"symmetric": False}), None, SMALL).rotated
+
+
+@pytest.mark.parametrize("kv", [FP16_POLICY, policy(INT8, INT4_GROUP), policy(FP8_UNCALIBRATED, BF16)])
+def test_texts_run_only_when_something_is_measured(kv: KVPolicy) -> None:
+    assert measurements(kv, 2) == {}
+
+
+def test_the_finest_granularity_of_a_tensors_copies_is_measured_once_a_rotation() -> None:
+    window = Window(tokens=64, key=static("int8", "per_channel"), value=static("int8", "per_head", "hadamard"))
+    wanted = measurements(policy(static("int4", "per_head"), FP8, window, LayerOverride(layers=(1,), key=FP8)), 2)
+    assert wanted == {
+        "none": {(0, "key"): "per_channel", (0, "value"): "per_tensor", (1, "key"): "per_tensor", (1, "value"): "per_tensor"},
+        "hadamard": {(0, "value"): "per_head", (1, "value"): "per_head"},
+    }
+    assert measuring_recipe(wanted["hadamard"]).expected == {
+        "model.layers.0.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
+        "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
     }
 
 
-def test_groups_are_left_to_the_sidecar_where_modelopt_has_no_backends() -> None:
-    recipe = make_recipe("none", policy(FP8, INT4_GROUP), 1, group_backend=False)
-    assert recipe.sidecar_sides == ("value",)
-    assert recipe.expected == {"model.layers.0.self_attn.k_bmm_quantizer"}
-    assert kv_attributes(INT4_GROUP)["backend"] == GROUP_BACKEND
-
-
-@pytest.mark.parametrize(
-    ("weights", "kv", "calibrated"),
-    [
-        ("none", FP16_POLICY, False),
-        ("none", policy(INT8, INT8), False),
-        ("none", policy(FP8_UNCALIBRATED, FP8_UNCALIBRATED), False),
-        ("none", policy(INT8, FP8), True),
-        ("int4_awq", FP16_POLICY, True),
-    ],
-)
-def test_texts_run_only_when_something_is_measured(weights, kv, calibrated) -> None:  # type: ignore[no-untyped-def]
-    assert make_recipe(weights, kv, 1, group_backend=True).calibrated is calibrated
-
-
-def test_a_missing_and_an_unexpected_quantizer_are_named() -> None:
+def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"enabled 2 quantizers instead of 2: missing b; unexpected lm_head\.w"):
-        check_enabled(frozenset({"a", "b"}), {"a", "lm_head.w"})
-    check_enabled(frozenset({"a"}), {"a"})
+        check_enabled({"a": {}, "b": {}}, {"a": {}, "lm_head.w": {}})
+    with pytest.raises(RuntimeError, match=r"a: ModelOpt set num_bits=8, asked for 4"):
+        check_enabled({"a": {"num_bits": 4, "block_sizes": {}}}, {"a": {"num_bits": 8, "axis": None}})
+    check_enabled({"a": {"num_bits": 4}}, {"a": {"num_bits": 4, "axis": None}})
 
 
-def test_scales_are_the_maximum_over_the_largest_code(tmp_path: Path) -> None:
-    scales = static_scales(policy(FP8, INT4_TENSOR), 2, {"key": [448.0, 4.48], "value": [7.0, 0.7]}, tmp_path)
-    assert scales.key == pytest.approx((1.0, 0.01))
-    assert scales.value == pytest.approx((1.0, 0.1))
+def extremes(low: tuple[float, ...], high: tuple[float, ...]) -> Extremes:
+    return Extremes(low, high, tuple(max(-bottom, top) for bottom, top in zip(low, high, strict=True)))
+
+
+def measured(key: Extremes | None = None, value: Extremes | None = None) -> Measured:
+    found = {"key": key, "value": value}
+    return {"none": {(layer, side): x for layer in range(2) for side, x in found.items() if x is not None}}
+
+
+def test_symmetric_scales_are_the_maximum_over_the_largest_code(tmp_path: Path) -> None:
+    found = measured(key=extremes((-448.0,), (7.0,)), value=extremes((-0.7, 0.0), (0.1, 14.0)))
+    scales = static_scales(policy(FP8, static("int4", "per_head")), SMALL, found, tmp_path)
+    assert scales.layers[1] == {"key": SideScales(scale=(1.0,)), "value": SideScales(scale=(0.7 / 7, 2.0))}
+
+
+def test_asymmetric_scales_span_minimum_to_maximum(tmp_path: Path) -> None:
+    found = measured(key=extremes((-100.0, 1.0), (155.0, 256.0)))
+    scales = static_scales(policy(static("int8", "per_head", symmetric=False), FP16), SMALL, found, tmp_path)
+    assert scales.layers[0] == {"key": SideScales(scale=(1.0, 1.0), zero=(-100.0, 1.0))}
+
+
+def test_a_finer_measurement_is_reduced_to_minimum_and_maximum(tmp_path: Path) -> None:
+    found = measured(key=extremes((-1.0, -3.0), (12.0, 2.0)))
+    window = Window(tokens=64, key=static("int4", "per_head", symmetric=False))
+    kv = policy(static("int4", "per_tensor", symmetric=False), FP16, window)
+    scales = static_scales(kv, SMALL, found, tmp_path)
+    assert scales.layers[1]["key"] == SideScales(scale=(1.0,), zero=(-3.0,))
+    assert scales.layers[1]["window_key"] == SideScales(scale=(13 / 15, 5 / 15), zero=(-1.0, -3.0))
+
+
+def test_a_finer_measurement_is_reduced_head_by_head(tmp_path: Path) -> None:
+    channels = tuple(float(i) for i in range(32))
+    found = measured(key=extremes(tuple(-x for x in channels), (0.0,) * 32))
+    window = Window(tokens=64, key=static("int4", "per_channel"))
+    for granularity, reduced in (("per_head", (15 / 127, 31 / 127)), ("per_tensor", (31 / 127,))):
+        scales = static_scales(policy(static("int8", granularity), FP16, window), SMALL, found, tmp_path)
+        assert scales.layers[0]["key"].scale == pytest.approx(reduced)
+        assert scales.layers[0]["window_key"].scale[1:] == pytest.approx([x / 7 for x in channels[1:]])
+        scales.check(policy(static("int8", granularity), FP16, window), SMALL, "here")
+
+
+def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
+    found = measured(key=extremes((0.0,) + (-7.0,) * 31, (0.0,) * 32))
+    scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, found, tmp_path)
+    assert scales.layers[0]["key"].scale == (MIN_SCALE, *(1.0,) * 31)
 
 
 def test_uncalibrated_scales_are_one_and_dynamic_ones_absent(tmp_path: Path) -> None:
-    scales = static_scales(policy(FP8_UNCALIBRATED, INT8), 3, {}, tmp_path)
-    assert scales.key == (1.0, 1.0, 1.0)
-    assert scales.value is None
+    scales = static_scales(policy(FP8_UNCALIBRATED, INT8), SMALL, {}, tmp_path)
+    assert scales.layers == ({"key": SideScales(scale=(1.0,))},) * 2
 
 
-@pytest.mark.parametrize("measured", [0.0, float("nan"), float("inf")])
-def test_a_maximum_that_makes_no_scale_is_refused(measured: float, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"values of layer 1 reach"):
-        static_scales(policy(FP16, FP8), 2, {"value": [1.0, measured]}, tmp_path)
+def test_a_side_that_is_all_zero_is_refused(tmp_path: Path) -> None:
+    zeros = extremes((0.0,), (0.0,))
+    with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 0 are all 0 on the calibration texts"):
+        static_scales(policy(FP16, FP8), SMALL, measured(value=zeros), tmp_path)
+
+
+ROTATED = static("fp8_e4m3", "per_tensor", "hadamard")
+ZEROS = static("int8", "per_tensor", symmetric=False)
+PER_HEAD = static("fp8_e4m3", "per_head")
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        (KVPolicy(name="sinks", key=FP8, value=FP8, sink_tokens=4), "4 sink and 0 recent exact tokens"),
+        (policy(FP8, FP8, Window(tokens=128, value=FP8)), "other formats for the last 128 tokens"),
+        (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=INT8)), "overrides.0.key int8 per_token"),
+        (policy(FP8, static("int8", "per_tensor")), "key fp8_e4m3 per_tensor, value int8 per_tensor"),
+        (policy(ROTATED, ROTATED), "fp8_e4m3 per_tensor rotation=hadamard keys and values"),
+        (policy(ZEROS, ZEROS), "int8 per_tensor asymmetric keys and values"),
+        (policy(PER_HEAD, PER_HEAD), "fp8_e4m3 per_head keys and values"),
+    ],
+)
+def test_what_no_export_can_declare_is_explained(kv: KVPolicy, reason: str) -> None:
+    for algorithms in (UNIFIED_HF_KV, TENSORRT_LLM_KV):
+        assert reason in str(why_not(kv, algorithms))
+
+
+def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_declared() -> None:
+    for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY, policy(BF16, BF16)):
+        assert why_not(kv, UNIFIED_HF_KV) is None
 
 
 class Words:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.kv import FP16_POLICY, Format, KVPolicy, KVScales
+from pipeline.formats import Format
+from pipeline.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
 from pipeline.weights import WeightsFormat
 from stages.quantize.recipe import LINEARS
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
@@ -22,8 +23,17 @@ INT4 = Format(dtype="int4", granularity="per_group", group_size=64, scale="dynam
 FP8_POLICY = KVPolicy(name="fp8", key=FP8, value=FP8)
 MIXED_POLICY = KVPolicy(name="fp8k_int4v", key=FP8, value=INT4)
 INT8_POLICY = KVPolicy(name="int8", key=INT8, value=INT8)
-SCALES = KVScales(key=(0.25, 2.0), value=(0.5, 4.0))
-NO_SCALES = KVScales(key=None, value=None)
+INT8_STATIC = Format(dtype="int8", granularity="per_tensor", scale="calibrated")
+INT8_TENSOR_POLICY = KVPolicy(name="int8_tensor", key=INT8_STATIC, value=INT8_STATIC)
+
+
+def layers_of(key: tuple[float, ...], value: tuple[float, ...]) -> KVScales:
+    pairs = zip(key, value, strict=True)
+    return KVScales(layers=tuple({"key": SideScales(scale=(k,)), "value": SideScales(scale=(v,))} for k, v in pairs))
+
+
+SCALES = layers_of((0.25, 2.0), (0.5, 4.0))
+NO_SCALES = KVScales(layers=({}, {}))
 TRT_LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 
 Tensors = dict[str, Any]
@@ -204,12 +214,43 @@ def test_a_tensorrt_llm_export_that_lies_is_refused(tmp_path: Path, change: Chan
 
 
 def test_an_all_fp8_label_for_mixed_keys_and_values_is_refused(tmp_path: Path) -> None:
-    scales = KVScales(key=SCALES.key, value=None)
-    with pytest.raises(ExportMismatch, match=r"fp8k_int4v .* has no official export"):
+    scales = KVScales(layers=tuple({"key": layer["key"]} for layer in SCALES.layers))
+    with pytest.raises(
+        ExportMismatch, match=r"fp8k_int4v has no official export \(key fp8_e4m3 per_tensor, value int4 per_group"
+    ):
         check_hf(unified_hf(tmp_path), MIXED_POLICY, scales=scales)
     (tmp_path / "trt").mkdir()
-    with pytest.raises(ExportMismatch, match=r"fp8k_int4v .* has no official export"):
+    with pytest.raises(
+        ExportMismatch, match=r"fp8k_int4v has no official export \(key fp8_e4m3 per_tensor, value int4 per_group"
+    ):
         check_trt(tensorrt_llm(tmp_path / "trt"), MIXED_POLICY, scales=scales)
+
+
+def int8(export: Export) -> None:
+    export.config["quantization"]["kv_cache_quant_algo"] = "INT8"
+    for name, layers in (("k_cache", (0.25, 2.0)), ("v_cache", (0.5, 4.0)), ("kv_cache", (0.5, 4.0))):
+        for layer in range(LAYERS):
+            export.tensors[f"transformer.layers.{layer}.attention.{name}_scaling_factor"] = scalar(layers[layer])
+
+
+def test_int8_scales_of_a_tensorrt_llm_export_have_no_floor(tmp_path: Path) -> None:
+    check_trt(tensorrt_llm(tmp_path, int8), INT8_TENSOR_POLICY)
+    with pytest.raises(ExportMismatch, match=r"kv_cache_quant_algo is 'INT8', must be 'FP8'"):
+        check_trt(tmp_path)
+
+
+def test_int8_scales_that_are_not_the_larger_of_keys_and_values_are_refused(tmp_path: Path) -> None:
+    def shrink(export: Export) -> None:
+        int8(export)
+        export.tensors[TRT_KV1] = scalar(2.0)
+
+    with pytest.raises(ExportMismatch, match=r"layers.1.attention.kv_cache_scaling_factor is .*2.*, calibration gave 4\.0"):
+        check_trt(tensorrt_llm(tmp_path, shrink), INT8_TENSOR_POLICY)
+
+
+def test_int8_has_no_unified_hf_export(tmp_path: Path) -> None:
+    with pytest.raises(ExportMismatch, match=r"int8_tensor has no official export \(int8 per_tensor keys and values"):
+        check_hf(unified_hf(tmp_path, lambda e: e.config.update(kv_cache_quant_algo="INT8")), INT8_TENSOR_POLICY)
 
 
 def test_an_int8_claim_without_scales_is_refused(tmp_path: Path) -> None:
@@ -217,16 +258,16 @@ def test_an_int8_claim_without_scales_is_refused(tmp_path: Path) -> None:
         drop_kv_scales(export)
         export.config["kv_cache_quant_algo"] = "INT8"
 
-    with pytest.raises(ExportMismatch, match=r"int8 .* has no official export"):
+    with pytest.raises(ExportMismatch, match=r"int8 has no official export \(int8 per_token keys"):
         check_hf(unified_hf(tmp_path, claim), INT8_POLICY, scales=NO_SCALES)
 
 
 def test_a_layer_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
     unified_hf(tmp_path)
     with pytest.raises(ExportMismatch, match=r"layers.2.self_attn.q_proj.weight is missing"):
-        check_hf(tmp_path, layers=3, scales=KVScales(key=(0.25, 2.0, 1.0), value=(0.5, 4.0, 1.0)))
+        check_hf(tmp_path, layers=3, scales=layers_of((0.25, 2.0, 1.0), (0.5, 4.0, 1.0)))
     with pytest.raises(ExportMismatch, match=r"layers\.1\..* is a scale that quant_algo does not account for"):
-        check_hf(tmp_path, layers=1, scales=KVScales(key=(0.25,), value=(0.5,)))
+        check_hf(tmp_path, layers=1, scales=layers_of((0.25,), (0.5,)))
 
 
 def test_scales_in_an_export_that_declares_none_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What the engine bundles of all backends share on disk, and the check that a bundle is still what was built."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.digest import file_digest
+from pipeline.errors import UserError
+from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
+from pipeline.strict import StrictModel
+
+BUNDLE_FILE = "bundle.json"
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class BundleRecord(StrictModel):
+    """`bundle.json`, as far as it is the same for every backend."""
+
+    backend: str
+    files: dict[str, str]
+    """File name -> sha256 of every file that loading reads."""
+
+
+B = TypeVar("B", bound=BundleRecord)
+
+
+class _AnyBackend(BaseModel):
+    backend: str
+
+
+def read_record(path: Path, record: type[R]) -> R:
+    """A JSON file of a bundle; UserError when it is missing or does not fit."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: build the engine again with stage=build")
+    try:
+        return record.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UserError(f"{path}: {where}: {first['msg']}; build the engine again with stage=build") from None
+
+
+def read_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales:
+    """Static scales, checked against what the policy needs."""
+    scales = read_record(path, KVScales)
+    scales.check(policy, shape, path)
+    return scales
+
+
+def read_policy(directory: Path, shape: KVShape) -> tuple[KVPolicy, KVScales]:
+    """The policy and the static scales of a bundle, checked against the model's shape."""
+    policy = read_record(directory / POLICY_FILE, KVPolicy)
+    policy.check_shape(shape)
+    return policy, read_scales(directory / SCALES_FILE, policy, shape)
+
+
+def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
+    (directory / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n")
+    (directory / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n")
+
+
+def write_bundle(directory: Path, bundle: BundleRecord) -> None:
+    text = json.dumps(bundle.model_dump(mode="json"), indent=1, sort_keys=True)
+    (directory / BUNDLE_FILE).write_text(text + "\n")
+
+
+def open_record(directory: Path, record: type[B], backend: str) -> B:
+    """Read `bundle.json` and verify the files it names; UserError says which is missing or not what was built."""
+    path = directory / BUNDLE_FILE
+    found = read_record(path, _AnyBackend).backend
+    if found != backend:
+        raise UserError(f"{path}: backend={found}, this engine loads backend={backend}")
+    bundle = read_record(path, record)
+    verify_files(directory, bundle.files)
+    return bundle
+
+
+def verify_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Raise UserError unless every file has its digest."""
+    for name, digest in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: build the engine again with stage=build")
+        if file_digest(path) != digest:
+            raise UserError(f"{path} is not the file that was built: build the engine again with stage=build")

@@ -1,0 +1,58 @@
+"""One graph in ONNX Runtime, its inputs and outputs bound by address: what has not moved is not bound again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+
+LOGGER_ERROR = 3
+
+
+class GraphSession:
+    """Runs a graph on arrays that stay where they are."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = LOGGER_ERROR
+        # Dynamic shapes change at every step: reusing a memory plan per shape would only collect plans.
+        options.enable_mem_pattern = False
+        # Otherwise a dequantized pool is quantized and dequantized again on its way to the gather.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._binding = self._session.io_binding()
+        values = [*self._session.get_inputs(), *self._session.get_outputs()]
+        self._types = {value.name: _element_type(value.type) for value in values}
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+
+    def bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Let an input be a contiguous array, which the caller keeps alive."""
+        self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
+
+    def put(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Copy values into an input."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != values.shape:
+            buffer = self._buffers[name] = np.empty_like(values)
+            self.bind_input(name, buffer)
+        buffer[...] = values
+
+    def output(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """The array that an output of this shape is written to; the next run overwrites it."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != shape:
+            buffer = self._buffers[name] = np.empty(shape, dtype)
+            self._binding.bind_output(name, "cpu", 0, self._types[name], shape, buffer.ctypes.data)
+        return buffer
+
+    def run(self) -> None:
+        self._session.run_with_iobinding(self._binding)
+
+
+def _element_type(described: str) -> int:
+    """ONNX's number of ONNX Runtime's `tensor(float16)`."""
+    kind: int = onnx.TensorProto.DataType.Value(described.removeprefix("tensor(").removesuffix(")").upper())
+    return kind

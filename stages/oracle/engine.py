@@ -1,0 +1,261 @@
+"""backend=torch: the oracle. transformers' own model, in float32, over the reference cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipeline.errors import UserError
+from pipeline.formats import MAX_MAGNITUDE
+from pipeline.kv import KVPolicy, KVScales, KVShape
+from pipeline.records import PREFILL_CHUNK, MemoryReport
+from stages.oracle.attention import ATTENTION, Block, Sources, Span, plan
+from stages.oracle.build import open_bundle
+from stages.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
+
+Logits = npt.NDArray[np.float32]
+
+
+def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
+    """Load a bundle that build_bundle wrote. `threads` is set for all of torch in this process.
+
+    Raises UserError when a file is missing or was altered.
+    """
+    for name, value in (("threads", threads), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    policy, scales = open_bundle(bundle)
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        bundle, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
+    )
+    return OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+
+
+class _CachedView:
+    """A chunk of a sequence whose earlier tokens are in the cache."""
+
+    def __init__(self, engine: "OracleEngine", handle: int, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.engine, self.handle = engine, handle
+        self.caches = engine.sequences[handle]
+        self.first_row = self.caches[0].length
+        self.new: list[tuple[Tensor, Tensor]] = []
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
+        self.new.append((key, value))
+        cache = self.caches[layer]
+        return cache.read("key", key, self.engine.key_gain), cache.read("value", value, 1.0)
+
+    def store(self) -> None:
+        """Append what was computed, once every layer has been: a refused token leaves nothing behind."""
+        for cache, (key, value) in zip(self.caches, self.new, strict=True):
+            cache.append(key, value)
+
+
+class _OnePassView:
+    """A whole sequence, of which nothing is in the cache."""
+
+    first_row = 0
+
+    def __init__(self, engine: "OracleEngine", blocks: Sequence[Block]) -> None:
+        self.engine, self.blocks = engine, blocks
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        _check_finite(key, value, layer, "the sequence", 0)
+        policy, storages = self.engine.policy, self.engine.storages[layer]
+        return (
+            one_pass(policy, storages, "key", key, self.engine.key_gain),
+            one_pass(policy, storages, "value", value, 1.0),
+        )
+
+
+def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
+    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
+    for side, x in (("key", key), ("value", value)):
+        fits = x.abs() <= MAX_MAGNITUDE
+        if not fits.all():
+            row = int((~fits).any(-1).any(0).nonzero()[0])
+            raise UserError(
+                f"model.path: {side} of layer {layer}, token {first_row + row} of {sequence} is not finite as a float16: "
+                "check the checkpoint for NaN, infinite or very large weights"
+            )
+
+
+class OracleEngine:
+    """pipeline.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
+
+    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
+        self.policy, self.shape, self.storages = policy, shape, storages
+        self.vocab_size = int(model.config.vocab_size)
+        self.model = model
+        self.sequences: dict[int, list[LayerCache]] = {}
+        """Handle -> caches of all layers."""
+        self.key_gain = 1.0
+        self._chunk = chunk
+        self._next_handle = 0
+
+    @classmethod
+    def from_model(
+        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> Self:
+        """An engine around a transformers causal language model in float32, which stays as it is.
+
+        `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
+        fit together.
+        """
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
+        policy.check_shape(shape)
+        if scales is None:
+            scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
+        scales.check(policy, shape, "scales")
+        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
+        for prompt in prompts:
+            self._check_tokens(prompt)
+        handles: list[int] = []
+        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
+        try:
+            for i, prompt in enumerate(prompts):
+                handles.append(self._start())
+                for begin in range(0, len(prompt), self._chunk):
+                    end = min(begin + self._chunk, len(prompt))
+                    blocks = self._plan([Span(begin, end, begin)])
+                    view = _CachedView(self, handles[-1], blocks)
+                    hidden = self._hidden([prompt[begin:end]], torch.arange(begin, end)[None], [view])
+                    view.store()
+                logits[i] = self.model.lm_head(hidden[0, -1]).numpy()
+        except UserError:
+            self.release(handles)
+            raise
+        return handles, logits
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
+        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
+            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
+        self._check_tokens(tokens)
+        lengths = [self.sequences[handle][0].length for handle in sequences]
+        views = [
+            _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
+            for handle, length in zip(sequences, lengths, strict=True)
+        ]
+        hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
+        for view in views:
+            view.store()
+        logits: Logits = self.model.lm_head(hidden[:, -1]).numpy()
+        return logits
+
+    @torch.inference_mode()
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, as prefill of the others and then decode
+        of these, one by one, would give them. No sequence stays behind."""
+        self._check_tokens(tokens)
+        if not 0 < first < len(tokens):
+            raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
+        chunks = [Span(begin, min(begin + self._chunk, first), begin) for begin in range(0, first, self._chunk)]
+        view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None)]))
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
+        logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
+        return logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+    ) -> list[list[int]]:
+        """Greedy continuations without the stop token; a finished sequence leaves the batch."""
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(limits) != len(prompts) or min(limits, default=1) < 1:
+            raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
+        out: list[list[int]] = [[] for _ in prompts]
+        active, logits = self.prefill(prompts)
+        rows = list(range(len(prompts)))
+        try:
+            while active:
+                going = []
+                for row, handle, token in zip(rows, active, _greedy(logits), strict=True):
+                    if token != stop_token:
+                        out[row].append(token)
+                    if token != stop_token and len(out[row]) < limits[row]:
+                        going.append((row, handle))
+                    else:
+                        self.release([handle])
+                rows, active = [row for row, _ in going], [handle for _, handle in going]
+                if active:
+                    logits = self.decode(active, [out[row][-1] for row in rows])
+        except UserError:
+            self.release(active)
+            raise
+        return out
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free the sequences' caches."""
+        for handle in sequences:
+            del self.sequences[handle]
+
+    def memory(self) -> MemoryReport:
+        """Bytes of the tensors that hold the cache now: pages are allocated one by one, so nothing is spare."""
+        caches = [cache for sequence in self.sequences.values() for cache in sequence]
+        static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
+        return MemoryReport(
+            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.startswith("window")),
+            exact_bytes=sum(e.nbytes for c in caches for e in c.exact.values()),
+            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.startswith("window")),
+            static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
+            pages=sum(len(sequence[0].pages["key"].pages) for sequence in self.sequences.values()),
+            live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
+        )
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Multiply what the pool's keys are read with, of stored and of later tokens; the codes stay right."""
+        self.key_gain *= factor
+
+    def _start(self) -> int:
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self.sequences[handle] = [LayerCache(self.policy, self.shape, storages) for storages in self.storages]
+        return handle
+
+    def _plan(self, spans: Sequence[Span]) -> list[Block]:
+        row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
+        return plan(self.policy, spans, row_bytes)
+
+    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
+        """The last layer's normalized hidden states, (B, S, hidden)."""
+        config = self.model.config
+        own = config._attn_implementation
+        config._attn_implementation = ATTENTION
+        try:
+            inputs = torch.tensor([list(row) for row in ids])
+            out = self.model.model(input_ids=inputs, position_ids=positions, use_cache=False, views=views)
+        finally:
+            config._attn_implementation = own
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not len(tokens):
+            raise UserError("a prompt must hold at least one token, got an empty one")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            raise UserError(f"token ids must be in [0, {self.vocab_size}), got {min(tokens)} to {max(tokens)}")
+
+
+def _greedy(logits: Logits) -> list[int]:
+    """The best token of every row; refuses to pick from NaN."""
+    if not np.isfinite(logits).all():
+        raise UserError(
+            "logits are not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow "
+            "float16"
+        )
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens

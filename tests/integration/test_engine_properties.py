@@ -1,0 +1,146 @@
+"""What holds for any placement of pages, any shared prefix and any place of a bad number, on both engines.
+
+Bit for bit: a page's number, and who else reads it, must not touch a single logit.
+"""
+
+import heapq
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_checkpoint, shared_decoder
+
+from pipeline.errors import UserError
+from pipeline.kv import KVShape
+from stages.onnx.engine import OnnxEngine
+from stages.onnx.pages import Numbers
+from stages.onnx.pool import PagedPool
+
+torch.set_num_threads(1)
+examples = settings(max_examples=6, derandomize=True, deadline=None, database=None)
+
+NAMES = ("fp8", "int4_g32_asym_hadamard", "window_of_keys_and_values", "ages")
+"""Static and dynamic scales, zeros, both sides of a window, sinks and recent tokens."""
+
+VOCABULARY = 256
+STEPS = 3
+
+EngineOf = Callable[[str], OnnxEngine]
+tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=STEPS, max_size=STEPS)
+lengths = st.integers(1, 200)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    folder = tmp_path_factory.mktemp("engines")
+    return cache(lambda name: make_engine(decoder, folder / name, BY_NAME[name], prefill_chunk=128))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+def decoded(engine: OnnxEngine, handle: int, fed: list[int]) -> np.ndarray:
+    return np.array([engine.decode([handle], [token])[0] for token in fed])
+
+
+def alone(engine: OnnxEngine, prompt: list[int], fed: list[int]) -> np.ndarray:
+    (handle,), _ = engine.prefill([prompt])
+    logits = decoded(engine, handle, fed)
+    engine.release([handle])
+    return logits
+
+
+def renumber(pool: PagedPool, numbers: Numbers, seed: int) -> None:
+    """Move every page of a kind to another number, as if they had been handed out in another order."""
+    order = np.random.default_rng(seed).permutation(numbers.capacity).tolist()
+    for array in pool._of(numbers):
+        array[order] = array.copy()
+    numbers._users = {order[page]: users for page, users in numbers._users.items()}
+    numbers._free = [order[page] for page in numbers._free]
+    heapq.heapify(numbers._free)
+    for row in pool._sequences.values():
+        held = row.pages if numbers is pool._pages else row.young
+        held[:] = [order[page] for page in held]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples
+@given(length=lengths, fed=tokens, seed=seeds)
+def test_any_permutation_of_page_numbers_gives_the_same_logits(
+    name: str, length: int, fed: list[int], seed: int, engine_of: EngineOf
+) -> None:
+    engine, prompt = engine_of(name), prompt_of(length)
+    expected = alone(engine, prompt, fed)
+    (handle, other), _ = engine.prefill([prompt, prompt_of(150, seed)])
+    for numbers in (engine.pool._pages, engine.pool._young):
+        renumber(engine.pool, numbers, seed)
+    try:
+        np.testing.assert_array_equal(decoded(engine, handle, fed), expected)
+    finally:
+        engine.release([handle, other])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples
+@given(length=lengths, mine=tokens, theirs=tokens)
+def test_sequences_that_share_a_prefix_decode_as_if_each_were_alone(
+    name: str, length: int, mine: list[int], theirs: list[int], engine_of: EngineOf
+) -> None:
+    """Whoever writes first, and after the other has gone."""
+    engine, prompt = engine_of(name), prompt_of(length)
+    expected, expected_fork = alone(engine, prompt, mine), alone(engine, prompt, theirs)
+    (origin,), _ = engine.prefill([prompt])
+    fork, late = engine.fork(origin), engine.fork(origin)
+    held = [origin, fork, late]
+    try:
+        np.testing.assert_array_equal(decoded(engine, fork, theirs), expected_fork)
+        np.testing.assert_array_equal(decoded(engine, origin, mine), expected)
+        engine.release([held.pop(0)])
+        np.testing.assert_array_equal(decoded(engine, late, mine), expected)
+    finally:
+        engine.release(held)
+    assert engine.memory().live_tokens == 0
+
+
+@examples
+@given(
+    place=st.tuples(st.integers(0, 1), st.sampled_from(("key", "value")), st.integers(0, 7)),
+    bad=st.sampled_from((np.nan, np.inf, -np.inf, 1e5)),
+    name=st.sampled_from(NAMES),
+)
+def test_the_oracle_names_the_layer_side_and_token_of_a_number_that_is_not_finite(
+    place: tuple[int, str, int], bad: float, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A hook spoils one output of one projection at one token, in prefill and in one pass; nothing stays behind."""
+    layer, side, token = place
+    model = cached_model(shared_checkpoint(tmp_path_factory))
+    engine = make_oracle(model, BY_NAME[name], KVShape(2, 2, 64))
+    projection = getattr(model.model.layers[layer].self_attn, f"{side[0]}_proj")
+
+    def spoil(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[0, token, 70] = bad
+        return output
+
+    hook = projection.register_forward_hook(spoil)
+    try:
+        for compute in (lambda: engine.prefill([prompt_of(8)]), lambda: engine.forced(prompt_of(8), 2)):
+            with pytest.raises(UserError, match=rf"^model\.path: {side} of layer {layer}, token {token} of .*not finite"):
+                compute()
+    finally:
+        hook.remove()
+    assert engine.memory().live_tokens == 0
+    assert np.isfinite(engine.prefill([prompt_of(8)])[1]).all()
+
+
+@cache
+def cached_model(checkpoint: Path) -> torch.nn.Module:
+    return load_model(checkpoint)

@@ -1,0 +1,81 @@
+"""Prefix sharing, and the pages of a window: what is shared, copied and freed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, make_engine, pages, shared_decoder
+
+from pipeline.errors import UserError
+from stages.onnx.engine import OnnxEngine
+
+STEPS = 4
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return np.random.default_rng(0).integers(0, 256, 300).tolist()
+
+
+def decode(engine: OnnxEngine, handle: int, tokens: list[int]) -> np.ndarray:
+    return np.array([engine.decode([handle], [token])[0] for token in tokens])
+
+
+@pytest.mark.parametrize("length", [1, 64, 130, 192])
+@pytest.mark.parametrize("name", ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values"])
+def test_a_fork_and_its_origin_decode_like_sequences_prefilled_alone(
+    name: str, length: int, decoder: Path, tmp_path: Path, text: list[int]
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
+    prompt, ends = text[:length], [text[200:270], text[230:300]]
+    alone = []
+    for end in ends:
+        (handle,), _ = engine.prefill([prompt])
+        alone.append(decode(engine, handle, end))
+        engine.release([handle])
+    (origin,), _ = engine.prefill([prompt])
+    fork = engine.fork(origin)
+    batched = np.array([engine.decode([origin, fork], list(pair)) for pair in zip(*ends, strict=True)])
+    np.testing.assert_allclose(batched[:, 0], alone[0], atol=2e-5)
+    np.testing.assert_allclose(batched[:, 1], alone[1], atol=2e-5)
+    engine.release([origin])
+    late = engine.fork(fork)
+    np.testing.assert_allclose(decode(engine, late, [1, 2]), decode(engine, fork, [1, 2]), atol=2e-5)
+    engine.release([fork, late])
+    assert engine.memory().live_tokens == 0
+    assert engine.pool.in_use == (0, 0)
+
+
+def test_a_fork_shares_full_pages_until_the_last_user_goes(decoder: Path, tmp_path: Path, text: list[int]) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=4)
+    (origin,), _ = engine.prefill([text[:140]])
+    fork = engine.fork(origin)
+    assert pages(engine, origin) == [0, 1, 2]
+    assert pages(engine, fork) == [0, 1, 3]
+    with pytest.raises(UserError, match="max_pages=4 is too small: 5 pages"):
+        engine.fork(origin)
+    engine.release([origin])
+    (other,), _ = engine.prefill([text[:50]])
+    assert pages(engine, other) == [2]
+    engine.release([fork])
+    (third,), _ = engine.prefill([text[:192]])
+    assert pages(engine, third) == [0, 1, 3]
+
+
+def test_a_window_holds_no_more_pages_than_the_policy_says(decoder: Path, tmp_path: Path, text: list[int]) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"], prefill_chunk=100)
+    (handle,), _ = engine.prefill([text[:250]])
+    held = []
+    for token in text[250:]:
+        engine.decode([handle], [token])
+        held.append(len(engine.pool.tables([handle])["window_table"][0]))
+    assert held == [engine.policy.window_pages(length) for length in range(251, 301)]
+    assert set(held) == {1, 2}
+    assert engine.memory().window_bytes <= 4 * engine.policy.window_page_bytes(engine.shape)

@@ -1,0 +1,199 @@
+"""Every KV policy on the ONNX engine against the oracle: two independent programs over the same policy and weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import (
+    BY_NAME,
+    POLICIES,
+    fmt,
+    int4_groups,
+    llama_config,
+    load_model,
+    make_decoder,
+    make_engine,
+    make_oracle,
+    save_model,
+    shared_checkpoint,
+    shared_decoder,
+)
+
+from pipeline.formats import CODES, Code
+from pipeline.kv import KVPolicy
+from stages.onnx.engine import OnnxEngine
+from stages.oracle.engine import OracleEngine
+
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
+"""Around the ends of pages; while 190 decodes, a page leaves a window of 64 tokens; 300 is more than any policy keeps exact."""
+STEPS = 4
+ROUNDING = 2e-5
+"""float32 sums in another order: measured 4e-6 with logits of standard deviation 0.9."""
+FLIPS = 1e-2
+"""A key or value that lies between two codes within float32 rounding may get the other one, a step of its format away: a
+few rows per policy, measured by at most 5e-3 (INT4). Key scales 4 times too large move every row by 0.1 or more."""
+MEDIAN = 1e-4
+"""Most rows meet no such value: measured at most 7e-5, for formats whose steps are fine (bfloat16, int8), where single flips
+hardly matter but are frequent. The coarser formats are below 3e-5, while INT8 as a whole moves a row by 1e-3."""
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    return load_model(shared_checkpoint(tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=lambda policy: policy.name)
+def pair(
+    request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OnnxEngine, OracleEngine]:
+    """The engine and the oracle of one policy; tests leave no sequences and no faults behind."""
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param)
+    return engine, make_oracle(model, request.param, engine.shape)
+
+
+def forced(engine: OnnxEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
+    """Logits (1 + steps, B, V): of the prefill of all but the last tokens, then of forced decoding."""
+    handles, logits = engine.prefill([text[:-steps] for text in texts])
+    out = [logits]
+    for step in range(-steps, 0):
+        out.append(engine.decode(handles, [text[step] for text in texts]))
+    engine.release(handles)
+    return np.array(out)
+
+
+def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All the engine's logits, and the largest difference of each decoded row (STEPS, B) from the oracle's."""
+    logits = forced(engine, texts)
+    expected = np.stack([oracle.forced(text, len(text) - STEPS) for text in texts], axis=1)
+    return logits, np.abs(logits[1:] - expected).max(-1)
+
+
+def test_batched_decode_equals_the_oracle_and_single_runs(
+    pair: tuple[OnnxEngine, OracleEngine], model: torch.nn.Module, texts: list[list[int]]
+) -> None:
+    logits, difference = differences(*pair, texts)
+    assert difference.max() < FLIPS
+    assert np.median(difference) < MEDIAN
+    for i in (0, 3, 6):
+        np.testing.assert_allclose(forced(pair[0], texts[i : i + 1])[:, 0], logits[:, i], atol=ROUNDING)
+    # The logits of a prompt of one chunk do not read the cache.
+    with torch.no_grad():
+        expected = [model(torch.tensor([text[:-STEPS]])).logits[0, -1].numpy() for text in texts]
+    np.testing.assert_allclose(logits[0], expected, atol=ROUNDING)
+
+
+def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill(
+    pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
+) -> None:
+    engine, oracle = pair
+    text = texts[-1]
+    sound = forced(engine, [text])
+    handles, _ = engine.prefill([text[:-STEPS]])
+    for each in pair:
+        each.corrupt_key_scale(4.0)
+    try:
+        stored_before = engine.decode(handles, text[-STEPS : 1 - STEPS])
+        faulty, difference = differences(engine, oracle, [text])
+        assert difference.max() < 4 * FLIPS
+        np.testing.assert_array_equal(faulty[0], sound[0])
+        np.testing.assert_allclose(faulty[1], stored_before, atol=ROUNDING)
+        assert np.abs(faulty[1:] - sound[1:]).max(-1).min() > 10 * FLIPS
+    finally:
+        engine.release(handles)
+        for each in pair:
+            each.corrupt_key_scale(1 / 4)
+
+
+def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
+    engine, _ = pair
+    handles, _ = engine.prefill(texts)
+    report, policy, shape = engine.memory(), engine.policy, engine.shape
+    engine.release(handles)
+    arrays = engine.pool.arrays
+    assert report.pool_bytes == policy.pool_bytes(shape, report.pages)
+    assert report.exact_bytes == policy.exact_bytes(shape, 16)
+    window = {name: array for name, array in arrays.items() if name.startswith("window")}
+    pages = max((len(array) for array in window.values()), default=0)
+    assert report.window_bytes == pages * policy.window_page_bytes(shape) == sum(array.nbytes for array in window.values())
+    assert report.pool_bytes + report.exact_bytes + report.window_bytes == sum(array.nbytes for array in arrays.values())
+    static = [(form.static_scales(shape.kv_heads, shape.head_dim), 1 if form.symmetric else 2)
+              for layer in range(shape.layers) for form in policy.sides(layer).values()]  # fmt: skip
+    assert report.static_scale_bytes == 4 * sum(count * parameters for count, parameters in static)
+    assert report.live_tokens == sum(len(text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", "fp8k_int4v", "int4_sinks", "sinks_over_a_page", "ages", "window_of_keys_and_values", "overridden_window"]
+)
+def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_ones(
+    name: str, model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+) -> None:
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=50)
+    oracle = make_oracle(model, BY_NAME[name], engine.shape, prefill_chunk=50)
+    logits, difference = differences(engine, oracle, texts[-3:])
+    assert difference.max() < FLIPS
+    expected = oracle.prefill([text[:-STEPS] for text in texts[-3:]])[1]
+    np.testing.assert_allclose(logits[0], expected, atol=FLIPS)
+
+
+@pytest.mark.parametrize(("head_dim", "size"), [(96, 32), (128, 128)])
+def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_oracle(
+    head_dim: int, size: int, tmp_path: Path, texts: list[list[int]]
+) -> None:
+    """An odd number of INT4 groups: the middle one has channels in the low and in the high nibbles."""
+    checkpoint = save_model(llama_config(head_dim), tmp_path / "checkpoint")
+    policy = KVPolicy(name="odd", key=int4_groups(size), value=int4_groups(size, symmetric=False))
+    engine = make_engine(make_decoder(checkpoint, tmp_path / "decoder"), tmp_path / "bundle", policy)
+    assert differences(engine, make_oracle(load_model(checkpoint), policy, engine.shape), texts[-3:])[1].max() < FLIPS
+
+
+def test_a_new_integer_format_is_one_entry_of_codes(
+    model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    grouped = fmt("int2", "per_group", group_size=16, symmetric=False)
+    rotated = fmt("int2", "per_channel", symmetric=False, rotation="hadamard")
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    for number, (key, value) in enumerate([(fmt("int2", "per_token"), grouped), (rotated, fmt("int2", "per_tensor"))]):
+        policy = KVPolicy(name=f"int2_{number}", key=key, value=value)
+        engine = make_engine(decoder, tmp_path / policy.name, policy)
+        _, difference = differences(engine, make_oracle(model, policy, engine.shape), texts)
+        assert difference.max() < FLIPS
+        assert np.median(difference) < MEDIAN
+        assert engine.memory().pool_bytes < BY_NAME["int4_g32"].pool_bytes(engine.shape, engine.memory().pages)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8k_int4v"])
+def test_float16_compute_stays_close_to_float32(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+) -> None:
+    """float16 rounds every activation (2**-11) over two layers: 3 % of the logits' standard deviation. Keys and values
+    that move by that get other codes, an INT4 step is up to 14 % of a value: measured 8 %, allowed 20 %."""
+    half = make_engine(shared_decoder(tmp_path_factory, "float16"), tmp_path / "half", BY_NAME[name])
+    single = make_engine(shared_decoder(tmp_path_factory, "float32"), tmp_path / "single", BY_NAME[name])
+    logits, expected = forced(half, texts), forced(single, texts)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, expected, atol={"fp16": 0.03, "fp8k_int4v": 0.2}[name] * expected.std())
+    assert not np.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8k_int4v", "int4"])
+def test_a_quantized_cache_moves_the_logits_by_more_than_the_tolerance(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+) -> None:
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    logits, exact = (forced(make_engine(decoder, tmp_path / each, BY_NAME[each]), texts) for each in (name, "fp16"))
+    np.testing.assert_array_equal(logits[0], exact[0])
+    assert np.median(np.abs(logits[1:] - exact[1:]).max(-1)) > 10 * MEDIAN

@@ -1,0 +1,251 @@
+"""The oracle: one pass against decoding token by token, against transformers over a rounding cache, and its memory."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
+
+from pipeline.formats import CODES, Code
+from pipeline.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.records import OnePassEngine
+from stages.oracle.cache import Storage, layer_storages
+from stages.oracle.engine import OracleEngine
+
+torch.set_num_threads(1)
+
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
+"""Prompts around the ends of pages; 300 is more than any policy keeps exact."""
+STEPS = 3
+CHUNK = 80
+"""Prompts are prefilled in several chunks, which read the pool of those before."""
+EXACT = 1e-9
+"""In float64 nothing is left but the order of sums, 1e-15: no value is so near to the border between two codes."""
+FLIPS = 0.05
+"""In float32 sums differ by 1e-7 of a value, so that about one value in 5,000 float16 numbers (rarer for coarser codes) lies
+near enough to a border to get the other code. Flips are rounding errors like those of the format itself, only that few
+tokens have one: their effect on logits, as root mean square, is at most this part of the format's own (measured 0.003)."""
+ROUNDING = 2e-5
+"""float32 sums in another order: measured 4e-6."""
+
+
+def random_model(config: Any = None) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation="sdpa").eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model()
+
+
+@pytest.fixture(scope="module")
+def model64() -> Any:
+    return random_model().double()
+
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
+
+
+def step_by_step(engine: OracleEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
+    """Logits (B, steps, V) of decoding the last tokens of every text in one batch."""
+    handles, _ = engine.prefill([text[:-steps] for text in texts])
+    out = [engine.decode(handles, [text[step] for text in texts]) for step in range(-steps, 0)]
+    engine.release(handles)
+    return np.stack(out, axis=1)
+
+
+def one_pass(engine: OracleEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
+    return np.stack([engine.forced(text, len(text) - steps) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def unquantized(model: Any, texts: list[list[int]]) -> np.ndarray:
+    """Logits of the last tokens of the longer texts by transformers without a cache, (B, steps, V)."""
+    with torch.no_grad():
+        return np.stack([model(torch.tensor([text])).logits[0, -STEPS:].numpy() for text in texts[4:]])
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt((x.astype(np.float64) ** 2).mean()))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_one_pass_equals_decoding_a_ragged_batch_token_by_token(policy: KVPolicy, model64: Any, texts: list[list[int]]) -> None:
+    engine = make_oracle(model64, policy, SHAPE, prefill_chunk=CHUNK)
+    np.testing.assert_allclose(one_pass(engine, texts), step_by_step(engine, texts), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_in_float32_they_differ_by_values_on_rounding_borders_alone(
+    policy: KVPolicy, model: Any, unquantized: np.ndarray, texts: list[list[int]]
+) -> None:
+    engine = make_oracle(model, policy, SHAPE)
+    logits = one_pass(engine, texts[4:])
+    difference = logits - step_by_step(engine, texts[4:])
+    assert rms(difference) < FLIPS * rms(logits - unquantized)
+
+
+def test_a_window_and_a_page_border_are_crossed_in_one_pass(model64: Any) -> None:
+    text = np.random.default_rng(1).integers(0, 256, 210).tolist()
+    engine = make_oracle(model64, BY_NAME["ages"], SHAPE, prefill_chunk=CHUNK)
+    np.testing.assert_allclose(one_pass(engine, [text], 150), step_by_step(engine, [text], 150), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy, model: Any) -> None:
+    engine = make_oracle(model, policy, SHAPE)
+    handles, _ = engine.prefill([[1] * 130, [2] * 64])
+    engine.decode(handles[1:], [3])
+    memory = engine.memory()
+    assert memory.pool_bytes + memory.exact_bytes + memory.window_bytes == sum(
+        policy.sequence_bytes(SHAPE, tokens) for tokens in (130, 65)
+    )
+    assert (memory.pool_bytes, memory.pages, memory.live_tokens) == (policy.pool_bytes(SHAPE, 5), 5, 195)
+    assert memory.exact_bytes == policy.exact_bytes(SHAPE, 2)
+    forms = [form for layer in range(SHAPE.layers) for form in policy.sides(layer).values()]
+    static = sum(form.static_scales(2, 64) * (1 if form.symmetric else 2) for form in forms)
+    assert memory.static_scale_bytes == 4 * static
+    engine.release(handles)
+    assert engine.memory().pool_bytes == engine.memory().exact_bytes == engine.memory().window_bytes == 0
+
+
+class RoundingCache(DynamicCache):
+    """transformers' own cache, whose past is what the policy's base formats make of it: no code of the oracle's attention."""
+
+    def __init__(self, storages: list[dict[Any, Storage]]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def update(self, key: Any, value: Any, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key, value, layer)
+        past = keys.shape[-2] - key.shape[-2]
+        return self.rounded(keys, layer, "key", past), self.rounded(values, layer, "value", past)
+
+    def rounded(self, x: torch.Tensor, layer: int, side: str, past: int) -> torch.Tensor:
+        storage = self.storages[layer][side]
+        return torch.cat([storage.read(storage.write(x[..., :past, :]), 1.0).to(x.dtype), x[..., past:, :]], dim=-2)
+
+
+def by_transformers(model: Any, policy: KVPolicy, text: list[int], steps: int) -> np.ndarray:
+    config = model.config
+    shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    cache = RoundingCache(layer_storages(policy, shape, static_scales(policy, shape)))
+    rows = []
+    with torch.no_grad():
+        model(torch.tensor([text[:-steps]]), past_key_values=cache)
+        for token in text[-steps:]:
+            rows.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].numpy())
+    return np.stack(rows)
+
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.08}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fp16", "int4", "int8_channel", "int4_g32_asym_hadamard"])
+@pytest.mark.parametrize(
+    "config",
+    [llama_config(), MistralConfig(**SIZES, sliding_window=None), Qwen2Config(**SIZES), Qwen3Config(**SIZES)],
+    ids=lambda config: config.model_type,
+)
+def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds(config: Any, name: str) -> None:
+    model = random_model(config).double()
+    shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    engine = make_oracle(model, BY_NAME[name], shape)
+    text = np.random.default_rng(2).integers(0, 256, 140).tolist()
+    expected = by_transformers(model, BY_NAME[name], text, 10)
+    np.testing.assert_allclose(engine.forced(text, 130), expected, rtol=0, atol=EXACT)
+    assert model.config._attn_implementation == "sdpa", "the model is left as it was"
+
+
+def test_the_prefill_of_one_chunk_is_transformers_own(model: Any, texts: list[list[int]]) -> None:
+    engine = make_oracle(model, BY_NAME["int4_tensor"], SHAPE)
+    _, logits = engine.prefill(texts)
+    with torch.no_grad():
+        expected = [model(torch.tensor([text])).logits[0, -1].numpy() for text in texts]
+    np.testing.assert_allclose(logits, expected, atol=ROUNDING)
+
+
+def test_a_new_integer_code_needs_nothing_but_its_entry(
+    monkeypatch: pytest.MonkeyPatch, model64: Any, texts: list[list[int]]
+) -> None:
+    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    int2 = BY_NAME["int4_g32"].key.model_copy(update={"dtype": "int2"})
+    engine = make_oracle(model64, KVPolicy(name="int2", key=int2, value=int2), SHAPE)
+    np.testing.assert_allclose(one_pass(engine, texts), step_by_step(engine, texts), rtol=0, atol=EXACT)
+
+
+def test_a_value_that_is_not_finite_is_refused_and_nothing_of_it_stays(texts: list[list[int]]) -> None:
+    broken = random_model()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[7] = torch.nan
+    engine = make_oracle(broken, BY_NAME["int4"], SHAPE)
+    sound = [token for token in texts[5] if token != 7]
+    handles, _ = engine.prefill([sound[:60], sound[60:90]])
+    message = r"model\.path: key of layer 0, token 30 of sequence 1 is not finite"
+    with pytest.raises(ValueError, match=message):
+        engine.decode(handles, [1, 7])
+    assert engine.memory().live_tokens == 90
+    after = engine.decode(handles[:1], [1])
+    np.testing.assert_array_equal(after, step_by_step(engine, [[*sound[:60], 1]], 1)[0])
+    with pytest.raises(ValueError, match=r"token 2 of sequence \d+ is not finite"):
+        engine.prefill([[1, 2], [3, 4, 7, 5]])
+    assert engine.memory().live_tokens == 91
+    with pytest.raises(ValueError, match=r"key of layer 0, token 60 of the sequence is not finite"):
+        engine.forced([*sound[:60], 7, 3], 30)
+
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[7] = 0.0
+        broken.model.layers[1].self_attn.v_proj.weight[70] = torch.inf
+    with pytest.raises(ValueError, match=r"value of layer 1, token 0 of sequence \d+ is not finite"):
+        engine.prefill([sound[:5]])
+
+
+@pytest.mark.parametrize("name", ["fp16", "int4", "fp8k_int4v_aged", "window_of_keys_and_values"])
+def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, model64: Any, texts: list[list[int]]) -> None:
+    texts = texts[-2:]
+    engine = make_oracle(model64, BY_NAME[name], SHAPE)
+    sound = one_pass(engine, texts)
+    handles, before = engine.prefill([text[:-STEPS] for text in texts])
+    engine.corrupt_key_scale(3.0)
+    faulty = one_pass(engine, texts)
+    np.testing.assert_array_equal(engine.decode(handles, [text[-STEPS] for text in texts]), step_by_step(engine, texts)[:, 0])
+    np.testing.assert_allclose(faulty, step_by_step(engine, texts), rtol=0, atol=EXACT)
+    np.testing.assert_array_equal(engine.prefill([text[:-STEPS] for text in texts])[1], before)
+    assert np.abs(faulty - sound).max(-1)[-1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
+
+
+def test_generation_is_greedy_and_stops(model: Any, texts: list[list[int]]) -> None:
+    engine = make_oracle(model, BY_NAME["int4"], SHAPE)
+    prompts = [texts[0][:2], texts[3]]
+    answers = engine.generate(prompts, [3, 6], None)
+    assert [len(answer) for answer in answers] == [3, 6]
+    rows = engine.forced([*prompts[1], *answers[1][:-1]], len(prompts[1]))
+    assert rows.argmax(-1).tolist() == answers[1][1:]
+    stop = answers[1][4]
+    assert engine.generate(prompts[1:], 6, stop) == [answers[1][: answers[1].index(stop)]]
+    assert engine.memory().live_tokens == 0
+    assert isinstance(engine, OnePassEngine)
+
+
+def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
+    engine = OracleEngine.from_model(model, FP16_POLICY)
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.prefill([[]])
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 256\), got 1 to 256"):
+        engine.forced([1, 256], 1)
+    with pytest.raises(ValueError, match="first must be 1 to 2, got 3"):
+        engine.forced([1, 2, 3], 3)
+    with pytest.raises(ValueError, match="distinct sequences"):
+        engine.decode([0, 0], [1, 1])
+    with pytest.raises(ValueError, match="of kv policy fp8 has static scales, which are missing"):
+        OracleEngine.from_model(model, BY_NAME["fp8"])

@@ -1,0 +1,70 @@
+"""A bundle of the torch backend on disk: complete, verified, refused when it is not what was built."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, load_model, make_oracle, nothing, shared_checkpoint, static_scales
+
+from pipeline.kv import KVShape
+from stages.oracle.build import build_bundle
+from stages.oracle.engine import load_engine
+
+torch.set_num_threads(1)
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+POLICY = BY_NAME["window_of_keys_and_values"]
+TEXT = list(range(100))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_checkpoint(tmp_path_factory)
+
+
+@pytest.fixture
+def bundle(checkpoint: Path, tmp_path: Path) -> Path:
+    scales = tmp_path / "scales.json"
+    scales.write_text(static_scales(POLICY, SHAPE).model_dump_json())
+    out = tmp_path / "bundle"
+    out.mkdir()
+    build_bundle(checkpoint, out, policy=POLICY, scales=scales, progress=nothing)
+    return out
+
+
+def test_a_bundle_is_all_that_the_engine_needs_and_shares_the_weights_bytes(checkpoint: Path, bundle: Path) -> None:
+    assert (bundle / "model.safetensors").samefile(checkpoint / "model.safetensors")
+    engine = load_engine(bundle, threads=1)
+    assert (engine.policy, engine.shape, engine.vocab_size) == (POLICY, SHAPE, 256)
+    expected = make_oracle(load_model(checkpoint), POLICY, SHAPE).forced(TEXT, 70)
+    np.testing.assert_array_equal(engine.forced(TEXT, 70), expected)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "kv_policy.json", "kv_scales.json"])
+def test_a_file_that_was_altered_or_is_missing_is_named(bundle: Path, name: str) -> None:
+    path = bundle / name
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(ValueError, match=rf"{name} is not the file that was built: build the engine again"):
+        load_engine(bundle, threads=1)
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{name} is missing: build the engine again"):
+        load_engine(bundle, threads=1)
+
+
+def test_a_bundle_of_another_backend_and_senseless_options_are_refused(bundle: Path) -> None:
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        load_engine(bundle, threads=0)
+    record = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps({**record, "backend": "onnxruntime", "graph_digest": "0"}))
+    with pytest.raises(ValueError, match="backend=onnxruntime, this engine loads backend=torch"):
+        load_engine(bundle, threads=1)
+
+
+def test_a_policy_that_the_model_cannot_hold_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:
+    grouped = BY_NAME["int4_g32"].key.model_copy(update={"group_size": 128})
+    policy = BY_NAME["int4_g32"].model_copy(update={"key": grouped})
+    with pytest.raises(ValueError, match=r"kv\.key\.group_size=128 does not divide"):
+        build_bundle(checkpoint, tmp_path, policy=policy, scales=tmp_path / "none.json", progress=nothing)
+    assert list(tmp_path.iterdir()) == []

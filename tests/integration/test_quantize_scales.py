@@ -1,0 +1,186 @@
+"""Static scales against extremes computed here, from transformers' own cache: ModelOpt has no part in them.
+
+Tolerance 1e-5, except where a rotation's 64 products are added in another order.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from quantize_fixtures import FP8, POLICIES, per_token, stage, static, token_ids
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.weights import WeightsFormat
+
+torch.set_num_threads(1)
+
+SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
+States = list[dict[str, Tensor]]
+"""By layer and side, (tokens of all texts, heads, channels)."""
+
+
+def states_of(checkpoint: Path) -> States:
+    """Keys (after the rotary embedding) and values of all calibration texts."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(checkpoint)]
+    return [
+        {
+            "key": torch.cat([cache.layers[layer].keys[0].transpose(0, 1) for cache in caches]),
+            "value": torch.cat([cache.layers[layer].values[0].transpose(0, 1) for cache in caches]),
+        }
+        for layer in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def states(tiny_checkpoint: Path) -> States:
+    return states_of(tiny_checkpoint)
+
+
+def walsh(states_THD: Tensor) -> Tensor:
+    """The Hadamard transform by its definition: element (i, j) is -1 to the number of bits that i and j share."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(64)] for i in range(64)]
+    return states_THD @ (torch.tensor(signs, dtype=torch.float32) / 8)
+
+
+def expected(states_THD: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros of a calibrated format, flat."""
+    x = walsh(states_THD) if form.rotation == "hadamard" else states_THD
+    parts = {"per_tensor": x.reshape(-1, 1), "per_head": x.transpose(1, 2).reshape(-1, 2), "per_channel": x.reshape(-1, 128)}
+    low, high = parts[form.granularity].amin(0), parts[form.granularity].amax(0)
+    if form.symmetric:
+        limit = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127, "int4": 7}[form.dtype]
+        return torch.maximum(-low, high) / limit, None
+    return (high - low) / {"int8": 255, "int4": 15}[form.dtype], low
+
+
+def check(found: SideScales, states_THD: Tensor, form: Format) -> None:
+    scale, zero = expected(states_THD, form)
+    tolerance = 1e-5 if form.rotation == "none" else 1e-4
+    torch.testing.assert_close(torch.tensor(found.scale), scale, rtol=tolerance, atol=0.0)
+    if zero is None:
+        assert found.zero is None
+    else:
+        assert found.zero is not None
+        torch.testing.assert_close(torch.tensor(found.zero), zero, rtol=tolerance, atol=1e-5)
+
+
+def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> KVScales:
+    out.mkdir(exist_ok=True)
+    stage(checkpoint, out, policy, weights)
+    scales = KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
+    scales.check(policy, SHAPE, out)
+    return scales
+
+
+STATIC_FORMATS = [
+    FP8,
+    static("int4", "per_tensor"),
+    static("fp8_e4m3", "per_head"),
+    static("int8", "per_channel"),
+    static("fp8_e5m2", "per_head"),
+    static("int8", "per_tensor", symmetric=False),
+    static("int8", "per_head", symmetric=False),
+    static("int4", "per_channel", symmetric=False),
+    static("int4", "per_head", rotation="hadamard"),
+    static("int8", "per_channel", rotation="hadamard", symmetric=False),
+]
+
+
+@pytest.mark.parametrize("form", STATIC_FORMATS, ids=lambda f: f"{f.dtype}_{f.granularity}_{f.symmetric}_{f.rotation}")
+def test_every_static_format_has_the_extremes_of_what_shares_a_scale(
+    form: Format, states: States, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    scales = scales_of(tiny_checkpoint, tmp_path, KVPolicy(name="test", key=form, value=form))
+    for layer, sides in enumerate(states):
+        for side in ("key", "value"):
+            check(scales.layers[layer][side], sides[side], form)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4_awq"])
+def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], weights)
+    for layer, sides in enumerate(states_of(tmp_path / "checkpoint")):
+        check(scales.layers[layer]["key"], sides["key"], POLICIES["fp8_head"].key)
+        check(scales.layers[layer]["value"], sides["value"], POLICIES["fp8_head"].value)
+
+
+def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    channel, head = static("int8", "per_channel"), static("int8", "per_head", symmetric=False)
+    policy = KVPolicy(
+        name="test",
+        key=FP8,
+        value=per_token("int4"),
+        overrides=(LayerOverride(layers=(1,), key=channel), LayerOverride(layers=(1, 3), value=head)),
+    )
+    scales = scales_of(tiny_checkpoint, tmp_path, policy)
+    for layer in range(4):
+        check(scales.layers[layer]["key"], states[layer]["key"], channel if layer == 1 else FP8)
+    assert [sorted(layer) for layer in scales.layers] == [["key"], ["key", "value"], ["key"], ["key", "value"]]
+    check(scales.layers[3]["value"], states[3]["value"], head)
+    report = json.loads((tmp_path / "quantizers.json").read_text())
+    assert report["quantizers"]["count"] == 8 - 2 * ("sidecar only" in report["kv_expressed_by"][3].values())
+
+
+def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Finer and coarser than the base, static over a dynamic base, and rotated over an unrotated one."""
+    window = Window(tokens=64, key=static("int8", "per_channel"), value=static("int8", "per_head", rotation="hadamard"))
+    override = LayerOverride(layers=(2,), key=per_token("int4"))
+    base = static("int4", "per_tensor")
+    policy = KVPolicy(name="test", key=base, value=base, window=window, overrides=(override,))
+    scales = scales_of(tiny_checkpoint, tmp_path, policy)
+    for layer in range(4):
+        for side, form in policy.sides(layer).items():
+            if form.static:
+                check(scales.layers[layer][side], states[layer][side.removeprefix("window_")], form)
+    report = json.loads((tmp_path / "quantizers.json").read_text())
+    assert report["kv_expressed_by"][2].keys() == {"key", "value", "window_value"}
+    assert report["kv_expressed_by"][0]["window_key"] == "sidecar only"
+
+
+def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The quantizer then rounds as the base does, or not at all."""
+    window = Window(tokens=64, key=static("int8", "per_head"), value=FP8)
+    policy = KVPolicy(name="test", key=Format(dtype="fp16"), value=per_token("int4"), window=window)
+    scales = scales_of(tiny_checkpoint, tmp_path, policy)
+    for layer in range(4):
+        assert scales.layers[layer].keys() == {"window_key", "window_value"}
+        check(scales.layers[layer]["window_key"], states[layer]["key"], static("int8", "per_head"))
+        check(scales.layers[layer]["window_value"], states[layer]["value"], FP8)
+    enabled = json.loads((tmp_path / "quantizers.json").read_text())["quantizers"]["enabled"]
+    assert enabled == [f"model.layers.{layer}.self_attn.v_bmm_quantizer" for layer in range(4)]
+
+
+def _drop_a_layer(scales: KVScales) -> KVScales:
+    return KVScales(layers=scales.layers[:3])
+
+
+def _per_tensor(scales: KVScales) -> KVScales:
+    return KVScales(layers=tuple({**layer, "key": SideScales(scale=(1.0,))} for layer in scales.layers))
+
+
+def _no_value(scales: KVScales) -> KVScales:
+    return KVScales(layers=tuple({"key": layer["key"]} for layer in scales.layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop_a_layer, "holds scales of 3 layers, the model has 4"),
+        (_per_tensor, "layer 0: key must hold 2 scales and no zeros for fp8_e4m3 per_head, got 1 and 0"),
+        (_no_value, "layer 0: value of kv policy fp8_head has static scales, which are missing"),
+    ],
+)
+def test_measured_scales_that_were_damaged_are_refused(
+    change: Callable[[KVScales], KVScales], message: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"])
+    with pytest.raises(UserError, match=f"FILE: {message}"):
+        change(scales).check(POLICIES["fp8_head"], SHAPE, "FILE")

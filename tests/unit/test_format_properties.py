@@ -1,0 +1,273 @@
+"""What holds for every cache format, on the oracle's formulas: each drawn tensor goes through the whole family.
+
+The ONNX engine is held to the oracle code for code (tests/integration/test_onnx_*.py), and so to all of this.
+Legend: H KV heads, T tokens, D head_dim.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, fitting, fixed, name, tensors, tried
+from hypothesis import given, settings
+from torch import Tensor
+
+from pipeline import formats
+from pipeline.formats import CODES, MIN_SCALE, Code, Format
+from stages.oracle.formats import Static, Stored, dequantize, hadamard, quantize
+
+torch.set_num_threads(1)
+examples = settings(max_examples=25, derandomize=True, deadline=None)
+
+EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+MANTISSA_BITS = {"fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2}
+SMALLEST_EXPONENT = {"fp16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
+FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+PER_TOKEN = {"granularity": "per_token", "scale": "dynamic"}
+
+
+def per_token(dtype: str, symmetric: bool = True) -> Format:
+    return Format.model_validate({"dtype": dtype, "symmetric": symmetric} | PER_TOKEN)
+
+
+def half_ulp(x: Tensor, dtype: str) -> Tensor:
+    """Half the distance of neighbouring floating-point codes at the magnitude of x."""
+    exponent = x.abs().double().clamp(min=1e-300).log2().floor().clamp(min=SMALLEST_EXPONENT[dtype])
+    return torch.exp2(exponent - MANTISSA_BITS[dtype] - 1)
+
+
+def allowed_error(trial: Trial) -> Tensor:
+    """Half a step of integers, half an ulp of floating-point codes, and what lies beyond the limit of static scales.
+
+    On top the rounding of float32 itself: of code * scale + zero and, where rotated, of the matrix product.
+    """
+    form, x = trial.form, trial.x_HTD.double()
+    step = trial.step_HTD.double()
+    if form.exact:
+        return half_ulp(x, form.dtype)
+    if form.code.kind == "float":
+        steps = x / step
+        rounded = half_ulp(steps.clamp(-form.code.limit, form.code.limit), form.dtype)
+        allowed = step * (rounded + (steps.abs() - form.code.limit).clamp(min=0.0))
+    else:
+        allowed = step / 2
+    norm = x.norm(dim=-1, keepdim=True) if form.rotation == "hadamard" else 0.0
+    return allowed * (1 + 2.0**-12) + 2.0**-23 * (x.abs() + trial.zero_HTD.abs()) + 2.0**-19 * norm
+
+
+def test_the_family_is_as_large_as_its_axes() -> None:
+    """2 exact; fp8: 2 dtypes x (4 static + 5 dynamic) x 2 rotations; integers: 2 x (3 + 5) x 2 symmetries x 2 rotations."""
+    assert len(FORMATS) == 2 + 2 * 9 * 2 + 2 * 8 * 2 * 2
+    assert len({name(form) for form in FORMATS}) == len(FORMATS)
+
+
+@examples
+@given(x_HTD=tensors())
+def test_no_number_comes_back_further_than_half_a_step_away(x_HTD: Tensor) -> None:
+    for form in fitting(FORMATS, x_HTD.shape[-1]):
+        trial = tried(x_HTD, form)
+        error = (trial.back_HTD.double() - trial.x_HTD.double()).abs()
+        assert (error <= allowed_error(trial)).all(), name(form)
+
+
+def resolved(trial: Trial) -> Tensor:
+    """Where requantizing must change nothing: everywhere but where the step is finer than the zero is resolved.
+
+    A stored zero is a float16, at most 3 * 2**-10 of itself below the minimum: with a finer step the minimum's code is not 0,
+    and a second pass finds another minimum. A static zero is a float32 that code * scale is added to.
+    """
+    finest = 2.0**-20 if trial.form.static else 3 * 2.0**-10
+    return trial.step_HTD >= finest * trial.zero_HTD.abs()
+
+
+@examples
+@given(x_HTD=tensors())
+def test_quantizing_a_dequantized_tensor_changes_nothing(x_HTD: Tensor) -> None:
+    """Bit for bit; where rotated, up to the rounding of the two matrix products."""
+    for form in fitting(FORMATS, x_HTD.shape[-1]):
+        trial = tried(x_HTD, form)
+        again = tried(dequantize(trial.stored, form, trial.static), form, trial.static)
+        if form.rotation == "none":
+            same = resolved(trial)
+            assert torch.equal(again.back_HTD[same], trial.back_HTD[same]), name(form)
+        elif form.symmetric:
+            noise = 2.0**-17 * trial.back_HTD.norm(dim=-1, keepdim=True)
+            assert ((again.back_HTD - trial.back_HTD).abs() <= noise).all(), name(form)
+
+
+@examples
+@given(x_HTD=tensors())
+def test_groups_with_both_signs_are_idempotent_in_asymmetric_formats(x_HTD: Tensor) -> None:
+    for form in fitting(DYNAMIC, x_HTD.shape[-1]):
+        if form.symmetric or form.rotation == "hadamard":
+            continue
+        groups = x_HTD.unflatten(-1, (form.scales_per_token(x_HTD.shape[-1]), -1))
+        straddling = (groups - groups.mean(-1, keepdim=True)).flatten(-2)
+        once = tried(straddling, form).back_HTD
+        assert torch.equal(tried(once, form).back_HTD, once), name(form)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_integer_code_survives_packing_in_every_channel(
+    bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new width is one entry of CODES: int2 exists nowhere else."""
+    monkeypatch.setitem(formats.CODES, "int2", Code("integer", 2, 1.0))
+    form = Format(dtype=f"int{bits}", granularity="per_tensor", symmetric=symmetric, scale="calibrated")
+    lowest, highest = (-int(form.code.limit), int(form.code.limit)) if symmetric else (0, form.code.levels)
+    codes = torch.arange(lowest, highest + 1).float()
+    # row r starts with code r, so that every code visits every channel
+    x_HTD = torch.stack([codes.roll(r).repeat(16)[:16] for r in range(len(codes))]).unsqueeze(0)
+    ones = torch.ones(1, 1, 1)
+    static = Static(ones, None if symmetric else 0 * ones)
+    stored = quantize(x_HTD, form, static)
+    assert stored.codes.dtype == torch.int8
+    assert stored.codes.shape[-1] == 16 * bits // 8
+    assert torch.equal(dequantize(stored, form, static), x_HTD)
+    beyond = torch.cat([x_HTD - 1000, x_HTD + 1000])
+    assert set(dequantize(quantize(beyond, form, static), form, static).unique().tolist()) == {lowest, highest}
+
+
+@examples
+@given(x_HTD=tensors())
+def test_a_scale_multiplies_when_dequantizing(x_HTD: Tensor) -> None:
+    """x ~ code * scale: twice the scale is twice the number (the distance from the zero, where there is one)."""
+    for form in fitting(QUANTIZED, x_HTD.shape[-1]):
+        trial = tried(x_HTD * 2.0**-3, form)
+        if trial.static is not None:
+            zero = trial.static.zero
+            doubled = dequantize(trial.stored, form, Static(2 * trial.static.scale, None if zero is None else 2 * zero))
+        else:
+            assert trial.stored.scale is not None
+            zero = trial.stored.zero
+            twice = Stored(trial.stored.codes, 2 * trial.stored.scale, None if zero is None else 2 * zero)
+            doubled = dequantize(twice, form, None)
+        assert torch.equal(doubled, 2 * dequantize(trial.stored, form, trial.static)), name(form)
+
+
+@examples
+@given(x_HTD=tensors())
+def test_a_stored_token_takes_exactly_the_bytes_the_format_says(x_HTD: Tensor) -> None:
+    heads, tokens, dim = x_HTD.shape
+    for form in fitting(FORMATS, dim):
+        stored = quantize(x_HTD, form, fixed(x_HTD, form))
+        held = sum(part.nbytes for part in (stored.codes, stored.scale, stored.zero) if part is not None)
+        assert held == heads * tokens * form.token_bytes(dim), name(form)
+
+
+@examples
+@given(x_HTD=tensors())
+def test_every_token_and_head_is_quantized_by_itself(x_HTD: Tensor) -> None:
+    """So chunks, batches and pages cannot matter: one token alone gets the codes it gets among others.
+
+    Where rotated, this is so but for the rounding of the matrix product, which BLAS does otherwise for one row than for many.
+    """
+    for form in fitting(FORMATS, x_HTD.shape[-1]):
+        if form.rotation == "hadamard":
+            continue
+        static = fixed(x_HTD, form)
+        together = quantize(x_HTD, form, static).codes[:, -1:]
+        alone = quantize(x_HTD[:, -1:], form, static).codes
+        assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8)), name(form)
+
+
+def test_zeros_stay_zeros() -> None:
+    x_HTD = torch.zeros(2, 3, 128)
+    for form in FORMATS:
+        assert not tried(x_HTD, form).back_HTD.any(), name(form)
+
+
+@pytest.mark.parametrize("number", [2.0**-149, 2.0**-126, 2.0**-24, 2.0**-15])
+def test_denormals_come_back_finite_and_no_further_than_the_smallest_half_step(number: float) -> None:
+    signs = torch.tensor([1.0, -1.0, 0.5, 0.0]).repeat(32)
+    x_HTD = (number * signs).expand(1, 2, 128).contiguous()
+    for form in fitting(QUANTIZED, 128):
+        trial = tried(x_HTD, form)
+        assert trial.back_HTD.isfinite().all(), name(form)
+        if form.scale != "uncalibrated":
+            assert (trial.back_HTD - trial.x_HTD).abs().max() <= MIN_SCALE / 2 * (1 + 2.0**-10), name(form)
+
+
+@pytest.mark.parametrize("number", [1.0, -1.0, 0.1, 37.7, -1000.3, 65504.0, -65504.0])
+def test_a_constant_group_comes_back_within_the_rounding_of_its_scale(number: float) -> None:
+    """Symmetric: the scale is rounded to float16. Asymmetric: the zero is, downwards, and the codes make up for it.
+
+    Where the scale is at its floor a code's own rounding counts: for e5m2 that is any group below 57344 * 2**-14 = 3.5.
+    """
+    x_HTD = torch.full((1, 1, 64), number)
+    for form in fitting(DYNAMIC, 64):
+        trial = tried(x_HTD, form)
+        if form.rotation == "none" and trial.step_HTD.min() > MIN_SCALE:
+            assert trial.back_HTD.unique().numel() == 1, name(form)
+            assert abs(trial.back_HTD.max().item() - number) <= abs(number) * 2.0**-11, name(form)
+
+
+def test_the_outlier_of_a_group_of_eight_erases_the_others() -> None:
+    """The worked example of the articles: int4, one scale, -7.80 among seven small numbers."""
+    small = [0.42, -0.31, 0.17, -0.08, 0.25, -0.52, 0.36]
+    form = per_token("int4")
+    with_outlier = tried(torch.tensor([[[*small, -7.80]]]), form).back_HTD.flatten()
+    assert not with_outlier[:7].any()
+    assert with_outlier[7].item() == pytest.approx(-7.80, rel=2.0**-11)
+    without = tried(torch.tensor([[[*small, 0.0]]]), form).back_HTD.flatten()[:7]
+    assert without.unique().numel() == 7
+
+
+@examples
+@given(x_HTD=tensors(largest=100.0))
+def test_an_outlier_hurts_its_own_group_only(x_HTD: Tensor) -> None:
+    hit = x_HTD.clone()
+    hit[0, 0, 0] = 5e4
+    for form in fitting(DYNAMIC, x_HTD.shape[-1]):
+        if form.rotation == "hadamard":
+            continue  # it spreads the outlier over the head on purpose
+        before, after = tried(x_HTD, form).back_HTD, tried(hit, form).back_HTD
+        others = torch.ones_like(x_HTD, dtype=torch.bool)
+        others[0, 0, : form.group_size or x_HTD.shape[-1]] = False
+        assert torch.equal(before[others], after[others]), name(form)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 128, 256])
+def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
+    matrix = hadamard(size)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(size), atol=1e-6, rtol=0)
+    assert torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5))
+
+
+@examples
+@given(x_HTD=tensors())
+def test_rotating_queries_and_keys_leaves_norms_and_scores(x_HTD: Tensor) -> None:
+    matrix = hadamard(x_HTD.shape[-1])
+    rotated = x_HTD @ matrix
+    norms = x_HTD.norm(dim=-1)
+    torch.testing.assert_close(rotated.norm(dim=-1), norms, rtol=1e-5, atol=1e-30)
+    query = x_HTD.flip(1).roll(1, dims=-1)
+    scores, kept = query @ x_HTD.mT, (query @ matrix) @ rotated.mT
+    largest = query.norm(dim=-1)[..., None] * norms[..., None, :]
+    assert ((scores - kept).abs() <= 1e-5 * largest + 1e-30).all()
+
+
+def test_rotation_spreads_an_outlier_channel_over_all() -> None:
+    x_HTD = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 256, 64))).float()
+    x_HTD[..., 20] *= 20
+    plain = per_token("int4")
+    rotated = plain.model_copy(update={"rotation": "hadamard"})
+    errors = [(trial.back_HTD - trial.x_HTD).square().mean() for trial in (tried(x_HTD, plain), tried(x_HTD, rotated))]
+    assert errors[1] < errors[0] / 4
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str) -> None:
+    """Beyond the limit it saturates, infinities included; NaN stays NaN. The caches refuse infinities and NaN before."""
+    limit = CODES[dtype].limit
+    form = Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated")
+    x = torch.from_numpy(EVERY_FLOAT16.astype(np.float32)).view(1, -1, 16)
+    codes = quantize(x, form, Static(torch.ones(1, 1, 1), None)).codes.view(torch.uint8).flatten().numpy()
+    clipped = np.clip(EVERY_FLOAT16.astype(np.float32), -limit, limit)
+    number = ~np.isnan(clipped)
+    np.testing.assert_array_equal(codes[number], clipped[number].astype(FLOAT8[dtype]).view(np.uint8))
+    torch_type = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[dtype]
+    np.testing.assert_array_equal(codes, torch.from_numpy(clipped).to(torch_type).view(torch.uint8).numpy())
+    assert np.isnan(codes[~number].view(FLOAT8[dtype]).astype(np.float32)).all()

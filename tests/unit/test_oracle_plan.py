@@ -1,0 +1,79 @@
+"""Which copy of which token a row sees: the blocks that the oracle computes, against the rule as it is written down."""
+
+import numpy as np
+import pytest
+
+from pipeline.formats import Format
+from pipeline.kv import PAGE_TOKENS, KVPolicy, Window
+from stages.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
+
+INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
+FP16 = Format(dtype="fp16")
+SINK, BASE, WINDOW, RECENT, OWN, UNSEEN = range(6)
+
+POLICIES = [
+    KVPolicy(name="plain", key=INT4, value=INT4),
+    KVPolicy(name="sinks", key=INT4, value=INT4, sink_tokens=70),
+    KVPolicy(name="recent", key=INT4, value=INT4, recent_tokens=5),
+    KVPolicy(name="window", key=INT4, value=INT4, window=Window(tokens=64, key=FP16)),
+    KVPolicy(name="everything", key=INT4, value=INT4, sink_tokens=3, recent_tokens=40, window=Window(tokens=64, value=FP16)),
+    KVPolicy(name="nothing_left", key=INT4, value=INT4, sink_tokens=300, recent_tokens=300, window=Window(tokens=64, key=FP16)),
+]
+SPANS = [
+    [Span(0, 200, 0)],
+    [Span(200, 330, 200)],
+    [Span(129, 130, None)],
+    [Span(0, 50, 0), Span(50, 100, 50), Span(100, 101, 100), Span(101, 330, None)],
+    [Span(0, 1, 0), Span(1, 300, None)],
+]
+
+
+def source(policy: KVPolicy, windowed: bool, start: int, row: int, position: int) -> int:
+    """The rule, position by position."""
+    if position > row:
+        return UNSEEN
+    if position >= start:
+        return OWN
+    if position < policy.sink_tokens:
+        return SINK
+    if position >= start - policy.recent_tokens:
+        return RECENT
+    if windowed and policy.window and position // PAGE_TOKENS >= policy.window.first_page(start):
+        return WINDOW
+    return BASE
+
+
+def painted(pieces: tuple[Piece, ...], rows: int, columns: int) -> np.ndarray:
+    """The source of every (row, column), which no two pieces may claim."""
+    seen = np.full((rows, columns), UNSEEN)
+    for piece in pieces:
+        mask = np.ones((rows, piece.high - piece.low), bool) if piece.mask_RT is None else piece.mask_RT.numpy()
+        part = seen[:, piece.low : piece.high]
+        assert (part[mask] == UNSEEN).all()
+        part[mask] = piece.source
+    return seen
+
+
+@pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(span.end) for span in spans))
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(policy: KVPolicy, spans: list[Span]) -> None:
+    covered: list[int] = []
+    for block in plan(policy, spans, row_bytes=1):
+        covered += range(block.begin, block.end)
+        span = next(span for span in spans if span.begin <= block.begin < span.end)
+        for windowed, pieces in ((False, block.plain), (True, block.windowed)):
+            expected = [
+                [source(policy, windowed, row if span.start is None else span.start, row, position)
+                 for position in range(block.end)]
+                for row in range(block.begin, block.end)
+            ]  # fmt: skip
+            np.testing.assert_array_equal(painted(pieces, block.end - block.begin, block.end), expected)
+    assert covered == list(range(spans[0].begin, spans[-1].end))
+
+
+def test_the_scores_of_a_block_are_bounded_however_long_the_context() -> None:
+    for row_bytes in (100, 1 << 19, 1 << 22):
+        blocks = plan(POLICIES[0], [Span(0, 1000, 0)], row_bytes)
+        rows = max(block.end - block.begin for block in blocks)
+        assert rows == min(BLOCK_ROWS, BLOCK_BYTES // row_bytes)
+    assert max(block.end - block.begin for block in plan(POLICIES[0], [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1
