@@ -19,9 +19,8 @@ MIN_SCALE = 2.0**-14
 """Floor of a stored scale: the smallest normal float16, so that an all-zero group divides by something and the rounding
 of the scale itself stays below half a step."""
 
-MAX_MAGNITUDE = 65504.0
-"""Largest key or value that a cache takes, float16's own: the exact copies, stored scales and zeros would be infinite
-beyond it, and the baseline's cache too. Engines refuse it like NaN."""
+MAX_FLOAT16 = 65504.0
+"""Engines refuse keys and values beyond it like NaN, and saturate scales and zeros there."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 

@@ -64,7 +64,8 @@ class Engine(Protocol):
     vocab_size: int
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Start one sequence a prompt; logits of each prompt's last token. These do not read the quantized cache."""
+        """Start one sequence a prompt; logits of each prompt's last token. Those of a prompt of one chunk
+        (PREFILL_CHUNK) do not read the quantized cache."""
         ...
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -59,6 +59,10 @@ class Move:
     message: str
 
 
+ORACLE = "torch"
+"""The backend that the others are held to: the same logits up to rounding, written to be read and not to serve."""
+
+
 def evidence_digest(report: Path, samples: Path) -> str:
     """Digest of a report and its sample rows, as a model version cites them."""
     return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(samples)})
@@ -71,12 +75,13 @@ def live_tokens(candidate: Candidate) -> float:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the most live tokens of those that passed, then the lowest mean KL. Raises GateRefusal when none did."""
+    """The one with the most live tokens of those that passed, then the lowest mean KL; an oracle only when it is alone in
+    that. Raises GateRefusal when none passed."""
     passed = [candidate for candidate in candidates if candidate.verdict == PASS]
     if not passed:
         why = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
         raise GateRefusal(f"no candidate passed: {why}" if why else "there is no candidate: run stage=evaluate first")
-    return max(passed, key=lambda c: (live_tokens(c), -c.metric("quality/kl_mean"), c.name))
+    return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
 
 
 def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline import console
+from pipeline import console, registry
 from pipeline.registry import PASS, Move
 from pipeline.summary import Candidate
 
@@ -37,9 +37,11 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     table.add_column("verdict", no_wrap=True)
     for heading in ("KiB/token", *(heading for heading, _, _, _ in COLUMNS)):
         table.add_column(heading, justify="right", no_wrap=True)
-    metrics = candidates[0].metrics  # every candidate of a sweep has the same baseline
-    cells = [_cell(metrics.get(name), form) if "/" in name else name for _, _, name, form in COLUMNS]
-    table.add_row("fp16", "baseline", _cell(metrics.get("baseline/kib_per_token"), ".3f"), *cells, style="dim")
+    baselines = {candidate.baseline_digest: candidate for candidate in reversed(candidates)}
+    for judged in reversed(baselines.values()):
+        metrics, name = judged.metrics, "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
+        cells = [_cell(metrics.get(column), form) if "/" in column else column for _, _, column, form in COLUMNS]
+        table.add_row(name, "baseline", _cell(metrics.get("baseline/kib_per_token"), ".3f"), *cells, style="dim")
     for engine in candidates:
         colour = COLOURS[engine.verdict]
         cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
@@ -67,8 +69,18 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
         if candidate is champion:
             continue
         if candidate.verdict == PASS and champion is not None:
-            cost = f"{candidate.kib_per_token:.3f} KiB/token against {champion.kib_per_token:.3f}"
-            why = f"passed, but the same memory holds fewer tokens ({cost})"
+            why = f"passed, but {_behind(candidate, champion)}"
         else:
             why = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
         console.out.print(f"  not {escape(candidate.name)}: {escape(why)}", soft_wrap=True)
+
+
+def _behind(candidate: Candidate, champion: Candidate) -> str:
+    """What of registry.choose decided between two that passed."""
+    tokens, most = registry.live_tokens(candidate), registry.live_tokens(champion)
+    if tokens < most:
+        return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
+    if candidate.backend == registry.ORACLE != champion.backend:
+        return "the oracle does not serve where another engine holds as many tokens"
+    kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
+    return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"

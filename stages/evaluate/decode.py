@@ -19,6 +19,8 @@ from stages.evaluate.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
 
+STEP_ROWS = 64
+
 
 @dataclass(frozen=True)
 class Step:
@@ -123,14 +125,16 @@ def forced_decode(
 def _one_pass(
     engine: OnePassEngine, encoded: Sequence[EncodedSample], after_prefill: Callable[[], None] | None
 ) -> Iterator[Step]:
-    """One step a sample, all its positions at once."""
+    """All positions of a sample at once, handed on in steps of STEP_ROWS."""
     if after_prefill is not None:
         after_prefill()
     for i, item in enumerate(encoded):
         count = len(item.reference)
         # the last reference token is not fed: what would follow it is not scored
         logits_BV = engine.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
-        yield Step([i] * count, list(range(count)), logits_BV)
+        for first in range(0, count, STEP_ROWS):  # what follows a step makes several copies of its logits
+            rows = range(first, min(first + STEP_ROWS, count))
+            yield Step([i] * len(rows), list(rows), logits_BV[first : rows.stop])
 
 
 def greedy_decode(

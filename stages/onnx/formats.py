@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.formats import MIN_SCALE, Format
+from pipeline.formats import MAX_FLOAT16, MIN_SCALE, Format
 from pipeline.kv import KVPolicy, KVScales, KVShape, SideName
 from stages.onnx.graph import Body
 
@@ -108,7 +108,8 @@ class Side:
             factor = body.op("Div", body.op("Sub", high, zero), body.real(self.form.code.levels))
             x = body.op("Sub", x, zero)
         # Codes are made with the rounded scale that will be read back, not with the exact one.
-        scale = body.op("Cast", body.op("Max", factor, body.real(MIN_SCALE)), to=FLOAT16.onnx_type)
+        factor = body.op("Clip", factor, body.real(MIN_SCALE), body.real(MAX_FLOAT16))
+        scale = body.op("Cast", factor, to=FLOAT16.onnx_type)
         stored = [body.op("Div", x, body.to_compute(scale)), scale, *zeros]
         if self.groups > 1:
             stored = [body.reshape(part, 0, 0, 0, -1) for part in stored]
@@ -119,7 +120,7 @@ class Side:
         nearest = body.to_compute(body.op("Cast", low, to=FLOAT16.onnx_type))
         unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))
         below = body.op("Where", body.op("Greater", nearest, low), body.op("Sub", nearest, unit), nearest)
-        return body.op("Cast", below, to=FLOAT16.onnx_type)
+        return body.op("Cast", body.op("Max", below, body.real(-MAX_FLOAT16)), to=FLOAT16.onnx_type)
 
     def _round(self, body: Body, x: str) -> str:
         """Round x (in units of the scale, from the zero) to the nearest code, ties to even, saturating; pack."""

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.formats import MIN_SCALE, Format
+from pipeline.formats import MAX_FLOAT16, MIN_SCALE, Format
 from pipeline.kv import SideScales
 
 TYPES = {
@@ -102,14 +102,15 @@ def _affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _stored_scale(scale: Tensor) -> Tensor:
-    return scale.clamp(min=MIN_SCALE).half()
+    """Saturating: a rotation adds up channels, beyond float16 if all of them are huge."""
+    return scale.clamp(MIN_SCALE, MAX_FLOAT16).half()
 
 
 def _half_below(low: Tensor) -> Tensor:
     """A float16 at most `low` and at most about two ulps below: codes count from it upwards."""
     zero = low.half()
-    above = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24
-    return torch.where(zero.float() > low, above.half(), zero)
+    below = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24
+    return torch.where(zero.float() > low, below, zero.float()).clamp(min=-MAX_FLOAT16).half()
 
 
 def _encode(x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, flatten: bool = False) -> Tensor:

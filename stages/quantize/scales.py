@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.formats import MIN_SCALE, Format, Rotation
+from pipeline.formats import Format, Rotation
 from pipeline.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
 from stages.quantize.recipe import Place, side_of
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32, which static scales are used as."""
 
 
 @dataclass(frozen=True)
@@ -65,5 +68,5 @@ def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float,
 
 
 def _scales(ranges: tuple[float, ...], codes: float) -> tuple[float, ...]:
-    """A head or channel that never changes (a pruned one, say) gets a scale that still divides."""
-    return tuple(reach / codes or MIN_SCALE for reach in ranges)
+    """A head or channel that hardly changes (a pruned one, say) gets a scale that still divides as a float32."""
+    return tuple(max(reach / codes, SMALLEST_SCALE) for reach in ranges)

@@ -86,7 +86,7 @@ def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} {description}" for name, description in formats.items())
         return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
-    if policy.key.exact or _KV_ALGORITHMS.get(formats["key"]) in algorithms:
+    if policy.key.dtype == "fp16" or _KV_ALGORITHMS.get(formats["key"]) in algorithms:
         return None
     return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
 

@@ -271,3 +271,12 @@ def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str)
     torch_type = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[dtype]
     np.testing.assert_array_equal(codes, torch.from_numpy(clipped).to(torch_type).view(torch.uint8).numpy())
     assert np.isnan(codes[~number].view(FLOAT8[dtype]).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("number", [65504.0, -65504.0, -65480.0])
+def test_the_largest_numbers_that_a_cache_takes_come_back_finite_from_every_dynamic_format(number: float) -> None:
+    """A rotation adds 64 of them up, and a zero is rounded down: float16 scales and zeros saturate instead of overflowing."""
+    x_HTD = torch.full((1, 2, 64), number)
+    x_HTD[0, 1, 1:] = 1.0
+    for form in fitting(DYNAMIC, 64):
+        assert torch.isfinite(dequantize(quantize(x_HTD, form, None), form, None)).all(), name(form)

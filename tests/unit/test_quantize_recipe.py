@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.formats import MIN_SCALE, Format, Granularity, Rotation
+from pipeline.formats import Format, Granularity, Rotation
 from pipeline.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.quantize.recipe import (
     BACKEND,
@@ -172,9 +172,10 @@ def test_a_finer_measurement_is_reduced_head_by_head(tmp_path: Path) -> None:
 
 
 def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
-    found = measured(key=extremes((0.0,) + (-7.0,) * 31, (0.0,) * 32))
+    found = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
     scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, found, tmp_path)
-    assert scales.layers[0]["key"].scale == (MIN_SCALE, *(1.0,) * 31)
+    smallest_normal = 2.0**-126
+    assert scales.layers[0]["key"].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
 
 
 def test_uncalibrated_scales_are_one_and_dynamic_ones_absent(tmp_path: Path) -> None:
@@ -211,8 +212,11 @@ def test_what_no_export_can_declare_is_explained(kv: KVPolicy, reason: str) -> N
 
 
 def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_declared() -> None:
-    for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY, policy(BF16, BF16)):
+    for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY):
         assert why_not(kv, UNIFIED_HF_KV) is None
+    refusal = why_not(policy(BF16, BF16), UNIFIED_HF_KV)
+    assert refusal is not None
+    assert "the export has no name for this format" in refusal
 
 
 class Words:
