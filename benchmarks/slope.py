@@ -1,0 +1,40 @@
+"""What a decode step costs as the context grows."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.onnx.engine import OnnxEngine
+
+STEPS = 40
+
+
+def step_slope(engine: OnnxEngine, tokens: npt.NDArray[np.int64], contexts: Sequence[int]) -> dict[str, Any]:
+    """Least squares of the median time of a decode step of one sequence over the length of its cache.
+
+    One step of each length in turn, STEPS times. `tokens` (n,) is what the caches hold.
+    """
+    handles = [engine.prefill([tokens[: context - STEPS].tolist()])[0] for context in contexts]
+    seconds: list[list[float]] = [[] for _ in contexts]
+    for step in range(STEPS):
+        for i, handle in enumerate(handles):
+            token = [int(tokens[contexts[i] - STEPS + step])]
+            clock = time.perf_counter()
+            engine.decode(handle, token)
+            seconds[i].append(time.perf_counter() - clock)
+    for handle in handles:
+        engine.release(handle)
+    steps = np.array([statistics.median(times) for times in seconds]) * 1e6
+    slope, intercept = np.polyfit(contexts, steps, 1)
+    residual = steps - (slope * np.array(contexts) + intercept)
+    return {
+        "contexts": list(contexts),
+        "step_us": steps.round(1).tolist(),
+        "us_per_1024_tokens": float(slope * 1024),
+        "intercept_us": float(intercept),
+        "r_squared": float(1 - residual.var() / steps.var()),
+    }
