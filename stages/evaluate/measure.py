@@ -55,12 +55,6 @@ class _StoredAnswer(BaseModel):
     correct: bool
 
 
-def _longest_of_each(encoded: Sequence[EncodedSample], count: int) -> list[int]:
-    """Indices of the `count` samples with the longest prompts of every workload: they read most of the quantized cache."""
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i].prompt))
-    return sorted(order[i] for i in _first_of_each([encoded[i] for i in order], count))
-
-
 def _first_of_each(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     """Indices of the first `count` samples of every workload."""
     seen: dict[str, int] = {}
@@ -205,7 +199,9 @@ def _canary(
     progress: Progress,
 ) -> Canary:
     """Forced decode in which decoding reads wrong keys: prefilled together, corrupted once, then decoded."""
-    subset = [encoded[i] for i in _longest_of_each(encoded, config.canary_samples)]
+    # The longest prompts: short ones may be held exactly, sinks and recent tokens, and then read no scale at all.
+    count = len(_first_of_each(encoded, config.canary_samples))
+    subset = sorted(encoded, key=lambda item: -len(item.prompt))[:count]
     statistics = score(
         engine,
         subset,
