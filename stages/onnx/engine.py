@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pipeline.errors import UserError
 from pipeline.kv import KVScales
 from pipeline.records import PREFILL_CHUNK, MemoryReport
+from stages.generation import check_tokens, greedy
 from stages.onnx.bundle import Bundle, open_bundle
 from stages.onnx.formats import layer_sides
 from stages.onnx.graph import NUMPY_FLOATS
@@ -64,7 +65,7 @@ class OnnxEngine:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
         """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
         for prompt in prompts:
-            self._check_tokens(prompt)
+            check_tokens(prompt, self.vocab_size)
         handles: list[int] = []
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
@@ -83,38 +84,15 @@ class OnnxEngine:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
         if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
             raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         self.pool.reserve(sequences, 1)
         return self._run(self._decode, sequences, np.array(tokens, np.int64)[:, None])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
     ) -> list[list[int]]:
-        """Greedy continuations without the stop token; a finished sequence leaves the batch and frees its pages."""
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if len(limits) != len(prompts) or min(limits, default=1) < 1:
-            raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
-        handles, logits = self.prefill(prompts)
-        out: list[list[int]] = [[] for _ in prompts]
-        active = list(range(len(prompts)))
-        try:
-            while active:
-                self._check_finite(logits, [handles[i] for i in active])
-                going = []
-                for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
-                    if token != stop_token:
-                        out[i].append(token)
-                    if token == stop_token or len(out[i]) == limits[i]:
-                        self.release([handles[i]])
-                    else:
-                        going.append(i)
-                active = going
-                if active:
-                    logits = self.decode([handles[i] for i in active], [out[i][-1] for i in active])
-        except UserError:
-            self.release([handles[i] for i in active])
-            raise
-        return out
+        """Greedy continuations without the stop token; a finished sequence frees its pages."""
+        return greedy(self, prompts, max_new_tokens, stop_token)
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, which shares the full pages of the first."""
@@ -139,12 +117,6 @@ class OnnxEngine:
                     else:
                         self.pool.scale_array(target, factor)
                         self._faults[target] = self._faults.get(target, 1.0) * factor
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not len(tokens):
-            raise UserError("a prompt must hold at least one token, got an empty one")
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            raise UserError(f"token ids must be in [0, {self.vocab_size}), got {min(tokens)} to {max(tokens)}")
 
     def _run(self, session: GraphSession, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last."""
@@ -179,13 +151,3 @@ class OnnxEngine:
             f"model.path: {('key', 'value')[side]} of layer {layer}, token {self.pool.length(handle) + token} of sequence "
             f"{handle} is not finite as a float16: check the checkpoint for NaN, infinite or very large weights"
         )
-
-    def _check_finite(self, logits: npt.NDArray[np.float32], handles: Sequence[int]) -> None:
-        """Refuse to pick tokens from NaN; `prefill` and `decode` hand it on, since an evaluation has to count it."""
-        broken = np.flatnonzero(~np.isfinite(logits).all(-1))
-        if broken.size:
-            handle = handles[int(broken[0])]
-            raise UserError(
-                f"logits of sequence {handle} after {self.pool.length(handle)} tokens are not finite: "
-                "check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
-            )

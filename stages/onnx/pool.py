@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import UserError
+from pipeline.formats import MAX_FLOAT16
 from pipeline.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.records import MemoryReport
 from stages.onnx.formats import FLOAT16, layer_sides
@@ -20,7 +21,6 @@ from stages.onnx.pages import Numbers
 
 Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int64]
-FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass
@@ -258,7 +258,7 @@ class PagedPool:
 
 def scaled(values: Array, factor: float) -> Array:
     """Floating-point values times a factor, saturating at float16's range."""
-    return np.clip(values.astype(np.float32) * factor, -FLOAT16_MAX, FLOAT16_MAX).astype(values.dtype)
+    return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)
 
 
 def _table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:

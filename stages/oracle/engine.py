@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.errors import UserError
 from pipeline.kv import KVPolicy, KVScales, KVShape
 from pipeline.records import PREFILL_CHUNK, MemoryReport
+from stages.generation import check_tokens, greedy
 from stages.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.oracle.build import open_bundle
 from stages.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
@@ -122,7 +123,7 @@ class OracleEngine:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
         for prompt in prompts:
-            self._check_tokens(prompt)
+            check_tokens(prompt, self.vocab_size)
         handles: list[int] = []
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
@@ -145,7 +146,7 @@ class OracleEngine:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
         if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
             raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         lengths = [self.sequences[handle][0].length for handle in sequences]
         views = [
             _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
@@ -161,7 +162,7 @@ class OracleEngine:
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
         """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, as prefill of the others and then decode
         of these, one by one, would give them. No sequence stays behind."""
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         if not 0 < first < len(tokens):
             raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
         chunks = [Span(begin, min(begin + self._chunk, first), begin) for begin in range(0, first, self._chunk)]
@@ -173,30 +174,8 @@ class OracleEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
     ) -> list[list[int]]:
-        """Greedy continuations without the stop token; a finished sequence leaves the batch."""
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if len(limits) != len(prompts) or min(limits, default=1) < 1:
-            raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
-        out: list[list[int]] = [[] for _ in prompts]
-        active, logits = self.prefill(prompts)
-        rows = list(range(len(prompts)))
-        try:
-            while active:
-                going = []
-                for row, handle, token in zip(rows, active, _greedy(logits), strict=True):
-                    if token != stop_token:
-                        out[row].append(token)
-                    if token != stop_token and len(out[row]) < limits[row]:
-                        going.append((row, handle))
-                    else:
-                        self.release([handle])
-                rows, active = [row for row, _ in going], [handle for _, handle in going]
-                if active:
-                    logits = self.decode(active, [out[row][-1] for row in rows])
-        except UserError:
-            self.release(active)
-            raise
-        return out
+        """Greedy continuations without the stop token."""
+        return greedy(self, prompts, max_new_tokens, stop_token)
 
     def release(self, sequences: Sequence[int]) -> None:
         """Free the sequences' caches."""
@@ -241,20 +220,3 @@ class OracleEngine:
             config._attn_implementation = own
         hidden: Tensor = out.last_hidden_state
         return hidden
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not len(tokens):
-            raise UserError("a prompt must hold at least one token, got an empty one")
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            raise UserError(f"token ids must be in [0, {self.vocab_size}), got {min(tokens)} to {max(tokens)}")
-
-
-def _greedy(logits: Logits) -> list[int]:
-    """The best token of every row; refuses to pick from NaN."""
-    if not np.isfinite(logits).all():
-        raise UserError(
-            "logits are not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow "
-            "float16"
-        )
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens

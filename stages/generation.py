@@ -1,0 +1,55 @@
+"""What every engine does alike: refuse impossible tokens, and greedy generation over its prefill and decode."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.records import Engine
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for an empty prompt or ids outside the vocabulary."""
+    if not len(tokens):
+        raise UserError("a prompt must hold at least one token, got an empty one")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
+
+
+def greedy(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+) -> list[list[int]]:
+    """Greedy continuations without the stop token; a finished sequence leaves the batch and is released.
+
+    Raises UserError rather than pick from NaN; `prefill` and `decode` hand it on, since an evaluation has to count it.
+    """
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(prompts) or min(limits, default=1) < 1:
+        raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
+    handles, logits = engine.prefill(prompts)
+    out: list[list[int]] = [[] for _ in prompts]
+    active = list(range(len(prompts)))
+    try:
+        while active:
+            broken = np.flatnonzero(~np.isfinite(logits).all(-1))
+            if broken.size:
+                i = active[int(broken[0])]
+                raise UserError(
+                    f"logits of sequence {handles[i]} after {len(prompts[i]) + len(out[i])} tokens are not finite: "
+                    "check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
+                )
+            going = []
+            for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+                if token != stop_token:
+                    out[i].append(token)
+                if token == stop_token or len(out[i]) == limits[i]:
+                    engine.release([handles[i]])
+                else:
+                    going.append(i)
+            active = going
+            if active:
+                logits = engine.decode([handles[i] for i in active], [out[i][-1] for i in active])
+    except UserError:
+        engine.release([handles[i] for i in active])
+        raise
+    return out
