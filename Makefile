@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m pipeline stage=promote
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

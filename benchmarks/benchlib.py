@@ -1,14 +1,7 @@
-"""What the benchmarks share: the machine, the record they write, one checkpoint, its tokens, policies and bundles."""
+"""What the benchmarks of engines share: the record they write, one checkpoint, its tokens, policies and bundles."""
 
-import json
-import os
-import platform
 import random
-import shlex
-import subprocess
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import yaml
+from recording import ROOT, record, say, version, write_json
 from transformers import AutoModelForCausalLM
 
 from pipeline.kv import KVPolicy, KVScales, KVShape
@@ -24,76 +18,23 @@ from stages.onnx.export import export_decoder
 from stages.prompts import load_tokenizer, token_ids
 from stages.workloads.prose import collection
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["record", "say", "write_json"]
+
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
 POLICIES = ("int4_g64", "fp8k_int4v", "fp8", "int8")
 """The first one's ratios are the headline: it has the peers' bits and group size."""
-
-LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "numpy", "optimum-quanto", "hqq")
 
 
 def quiet(*_: object) -> None:
     """No progress from stages; the benchmarks say on stderr what they are at."""
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def require(*packages: str) -> None:
     """Exit with 4 unless all are installed."""
-    missing = [name for name in packages if _version(name) is None]
+    missing = [name for name in packages if version(name) is None]
     if missing:
         say(f"{' and '.join(missing)} must be installed for this benchmark: pip install -e '.[bench]'")
         sys.exit(4)
-
-
-def record(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """What every results file holds, around the results."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
-        "commit": _commit(),
-        "command": shlex.join(["python", *sys.argv]),
-        "results": results,
-        **more,
-    }
-
-
-def machine() -> dict[str, Any]:
-    cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "threads": 1}
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).is_file() else []
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
-    """The commit that was measured, "+" when files differ from it, "" outside a checkout."""
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
-
-
-def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        say(f"wrote {path}")
 
 
 def load_policy(name: str) -> KVPolicy:

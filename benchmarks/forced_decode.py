@@ -129,7 +129,7 @@ def measure(
     return whole, tail, {name: median(seconds) for name, seconds in passed.items()}
 
 
-def rows(  # noqa: PLR0917 (three tables of one measurement)
+def rows(
     policies: Sequence[str],
     context: int,
     batch: int,

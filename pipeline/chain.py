@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import console
-from pipeline.checkpoint import inspect_checkpoint
+from pipeline.backends import GraphBackend, TorchBackend
+from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.config import Config
 from pipeline.digest import FIRST_PARTY, file_digest, files_digest
 from pipeline.errors import MissingRequirement, UserError
@@ -42,13 +43,28 @@ def check_inputs(config: Config) -> None:
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
     if config.stage in ("promote", "rollback"):
         return
-    config.kv.check_shape(inspect_checkpoint(config.model.directory).shape)
+    info = inspect_checkpoint(config.model.directory)
+    config.kv.check_shape(info.shape)
+    _check_device(config, info)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     if config.workloads.file is not None or config.gates.margins:
         samples = entry("stages.evaluate.samples", "load_samples")(config.workloads)
         config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+
+
+def _check_device(config: Config, info: CheckpointInfo) -> None:
+    """Refuse a policy that the CUDA kernels do not hold, and a missing GPU, before anything is made. Builds take no GPU."""
+    if not isinstance(config.backend, TorchBackend):
+        return
+    device, judging = config.backend.device, config.stage in ("evaluate", "all")
+    if device == "auto" and judging:
+        device = entry("stages.oracle.device", "resolve_device")(device).type
+    if device == "cuda":
+        entry("stages.oracle.kernel_layout", "check_kernels")(config.kv, info.shape, info.q_heads)
+        if judging:
+            entry("stages.oracle.device", "resolve_device")(device)
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,9 @@ class Chain:
 
     def decoder(self, quantized: Artifact) -> Artifact:
         """The decoder as ONNX with its attention left open: the same for every KV policy over the same weights."""
-        dtype = self.config.backend.compute_dtype
+        backend = self.config.backend
+        assert isinstance(backend, GraphBackend)
+        dtype = backend.compute_dtype
         inputs = {"checkpoint": quantized.digest_under("checkpoint")}
         recipe = Recipe("export", ("stages.onnx.export",), {"compute_dtype": dtype}, inputs, (*TORCH, *ONNX))
 
@@ -142,11 +160,12 @@ class Chain:
         model, digest = self.backend.model(self, quantized)
         inputs = {"model": digest, "scales": quantized.files[SCALES_FILE]}
         code = f"{self.backend.package}.build"
-        recipe = Recipe("build", (code,), {"kv": policy.model_dump()}, inputs, self.backend.libraries)
+        options = self.config.backend.build_options
+        recipe = Recipe("build", (code,), {"kv": policy.model_dump(), **options}, inputs, self.backend.libraries)
 
         def make(out: Path, progress: Progress) -> None:
             scales = quantized.path / SCALES_FILE
-            entry(code, "build_bundle")(model, out, policy=policy, scales=scales, progress=progress)
+            entry(code, "build_bundle")(model, out, policy=policy, scales=scales, progress=progress, **options)
 
         return self._get(recipe, make, policy)
 
@@ -182,12 +201,16 @@ class Chain:
         return self._get(self._evaluation_recipe("evaluate", inputs), make, policy), bundle, reference
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str]) -> Recipe:
-        workloads, threads = self.config.workloads, self.config.backend.threads
+        workloads, backend = self.config.workloads, self.config.backend
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
-        config: dict[str, object] = {"workloads": workloads.model_dump(), "threads": threads}
+        config: dict[str, object] = {"workloads": workloads.model_dump(), **backend.run_options}
         code = ("stages.evaluate", f"{self.backend.package}.engine")
         libraries = (*self.backend.libraries, "transformers", "tokenizers", "safetensors", "numpy", "scipy")
+        if isinstance(backend, TorchBackend):
+            # What `auto` is here, and which GPU: what was measured on one device is not taken for another's.
+            config |= entry("stages.oracle.device", "device_identity")(backend.device)
+            libraries += ("triton",) if config["device"] == "cuda" else ()
         return Recipe(stage, code, config, inputs, libraries, measures_time=True)
 
     def _asked(self, bundle: Artifact) -> tuple[Any, Any]:
@@ -198,7 +221,7 @@ class Chain:
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """What loads the bundle, once per call."""
         load = entry(f"{self.backend.package}.engine", "load_engine")
-        return lambda: load(bundle.path, threads=self.config.backend.threads)
+        return lambda: load(bundle.path, **self.config.backend.run_options)
 
     def _get(self, recipe: Recipe, make: Callable[[Path, Progress], None], policy: KVPolicy | None = None) -> Artifact:
         """The artifact of `recipe`, with its progress on the console; verified once a job, since that reads every byte."""

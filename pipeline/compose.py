@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -44,12 +44,16 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     """One line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
     lines = []
     for problem in error.errors(include_url=False):
-        if _is_interpolated(composed, problem["loc"]):
+        location = _as_written(problem["loc"], composed)
+        if _is_interpolated(composed, location):
             continue  # it repeats a problem of the key it is taken from
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part) for part in location)
         text, value = problem["msg"], problem["input"]
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{_suggest(str(problem['loc'][-1]), _siblings(problem['loc']))}")
+            lines.append(f"{key}: unknown key{_suggest(str(location[-1]), _siblings(location))}")
+        elif problem["type"] == "union_tag_invalid":
+            choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
+            lines.append(f"{key}.name={value['name']}: no such option{_suggest(str(value['name']), choices)}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # our own validators begin with the key's name
@@ -62,18 +66,23 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     return lines
 
 
+def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
+    """A problem's keys as the user writes them: pydantic adds which kind of backend it is."""
+    return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
+
+
 def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> bool:
     parent = OmegaConf.select(composed, ".".join(str(part) for part in location[:-1])) if location[1:] else composed
     return isinstance(parent, DictConfig) and location[-1] in parent and OmegaConf.is_interpolation(parent, location[-1])
 
 
 def _siblings(location: tuple[int | str, ...]) -> list[str]:
-    """Keys that exist where an unknown one was given."""
-    model: Any = Config
+    """Keys that exist where an unknown one was given; of a choice, those of all that can be chosen."""
+    models: list[Any] = [Config]
     for part in location[:-1]:
-        field = getattr(model, "model_fields", {}).get(part)
-        model = field.annotation if field is not None else None
-    return list(getattr(model, "model_fields", {}))
+        found = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [m for kind in found for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
+    return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 
 def _suggest(value: str, choices: Sequence[str]) -> str:

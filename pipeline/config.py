@@ -2,10 +2,11 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from pipeline.backends import BackendConfig
 from pipeline.errors import UserError
 from pipeline.kv import KVPolicy
 from pipeline.strict import StrictModel
@@ -62,21 +63,6 @@ class CalibrationConfig(StrictModel):
     @property
     def file(self) -> Path | None:
         return Path(self.jsonl).expanduser() if self.jsonl is not None else None
-
-
-class BackendConfig(StrictModel):
-    """What builds and runs the engine."""
-
-    name: Literal["onnxruntime", "torch"]
-    compute_dtype: Literal["float32", "float16"]
-    """In which activations and weights are computed; part of the graph's digest."""
-    threads: Annotated[int, Field(ge=1, le=1024)]
-
-    @model_validator(mode="after")
-    def _oracle_is_float32(self) -> Self:
-        if self.name == "torch" and self.compute_dtype != "float32":
-            raise ValueError(f"compute_dtype must be float32 for the reference backend torch, got {self.compute_dtype}")
-        return self
 
 
 class Config(StrictModel):

@@ -1,4 +1,4 @@
-"""What every engine does alike: refuse impossible tokens, and greedy generation over its prefill and decode."""
+"""What every engine does alike: refuse impossible tokens and numbers, and greedy generation over its prefill and decode."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,14 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise UserError("a prompt must hold at least one token, got an empty one")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
+
+
+def not_finite(side: str, layer: int, token: int, sequence: str) -> UserError:
+    """The refusal of keys or values of which any is NaN or beyond float16."""
+    return UserError(
+        f"model.path: {side} of layer {layer}, token {token} of {sequence} is not finite as a float16: check the checkpoint "
+        "for NaN, infinite or very large weights"
+    )
 
 
 def greedy(

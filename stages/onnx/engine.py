@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pipeline.errors import UserError
 from pipeline.kv import KVScales
 from pipeline.records import PREFILL_CHUNK, MemoryReport
-from stages.generation import check_tokens, greedy
+from stages.generation import check_tokens, greedy, not_finite
 from stages.onnx.bundle import Bundle, open_bundle
 from stages.onnx.formats import layer_sides
 from stages.onnx.graph import NUMPY_FLOATS
@@ -147,7 +147,4 @@ class OnnxEngine:
         head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
         layer, side = divmod(head // self.shape.kv_heads, 2)
         handle = handles[row]
-        raise UserError(
-            f"model.path: {('key', 'value')[side]} of layer {layer}, token {self.pool.length(handle) + token} of sequence "
-            f"{handle} is not finite as a float16: check the checkpoint for NaN, infinite or very large weights"
-        )
+        raise not_finite(("key", "value")[side], layer, self.pool.length(handle) + token, f"sequence {handle}")

@@ -56,7 +56,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     progress("export", 3, 3)
 
 
-def _attention_node(  # noqa: PLR0917  (the interface's signature)
+def _attention_node(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

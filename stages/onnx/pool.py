@@ -17,7 +17,7 @@ from pipeline.formats import MAX_FLOAT16
 from pipeline.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.records import MemoryReport
 from stages.onnx.formats import FLOAT16, layer_sides
-from stages.onnx.pages import Numbers
+from stages.pages import Numbers
 
 Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int64]

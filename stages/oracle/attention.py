@@ -8,7 +8,7 @@ narrow band is masked. Blocks bound the memory: nothing is quadratic in the toke
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,7 +166,14 @@ def _read(sources: Sources, piece: Piece, dtype: torch.dtype) -> Tensor:
     return copies.part(piece.low, piece.high).to(dtype)
 
 
-def _attention(  # noqa: PLR0917  (the interface's signature)
+def refuse_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise for what a model asks of its attention and would not get."""
+    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+        if options.get(name) is not None:
+            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+
+
+def _attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -181,9 +188,7 @@ def _attention(  # noqa: PLR0917  (the interface's signature)
 
     `views`, one a sequence, travels through the model's forward as a keyword argument.
     """
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
-        if options.get(name) is not None:
-            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+    refuse_options(module, options)
     batch, _, length, head_dim = query.shape
     heads = key.shape[1]
     q = query.view(batch, heads, -1, length, head_dim) * scaling

@@ -1,4 +1,4 @@
-"""backend=torch: the oracle. transformers' own model, in float32, over the reference cache."""
+"""backend=torch: loading it, and on a CPU the oracle. transformers' own model, in float32, over the reference cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,30 +10,42 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from pipeline.checkpoint import inspect_checkpoint
 from pipeline.errors import UserError
 from pipeline.kv import KVPolicy, KVScales, KVShape
-from pipeline.records import PREFILL_CHUNK, MemoryReport
-from stages.generation import check_tokens, greedy
+from pipeline.records import PREFILL_CHUNK, Engine, MemoryReport
+from stages.generation import check_tokens, greedy, not_finite
 from stages.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.oracle.build import open_bundle
 from stages.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.oracle.device import resolve_device
+from stages.oracle.kernel_layout import check_kernels
 
 Logits = npt.NDArray[np.float32]
 
 
-def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
-    """Load a bundle that build_bundle wrote. `threads` is set for all of torch in this process.
+def load_engine(bundle: Path, *, threads: int, device: str = "cpu", prefill_chunk: int = PREFILL_CHUNK) -> Engine:
+    """Load a bundle that build_bundle wrote: on a CPU the oracle, on a GPU the engine over the attention kernels.
 
-    Raises UserError when a file is missing or was altered.
+    `threads` is set for all of torch in this process; `device` is backend.device. Raises UserError when a file is missing
+    or was altered, and for a policy that the kernels do not hold; MissingRequirement when there is no GPU, or no Triton.
     """
     for name, value in (("threads", threads), ("prefill_chunk", prefill_chunk)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+    place = resolve_device(device)
     policy, scales = open_bundle(bundle)
+    if place.type == "cuda":
+        info = inspect_checkpoint(bundle)
+        check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         bundle, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
     )
+    if place.type == "cuda":
+        from stages.oracle.kernel_engine import KernelEngine  # it imports Triton, which a CPU does without
+
+        return KernelEngine.from_model(model.to(place), policy, scales, prefill_chunk=prefill_chunk)
     return OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
 
 
@@ -82,10 +94,7 @@ def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_r
         fits = torch.isfinite(x.half())
         if not fits.all():
             row = int((~fits).any(-1).any(0).nonzero()[0])
-            raise UserError(
-                f"model.path: {side} of layer {layer}, token {first_row + row} of {sequence} is not finite as a float16: "
-                "check the checkpoint for NaN, infinite or very large weights"
-            )
+            raise not_finite(side, layer, first_row + row, sequence)
 
 
 class OracleEngine:

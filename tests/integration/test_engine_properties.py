@@ -18,8 +18,8 @@ from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_
 from pipeline.errors import UserError
 from pipeline.kv import KVShape
 from stages.onnx.engine import OnnxEngine
-from stages.onnx.pages import Numbers
 from stages.onnx.pool import PagedPool
+from stages.pages import Numbers
 
 torch.set_num_threads(1)
 examples = settings(max_examples=6, derandomize=True, deadline=None, database=None)

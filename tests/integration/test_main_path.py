@@ -177,7 +177,7 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["kv"]: c for c in summary(work)["candidates"]}
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch")
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu")
     assert result.returncode == 0, result.stderr
     by_oracle = {c["kv"]: c for c in summary(work)["candidates"]}
     for kv, candidate in by_oracle.items():
@@ -186,6 +186,6 @@ def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_b
         found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
         assert found == pytest.approx(expected, rel=0.02)
     assert 0 < by_oracle["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
-    promoted = pipeline(work, "stage=promote", "backend=torch")
+    promoted = pipeline(work, "stage=promote", "backend=torch", "backend.device=cpu")
     assert promoted.returncode == 0, promoted.stderr
     assert summary(work)["champion"] == "fp8"

@@ -16,10 +16,10 @@ def test_the_two_commands_stand_first() -> None:
     assert README.index("make demo") < README.index("make test") < 500
 
 
-def tree_files() -> set[str]:
-    """Paths of the Python files that the tree names, from its indentation."""
+def tree_files(tree: str) -> set[str]:
+    """Paths of the Python files that a tree names, from its indentation."""
     found, folders = set(), ["", "", ""]
-    for indent, name in re.findall(r"^( *)([\w.]+/?)  ", TREE, re.MULTILINE):
+    for indent, name in re.findall(r"^( *)([\w.]+/?)  ", tree, re.MULTILINE):
         depth = len(indent) // 2
         if name.endswith("/"):
             folders[depth + 1 :] = [folders[depth] + name] + [""] * (1 - depth)
@@ -31,7 +31,13 @@ def tree_files() -> set[str]:
 def test_the_tree_names_every_file_and_none_that_is_gone() -> None:
     folders = ("pipeline", "stages", "benchmarks")
     paths = [p for folder in folders for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"]
-    assert tree_files() == {p.relative_to(ROOT).as_posix() for p in paths}
+    assert tree_files(TREE) == {p.relative_to(ROOT).as_posix() for p in paths}
+
+
+def test_the_plugins_own_tree_names_every_file_and_none_that_is_gone() -> None:
+    tree = (ROOT / "plugins" / "README.md").read_text(encoding="utf-8").split("```")[1]
+    paths = [p for p in (ROOT / "plugins").rglob("*.py") if p.name != "__init__.py"]
+    assert tree_files(tree) == {p.relative_to(ROOT / "plugins").as_posix() for p in paths}
 
 
 def test_the_table_of_policies_is_the_policies_own_arithmetic() -> None:

@@ -1,0 +1,215 @@
+"""The kernels that decode_attention.py measures, over random caches: ours, torch's SDPA, FlashInfer's where it is installed.
+
+Shapes: B sequences of T tokens, N pages, P pages of a sequence, H KV heads in groups of G query heads, Hq = H * G, D head_dim.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+from attention_cases import Case
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from plugins.kv_attention import launch, ops, reference
+from plugins.kv_attention.kernels.variants import Variant, decode_variant
+from plugins.kv_attention.layout import PAGE_TOKENS
+
+FILL_PAGES = 512
+"""Pages that are made at once."""
+
+AMAX = 6.0
+"""What static scales cover of normally distributed numbers."""
+
+WORKSPACE_BYTES = 512 << 20
+"""FlashInfer's, for the partial sums of its splits."""
+
+TUNED_WARPS = (1, 2, 4)
+TUNED_STAGES = (1, 3, 5)
+TUNED_RESIDENT = (4, 8, 16)
+"""Programs an SM that splits are chosen for."""
+
+
+class Step:
+    """A random cache in pages in random order, and the inputs of one decode step, in bfloat16."""
+
+    def __init__(self, case: Case, storage: str, device: torch.device, seed: int) -> None:
+        self.case, self.storage, self.layout = case, storage, case.layout(storage)
+        self.scaling = 1 / math.sqrt(case.head_dim)
+        rng = self.rng = torch.Generator(device).manual_seed(seed)
+        pages = case.batch * case.pages
+        self.cache = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (dtype, shape) in self.layout.pools(pages).items()
+        }
+        for side, form in (("key", self.layout.key), ("value", self.layout.value)):
+            if form.static:
+                self.cache[f"{side}_scale"] = torch.full((1,), AMAX / form.limit, device=device)
+            for first in range(0, pages, FILL_PAGES):
+                count = min(FILL_PAGES, pages - first)
+                x = torch.randn(count, PAGE_TOKENS, case.kv_heads, case.head_dim, generator=rng, device=device)
+                codes, scales = reference.quantize(x, form, self.cache.get(f"{side}_scale"))
+                self.cache[f"{side}_pool"][first : first + count] = codes.transpose(1, 2)
+                if scales is not None:
+                    self.cache[f"{side}_scale_pool"][first : first + count] = scales.transpose(1, 2)
+        order = torch.randperm(pages, generator=rng, device=device)
+        self.page_table = order.view(case.batch, case.pages).int()
+        self.lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
+        self.query = self._normal(case.q_heads)
+        self.key_new, self.value_new = self._normal(case.kv_heads), self._normal(case.kv_heads)
+
+    def _normal(self, heads: int) -> Tensor:
+        shape = (self.case.batch, heads, self.case.head_dim)
+        return torch.randn(shape, generator=self.rng, device=self.lengths.device).bfloat16()
+
+    def expected(self, b: int, with_new: bool) -> Tensor:
+        """What sequence b attends to, in float32: (Hq, D); with the new token, or the cached ones alone."""
+        keys, values = reference.dequantize(self.layout, self.cache, self.page_table[b].long(), self.case.tokens)
+        if with_new:
+            keys = torch.cat([keys, self.key_new[b, :, None].float()], 1)
+            values = torch.cat([values, self.value_new[b, :, None].float()], 1)
+        query = self.query[b].float().view(self.case.kv_heads, self.case.group, -1)
+        scores = query @ keys.mT * self.scaling
+        return (scores.softmax(-1) @ values).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a kernel; of several, the fastest counts."""
+
+    run: Callable[[], Tensor]
+    """(B, Hq, D)."""
+    chosen: dict[str, Any]
+    """What tells it from the kernel's other ways."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel over one storage."""
+
+    name: str
+    storage: str
+    candidates: Callable[[Step], Iterator[Candidate]]
+    """The first is the default one."""
+    tolerance: float
+    """Relative L2 of the outputs, which are bfloat16: 2^-9 each, 1.7e-3 together."""
+    with_new: bool = False
+    """Whether it attends to the new token besides the cached ones: one in thousands."""
+    extra_copies: int = 0
+    """Of the storage, which it makes for itself."""
+
+
+def _ours(step: Step) -> Iterator[Candidate]:
+    device, case = step.query.device, step.case
+    sm = launch.compute_capability(device)
+    default = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
+    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages)
+    yield _our(step, default, splits)
+    if device.type == "cpu":
+        return
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    tried = {
+        launch.choose_splits(case.batch, case.kv_heads, case.pages, sm_count=sm_count, resident=resident)
+        for resident in TUNED_RESIDENT
+    }
+    for warps, stages, other in product(TUNED_WARPS, TUNED_STAGES, sorted(tried | {splits})):
+        if (warps, stages, other) != (default.num_warps, default.num_stages, splits):
+            constants = default.constants | {"STAGES": stages}
+            yield _our(step, replace(default, constants=constants, num_warps=warps, num_stages=stages), other)
+
+
+def _our(step: Step, variant: Variant, splits: int) -> Candidate:
+    def run() -> Tensor:
+        return launch.decode_attention(
+            step.layout,
+            step.query,
+            step.key_new,
+            step.value_new,
+            step.cache,
+            page_table=step.page_table,
+            lengths=step.lengths,
+            scaling=step.scaling,
+            splits=splits,
+            variant=variant,
+        )
+
+    return Candidate(run, {"splits": splits, "warps": variant.num_warps, "stages": variant.num_stages})
+
+
+def _sdpa(step: Step) -> Iterator[Candidate]:
+    """torch's own, over contiguous keys and values (B, H, T, D): as it is documented, and with the query heads of a group as
+    rows of one attention, which spares reading keys and values again for each of them."""
+    case = step.case
+
+    def contiguous(name: str) -> Tensor:
+        paged = step.cache[name][step.page_table.long()]  # (B, P, H, 64, D)
+        return paged.transpose(1, 2).flatten(2, 3)[:, :, : case.tokens]
+
+    keys, values = contiguous("key_pool"), contiguous("value_pool")
+    heads = step.query[:, :, None]
+    rows = step.query.view(case.batch, case.kv_heads, case.group, case.head_dim)
+    yield Candidate(
+        lambda: scaled_dot_product_attention(heads, keys, values, scale=step.scaling, enable_gqa=True)[:, :, 0],
+        {"heads": "grouped"},
+    )
+    yield Candidate(
+        lambda: scaled_dot_product_attention(rows, keys, values, scale=step.scaling).flatten(1, 2), {"heads": "as rows"}
+    )
+
+
+def _flashinfer(step: Step) -> Iterator[Candidate]:
+    """FlashInfer's batch decode over our very pools: its HND layout with pages of 64."""
+    import flashinfer
+
+    case, device = step.case, step.query.device
+    indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.pages
+    last = torch.full((case.batch,), (case.tokens - 1) % PAGE_TOKENS + 1, dtype=torch.int32, device=device)
+    pools = step.cache["key_pool"], step.cache["value_pool"]
+    scales = {
+        f"{side[0]}_scale": float(step.cache[f"{side}_scale"]) for side in ("key", "value") if f"{side}_scale" in step.cache
+    }
+    for tensor_cores in (True, False):
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
+        wrapper.plan(
+            indptr,
+            step.page_table.flatten(),
+            last,
+            case.q_heads,
+            case.kv_heads,
+            case.head_dim,
+            PAGE_TOKENS,
+            q_data_type=torch.bfloat16,
+            kv_data_type=pools[0].dtype,
+            sm_scale=step.scaling,
+        )
+        yield Candidate(partial(wrapper.run, step.query, pools, **scales), {"tensor_cores": tensor_cores})
+
+
+KERNELS = (
+    Kernel("fp8k_int4v", "fp8k_int4v", _ours, 4e-3, with_new=True),
+    Kernel("fp8", "fp8", _ours, 4e-3, with_new=True),
+    Kernel("bf16", "bf16", _ours, 4e-3, with_new=True),
+    Kernel("flashinfer fp8", "fp8", _flashinfer, 3e-2),
+    Kernel("flashinfer bf16", "bf16", _flashinfer, 1e-2),
+    Kernel("sdpa bf16", "bf16", _sdpa, 1e-2, extra_copies=2),
+)
+
+
+def why_not(kernel: Kernel) -> str | None:
+    """What a kernel lacks here, None when it can run."""
+    return "flashinfer is not installed" if "flashinfer" in kernel.name and find_spec("flashinfer") is None else None
+
+
+def relative_error(kernel: Kernel, step: Step, out: Tensor) -> float:
+    """Of out (B, Hq, D), the largest of the first and the last sequence, in L2."""
+    errors = []
+    for b in {0, step.case.batch - 1}:
+        wanted = step.expected(b, kernel.with_new)
+        errors.append(float((out[b].float() - wanted).norm() / wanted.norm()))
+    return max(errors, key=lambda error: (math.isnan(error), error))

@@ -1,0 +1,127 @@
+"""How decode_attention.py times a kernel: the fastest of its candidates, over fresh random inputs, checked in the same run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import attention_cases
+import torch
+from attention_cases import Case, Row
+from attention_kernels import Candidate, Kernel, Step, relative_error, why_not
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+COPY_BYTES = 4 << 30
+COPY_RUNS = 20
+WARM_UP = 3
+TUNING_RUNS = 5
+MIN_RUNS, MAX_RUNS = 20, 200
+TIMED_MICROSECONDS = 200_000
+"""Of runs of one kernel in one case, as long as the bounds of their number allow."""
+FLUSHED_L2 = 4
+"""How many times the L2 cache is read over before each run."""
+ROOM_BYTES = 4 << 30
+"""Left free: workspaces, partial sums, memory in pieces."""
+
+Timer = Callable[[Callable[[], Tensor], int | None], float]
+"""Median microseconds of a kernel; None runs are chosen by what one takes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs, and how fast that copies."""
+
+    device: torch.device
+    copy_bytes_per_s: float
+
+
+class GpuTimer:
+    """Medians over replays of a CUDA graph, between events, with the L2 cache full of something else.
+
+    Flushing reads: what was written would have to be written back while the kernel runs. And while it goes on, the host
+    enqueues what follows, so that no launch is waited for between two events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._other = torch.zeros(FLUSHED_L2 * l2_bytes // 4, dtype=torch.int32, device=device)
+
+    def __call__(self, run: Callable[[], Tensor], runs: int | None = None) -> float:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        if runs is None:
+            first = self._times(graph, TUNING_RUNS)
+            runs = int(min(MAX_RUNS, max(MIN_RUNS, TIMED_MICROSECONDS / first)))
+        return self._times(graph, runs)
+
+    def _times(self, graph: torch.cuda.CUDAGraph, runs: int) -> float:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        for start, end in events:
+            self._other.amax()
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return median(1e3 * start.elapsed_time(end) for start, end in events)
+
+
+def copy_rate(timer: Timer, device: torch.device) -> float:
+    """Bytes per second of a device-to-device copy, read and written ones together."""
+    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / (timer(lambda: target.copy_(source), COPY_RUNS) * 1e-6)
+
+
+def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, place: Place, seed: int) -> list[Row]:
+    """A row for every kernel: measured over fresh random inputs and checked, or why it was left out."""
+    rows: list[Row] = []
+    for storage in attention_cases.STORAGES:
+        step: Step | None = None
+        for kernel in (kernel for kernel in kernels if kernel.storage == storage):
+            row = {**case.describe(), "kernel": kernel.name, "storage": storage}
+            copies = kernel.extra_copies + (step is None)
+            reason = why_not(kernel) or _does_not_fit(case, copies * case.allocated_bytes(storage), place.device)
+            if reason is not None:
+                rows.append(row | {"skipped": reason})
+                continue
+            step = step or Step(case, storage, place.device, seed)
+            rows.append(row | _measure(kernel, step, timer, place.copy_bytes_per_s))
+    attention_cases.add_ratios(rows)
+    return rows
+
+
+def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
+    """The fastest of the kernel's candidates, checked, and timed again with more runs."""
+    tried: list[tuple[float, Candidate]] = []
+    too_large = []
+    for candidate in kernel.candidates(step):
+        try:
+            tried.append((timer(candidate.run, TUNING_RUNS), candidate))
+        except OutOfResources:  # more shared memory or registers than the GPU has
+            too_large.append(candidate.chosen)
+    _, best = min(tried, key=lambda pair: pair[0])
+    error = relative_error(kernel, step, best.run())
+    return attention_cases.measured(step.case, step.storage, timer(best.run, None), copy_bytes_per_s) | {
+        "relative_error": error,
+        "correct": error <= kernel.tolerance,
+        "chosen": best.chosen,
+        "tried": [{**candidate.chosen, "microseconds": time} for time, candidate in tried],
+        "too_large": too_large,
+    }
+
+
+def _does_not_fit(case: Case, needed: int, device: torch.device) -> str | None:
+    """Why `needed` bytes, what checking takes and some room besides are more than is left of the device's memory."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    needed += ROOM_BYTES + 8 * 4 * case.tokens * case.kv_heads * case.head_dim
+    return None if needed <= free else f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"

@@ -1,0 +1,177 @@
+"""The kernels compiled ahead of time: PTX that a launch with inputs, int32 extras and outputs alone can run.
+
+Needs neither a GPU nor a driver. Triton must not be interpreting: TRITON_INTERPRET is read when a kernel is defined.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from plugins.kv_attention.kernels.append import append
+from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.reduce import decode_reduce
+from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+
+POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
+"""Triton's pointer types of torch's element types; float8 is loaded as bytes."""
+
+PORTABLE_PTX = 81
+"""PTX ISA 8.1 (CUDA 12.1) loads on every driver since then, and is the first that converts float8 on sm_89."""
+
+NEWER_PTX = 100
+"""Targets from here on are unknown to PORTABLE_PTX; Triton's own version is taken."""
+
+SHARED_LIMIT = 48 * 1024
+"""Bytes of shared memory that a kernel may use without being configured first."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel for one target. Threads of a block: 32 * num_warps."""
+
+    name: str
+    """Symbol in `ptx`."""
+    ptx: str
+    """Without Triton's hidden parameters."""
+    cubin: bytes
+    """What ptxas made of `ptx`."""
+    num_warps: int
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    parameters: tuple[tuple[str, str], ...]
+    """(name, Triton type) of inputs, int32 extras and outputs, in order."""
+
+
+def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
+    """decode_partial, for any batch and number of splits: grid (S, H, B), S = partial_splits(layout, splits).
+
+    group: query heads a KV head. query_dtype: torch's name of the type of query, key_new and value_new. sm: 90 for sm_90.
+    The int32 extra `table_width` is the number of columns of page_table.
+    """
+    variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
+    activation, exact = POINTERS[query_dtype], "*fp16" if layout.exact_tokens else None
+    types = {
+        "query": activation,
+        "key_new": activation,
+        "value_new": activation,
+        "key_pool": POINTERS[layout.key.storage],
+        "value_pool": POINTERS[layout.value.storage],
+        "key_scale": _scale_pointer(layout.key),
+        "value_scale": _scale_pointer(layout.value),
+        "page_table": "*i32",
+        "lengths": "*i32",
+        "key_exact": exact,
+        "value_exact": exact,
+        "exact_slots": "*i32" if layout.exact_tokens else None,
+        "table_width": "i32",
+        "partial_acc": "*fp32",
+        "partial_ml": "*fp32",
+    }
+    return compile_kernel(decode_partial, types, variant, sm)
+
+
+def compile_reduce(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
+    """decode_reduce over `splits` of the pages: grid (B * Hq). The int32 extra `splits` is partial_splits(layout, splits)."""
+    variant = reduce_variant(layout, splits=partial_splits(layout, splits), out_dtype=out_dtype, sm=sm)
+    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    return compile_kernel(decode_reduce, types, variant, sm)
+
+
+def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledKernel:
+    """append, for any number of layers and sequences: grid (ceil(H / R), B, L), R = append_variant(layout).constants["R"].
+
+    new_dtype: torch's name of the type of key_new and value_new. What is written in place is passed twice, as TensorRT does: as
+    the inputs `*_in`, which are not read, and as the outputs. The int32 extras are `pages` and `table_width`, the second
+    dimensions of the pools and of page_table, and, with exact tokens, `buffers`, that of the exact buffers.
+    """
+    exact = layout.exact_tokens > 0
+    written = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
+    types = {name: written.get(name.removesuffix("_in")) for name in append.arg_names} | {
+        "key_new": POINTERS[new_dtype],
+        "value_new": POINTERS[new_dtype],
+        "page_table": "*i32",
+        "lengths": "*i32",
+        "exact_slots": "*i32" if exact else None,
+        "key_scale": "*fp32" if layout.key.static else None,
+        "value_scale": "*fp32" if layout.value.static else None,
+        "pages": "i32",
+        "table_width": "i32",
+        "buffers": "i32" if exact else None,
+    }
+    variant = append_variant(layout, sm=sm)
+    return compile_kernel(append, {name: kind for name, kind in types.items() if name not in variant.constants}, variant, sm)
+
+
+def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Variant, sm: int) -> CompiledKernel:
+    """Any of the kernels. types: Triton's type of each parameter that is no constexpr, None where there is no tensor.
+
+    Pointers are promised to be 16-byte aligned, or loads would be made of bytes.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
+    constants: dict[str, Any] = variant.constants | {name: None for name, kind in types.items() if kind is None}
+    signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
+    aligned = {
+        (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
+    }
+    options = variant.options
+    if sm < NEWER_PTX:
+        options["ptx_version"] = PORTABLE_PTX
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    parameters = tuple((name, signature[name]) for name in kernel.arg_names if signature[name] != "constexpr")
+    ptx = strip_hidden_parameters(compiled.asm["ptx"], len(parameters))
+    cubin, registers, spill_bytes = assemble(ptx, sm)
+    shared = compiled.metadata.shared
+    return CompiledKernel(compiled.metadata.name, ptx, cubin, variant.num_warps, shared, registers, spill_bytes, parameters)
+
+
+def strip_hidden_parameters(ptx: str, keep: int) -> str:
+    """PTX whose entry has its first `keep` parameters only; RuntimeError if one of the others is used."""
+    found = re.search(r"(\.visible \.entry (\w+)\()(.*?)(\n\))", ptx, re.DOTALL)
+    if found is None:
+        raise RuntimeError("no .visible .entry in the PTX that Triton made")
+    declared = found[3].split(",\n")
+    body = ptx[found.end() :]
+    used = [f"{found[2]}_param_{i}" for i in range(keep, len(declared)) if re.search(rf"{found[2]}_param_{i}\b", body)]
+    if used:
+        raise RuntimeError(f"{found[2]} uses parameters that a launch cannot pass: {', '.join(used)}")
+    return ptx[: found.start()] + found[1] + ",\n".join(declared[:keep]) + found[4] + body
+
+
+def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
+    """cubin, registers a thread, and bytes spilled, of PTX with one entry; by the ptxas that Triton carries."""
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    if target is None:
+        raise RuntimeError("no .target in the PTX")
+    tool = knobs.nvidia.ptxas_blackwell if sm >= NEWER_PTX else knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [tool.path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"ptxas refused the PTX: {done.stderr.strip()}")
+        cubin = out.read_bytes()
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    if registers is None or not spills:
+        raise RuntimeError(f"ptxas reported no registers or spills: {done.stderr.strip()}")
+    return cubin, int(registers[1]), sum(map(int, spills))
+
+
+def _scale_pointer(side: SideLayout) -> str | None:
+    if side.exact:
+        return None
+    return "*fp32" if side.static else "*fp16"

@@ -1,0 +1,1 @@
+"""Triton kernels: one source for the interpreter, torch on CUDA, and TensorRT ahead of time."""

@@ -1,0 +1,248 @@
+"""Codes of the cache made float16 inside a kernel: exactly, and with as few instructions as the hardware allows.
+
+Every function has two bodies chosen by the constexpr PTX: packed inline assembly for the GPU, plain arithmetic for Triton's
+interpreter. Both give the same numbers. Bytes are turned into float16 by putting them below the constant byte 0x64: the
+float16 of bits 0x6400 + n is 1024 + n for n < 1024, so that one PRMT makes two numbers and one subtraction mends them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_int8(x, PTX: tl.constexpr):
+    """int8 -> float16."""
+    if PTX:
+        wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 offset;
+            xor.b32 offset, $2, 0x80808080;
+            prmt.b32 $0, offset, 0x64646464, 0x4140;
+            prmt.b32 $1, offset, 0x64646464, 0x4342;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+        decoded = wide - 1152.0
+    else:
+        decoded = x.to(tl.float16)
+    return decoded
+
+
+@triton.jit
+def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
+    """Finite float8_e4m3fn codes as uint8 -> float16. FP8: the target converts float8 in hardware."""
+    if PTX and FP8:
+        decoded = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif PTX:
+        # Exponent and mantissa moved to float16's places stand for 2^-8 of the number, subnormals included.
+        moved = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, sign;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            and.b32 low, low, 0x7f007f00;
+            shr.u32 low, low, 1;
+            or.b32 $0, low, sign;
+            and.b32 sign, high, 0x80008000;
+            and.b32 high, high, 0x7f007f00;
+            shr.u32 high, high, 1;
+            or.b32 $1, high, sign;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+        decoded = moved * 256.0
+    else:
+        wide = x.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        decoded = bits.to(tl.float16, bitcast=True) * 256.0
+    return decoded
+
+
+@triton.jit
+def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
+    """One stored tile of 8 or 16 bits an element -> what the matrix product takes: float16, or bfloat16 for bf16 (float32
+    in the interpreter, which has no bfloat16 arithmetic)."""
+    if DTYPE == "fp8_e4m3":
+        decoded = decode_e4m3(x, PTX, FP8)
+    elif DTYPE == "int8":
+        decoded = decode_int8(x, PTX)
+    elif DTYPE == "bf16" and not PTX:
+        decoded = x.to(tl.float32)
+    else:
+        decoded = x
+    return decoded
+
+
+@triton.jit
+def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
+    """Words of four bytes of an even token and of the odd token after it -> float16 codes, a pair (even, odd) for each byte;
+    for int4, a pair of low bits and one of high bits for each.
+
+    A matrix product takes two neighbouring tokens of a channel in one register, while memory holds four channels of a token
+    in one word. PRMT brings bytes of two tokens together before they are widened: that is the whole transposition.
+    """
+    if PTX and DTYPE == "int4":
+        codes = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, low, high, offset, shrink, mend;
+            mov.b32 offset, 0xe408e408;
+            mov.b32 shrink, 0x2c002c00;
+            mov.b32 mend, 0xd480d480;
+            prmt.b32 pair, $16, $17, 0x4400;
+            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
+            add.f16x2 low, low, offset;
+            fma.rn.f16x2 high, high, shrink, mend;
+            mov.b32 {$0, $1}, low;
+            mov.b32 {$2, $3}, high;
+            prmt.b32 pair, $16, $17, 0x5511;
+            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
+            add.f16x2 low, low, offset;
+            fma.rn.f16x2 high, high, shrink, mend;
+            mov.b32 {$4, $5}, low;
+            mov.b32 {$6, $7}, high;
+            prmt.b32 pair, $16, $17, 0x6622;
+            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
+            add.f16x2 low, low, offset;
+            fma.rn.f16x2 high, high, shrink, mend;
+            mov.b32 {$8, $9}, low;
+            mov.b32 {$10, $11}, high;
+            prmt.b32 pair, $16, $17, 0x7733;
+            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
+            add.f16x2 low, low, offset;
+            fma.rn.f16x2 high, high, shrink, mend;
+            mov.b32 {$12, $13}, low;
+            mov.b32 {$14, $15}, high;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 16,
+            is_pure=True,
+            pack=1,
+        )
+    elif PTX and DTYPE == "int8":
+        codes = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, offset;
+            mov.b32 offset, 0xe480e480;
+            prmt.b32 pair, $8, $9, 0x4400;
+            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
+            add.f16x2 pair, pair, offset;
+            mov.b32 {$0, $1}, pair;
+            prmt.b32 pair, $8, $9, 0x5511;
+            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
+            add.f16x2 pair, pair, offset;
+            mov.b32 {$2, $3}, pair;
+            prmt.b32 pair, $8, $9, 0x6622;
+            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
+            add.f16x2 pair, pair, offset;
+            mov.b32 {$4, $5}, pair;
+            prmt.b32 pair, $8, $9, 0x7733;
+            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
+            add.f16x2 pair, pair, offset;
+            mov.b32 {$6, $7}, pair;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    elif PTX and FP8:
+        codes = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pairs;
+            .reg .b16 first, second;
+            prmt.b32 pairs, $8, $9, 0x5140;
+            mov.b32 {first, second}, pairs;
+            cvt.rn.f16x2.e4m3x2 pairs, first;
+            mov.b32 {$0, $1}, pairs;
+            cvt.rn.f16x2.e4m3x2 pairs, second;
+            mov.b32 {$2, $3}, pairs;
+            prmt.b32 pairs, $8, $9, 0x7362;
+            mov.b32 {first, second}, pairs;
+            cvt.rn.f16x2.e4m3x2 pairs, first;
+            mov.b32 {$4, $5}, pairs;
+            cvt.rn.f16x2.e4m3x2 pairs, second;
+            mov.b32 {$6, $7}, pairs;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    elif PTX:
+        # As in decode_e4m3.
+        codes = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, sign, factor;
+            mov.b32 factor, 0x5c005c00;
+            prmt.b32 pair, $8, $9, 0x4400;
+            and.b32 sign, pair, 0x80008000;
+            and.b32 pair, pair, 0x7f007f00;
+            shr.u32 pair, pair, 1;
+            or.b32 pair, pair, sign;
+            mul.f16x2 pair, pair, factor;
+            mov.b32 {$0, $1}, pair;
+            prmt.b32 pair, $8, $9, 0x5511;
+            and.b32 sign, pair, 0x80008000;
+            and.b32 pair, pair, 0x7f007f00;
+            shr.u32 pair, pair, 1;
+            or.b32 pair, pair, sign;
+            mul.f16x2 pair, pair, factor;
+            mov.b32 {$2, $3}, pair;
+            prmt.b32 pair, $8, $9, 0x6622;
+            and.b32 sign, pair, 0x80008000;
+            and.b32 pair, pair, 0x7f007f00;
+            shr.u32 pair, pair, 1;
+            or.b32 pair, pair, sign;
+            mul.f16x2 pair, pair, factor;
+            mov.b32 {$4, $5}, pair;
+            prmt.b32 pair, $8, $9, 0x7733;
+            and.b32 sign, pair, 0x80008000;
+            and.b32 pair, pair, 0x7f007f00;
+            shr.u32 pair, pair, 1;
+            or.b32 pair, pair, sign;
+            mul.f16x2 pair, pair, factor;
+            mov.b32 {$6, $7}, pair;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        codes = ()
+        for j in tl.static_range(4):
+            if DTYPE == "int4":
+                low_even = ((even >> (8 * j)) & 15) - 8
+                low_odd = ((odd >> (8 * j)) & 15) - 8
+                high_even = (even << (24 - 8 * j)) >> 28
+                high_odd = (odd << (24 - 8 * j)) >> 28
+                codes = codes + (
+                    low_even.to(tl.float16), low_odd.to(tl.float16), high_even.to(tl.float16), high_odd.to(tl.float16)
+                )  # fmt: skip
+            else:
+                byte_even = (even << (24 - 8 * j)) >> 24
+                byte_odd = (odd << (24 - 8 * j)) >> 24
+                if DTYPE == "int8":
+                    codes = codes + (byte_even.to(tl.float16), byte_odd.to(tl.float16))
+                else:
+                    codes = codes + (
+                        decode_e4m3(byte_even.to(tl.uint8), PTX, FP8), decode_e4m3(byte_odd.to(tl.uint8), PTX, FP8)
+                    )  # fmt: skip
+    return codes

@@ -1,0 +1,300 @@
+"""Split-K decode attention over the quantized pages: the partial sums of one split.
+
+Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G as a power of two) columns,
+T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels of a
+chunk of it, S splits, E exact slots.
+
+One program attends to the pages of one (split, KV head, sequence). Operands are swapped: scores (T, N) = keys (T, D) x
+query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix instruction's N of 8 and
+nothing is computed for padding when G is 8.
+
+Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
+precision down to 2^-29 of the largest. A value scale is folded into p; it is divided by the largest one seen so far in this
+split, rounded up to a power of two, so that neither tiny nor huge scales leave float16's range.
+"""
+
+import triton
+import triton.language as tl
+
+from plugins.kv_attention.kernels.codes import decode
+from plugins.kv_attention.kernels.tiles import channels, decode_values, load_rows, load_scales, load_values
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+HEADROOM = tl.constexpr(15.0)
+P_MAX = tl.constexpr(32768.0)
+"""2^HEADROOM: the weight of the largest score."""
+MIN_SCALE_BITS = tl.constexpr(0x38800000)
+"""2^-14 as float32: no stored scale is smaller."""
+
+
+@triton.jit
+def _power_above(x):
+    """Positive normal float32 -> bits of the power of two at or above it; 0 -> 0."""
+    return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+
+
+@triton.jit
+def _inverse(bits):
+    """Bits of a power of two -> its inverse, by the exponents."""
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """sums (C, N) + values^T (C, T) x p (T, N). bfloat16 takes p as two terms: its 8 bits alone would cost 1e-3."""
+    if DTYPE == "bf16":
+        if PTX:
+            high = p.to(tl.bfloat16)
+            low = (p - high.to(tl.float32)).to(tl.bfloat16)
+            sums = tl.dot(tl.trans(values), high, tl.dot(tl.trans(values), low, sums))
+        else:
+            sums = tl.dot(tl.trans(values), p, sums)
+    else:
+        sums = tl.dot(tl.trans(values), p.to(tl.float16), sums)
+    return sums
+
+
+@triton.jit
+def _attend_tile(
+    block, keys, values, key_scales, value_scales, seen, queries, per_column, m, l, unit, sums,
+    T: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Tile number `block` of a pool: T tokens of a (page, head). MASKED: only tokens `seen` (T) are read.
+
+    `unit`: bits of the float32 power of two that `sums` are multiples of, where value scales are folded into p.
+    """
+    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    W: tl.constexpr = D // STREAMS
+    C: tl.constexpr = W // CHUNKS
+    t = tl.arange(0, T)
+    # All loads come first: a tile's latencies then overlap.
+    codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), seen, T, D, MASKED)
+    stored = ()
+    for c in tl.static_range(CHUNKS):
+        stored = stored + (load_values(values, block, c, seen, T, D, VALUE, CHUNKS, MASKED),)
+    scales = ()
+    if VALUE_SCALE == "group":
+        for g in tl.static_range(GROUPS):
+            scales = scales + (load_scales(value_scales + block * (T * GROUPS) + (t * GROUPS + g), seen, MASKED),)
+
+    decoded = decode(codes, KEY, PTX, FP8)
+    scores = tl.dot(decoded, queries[0])
+    if PARTS == 2:
+        scores = tl.dot(decoded, queries[1], scores)
+    if KEY_SCALE == "token":
+        scores *= load_scales(key_scales + block * T + t, seen, MASKED)[:, None]
+    if MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
+    p = tl.math.exp2(scores * per_column[None, :] - m_new[None, :])
+    decay = tl.math.exp2(m - m_new)
+    l = l * decay + tl.sum(p, 0)
+
+    if VALUE_SCALE == "group":
+        largest = unit
+        for g in tl.static_range(GROUPS):
+            largest = tl.maximum(largest, _power_above(tl.max(scales[g], 0)))
+        decay *= unit.to(tl.float32, bitcast=True) * _inverse(largest)
+        unit = largest
+
+    summed = ()
+    for c in tl.static_range(CHUNKS):
+        streams = decode_values(stored[c], T, C, VALUE, PTX, FP8)
+        for s in tl.static_range(STREAMS):
+            weights = p
+            if VALUE_SCALE == "group":
+                weights = p * (scales[(s * W + c * C) * GROUPS // D] * _inverse(unit))[:, None]
+            summed = summed + (_weigh(streams[s], weights, sums[c * STREAMS + s] * decay[None, :], PTX, VALUE),)
+    return m_new, l, unit, summed
+
+
+@triton.jit
+def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexpr):
+    """scaled (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
+    if KEY != "bf16":
+        high = scaled.to(tl.float16)
+    elif PTX:
+        high = scaled.to(tl.bfloat16)
+    else:
+        high = scaled
+    parts = (high,)
+    if PARTS == 2:
+        parts = (high, (scaled - high.to(tl.float32)).to(high.dtype))
+    return parts
+
+
+@triton.jit
+def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
+    """m, l and sums, in units of `unit`, of the current token alone, or of nothing if not `seeded`."""
+    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    C: tl.constexpr = D // STREAMS // CHUNKS
+    m = tl.where(seeded, score - HEADROOM, float("-inf"))
+    l = tl.where(seeded, P_MAX, 0.0) + tl.zeros((N,), tl.float32)
+    sums = ()
+    for c in tl.static_range(CHUNKS):
+        for s in tl.static_range(STREAMS):
+            value = tl.load(value_new + s * (D // STREAMS) + c * C + channels(VALUE, C)).to(tl.float32)
+            value = tl.where(seeded, value * (P_MAX / unit), 0.0)
+            sums = sums + (value[:, None] + tl.zeros((C, N), tl.float32),)
+    return m, l, sums
+
+
+@triton.jit
+def _store(
+    partial_acc, partial_ml, row, rows, m, l, unit, sums,
+    N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """row (N): which (sequence, query head, split); rows (N): whether there is one."""
+    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    C: tl.constexpr = D // STREAMS // CHUNKS
+    for c in tl.static_range(CHUNKS):
+        for s in tl.static_range(STREAMS):
+            d = s * (D // STREAMS) + c * C + channels(VALUE, C)
+            mask = tl.broadcast_to(rows[None, :], (C, N))
+            tl.store(partial_acc + row[None, :] * D + d[:, None], sums[c * STREAMS + s] * unit, mask=mask)
+    tl.store(partial_ml + row * 2, m, mask=rows)
+    tl.store(partial_ml + row * 2 + 1, l, mask=rows)
+
+
+@triton.jit
+def _exact_split(
+    key_exact, value_exact, value_new, length, row, rows, scaled, per_column, score_new, partial_acc, partial_ml,
+    N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    PTX: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """The current token, the sinks and the newest tokens before it, all as they were."""
+    # These rows are few and wide: larger tiles of them would take registers from the whole kernel.
+    T: tl.constexpr = 16
+    queries = _query_parts(scaled, PARTS, "fp16", PTX)
+    m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
+    unit = tl.full((), MIN_SCALE_BITS, tl.int32)
+    for first in range(0, SINK + RECENT, T):
+        slot = first + tl.arange(0, T)
+        seen = slot < tl.minimum(length, SINK)
+        if RECENT > 0:
+            # The slot of residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
+            age = (length - 1 + RECENT - (slot - SINK)) % RECENT
+            seen = seen | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
+        m, l, unit, sums = _attend_tile(
+            0, key_exact + first * D, value_exact + first * D, None, None, seen, queries, per_column, m, l, unit, sums,
+            T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
+        )  # fmt: skip
+    _store(partial_acc, partial_ml, row, rows, m, l, 1.0, sums, N, D, "fp16", 1)
+
+
+@triton.jit
+def _pool_split(
+    key_pool, value_pool, key_scale, value_scale, table, value_new, length, split, splits, h, row, rows, scaled, per_column,
+    score_new, partial_acc, partial_ml,
+    H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+    KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Positions SINK to length - RECENT, as they are in the pages; and the current token in split 0 if no split is exact."""
+    queries = _query_parts(scaled, PARTS, KEY, PTX)
+    unit = tl.full((), MIN_SCALE_BITS, tl.int32)
+    factor = 1.0
+    if KEY_SCALE == "tensor":
+        per_column *= tl.load(key_scale)
+    elif KEY_SCALE == "head":
+        per_column *= tl.load(key_scale + h)
+    if VALUE_SCALE == "tensor":
+        factor = tl.load(value_scale)
+    elif VALUE_SCALE == "head":
+        factor = tl.load(value_scale + h)
+    elif VALUE_SCALE == "group":
+        factor = unit.to(tl.float32, bitcast=True)
+    m, l, sums = _seed((SINK + RECENT == 0) & (split == 0), score_new, value_new, factor, N, D, VALUE, CHUNKS)
+
+    # This split's tiles are [low, high), whole ones [whole_low, whole_high): at most one before these and one after is not.
+    PER: tl.constexpr = 64 // T  # tiles of a page
+    FIRST: tl.constexpr = SINK // T
+    end = length - RECENT
+    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
+    each = tl.cdiv(tiles, splits)
+    low = FIRST + tl.minimum(split * each, tiles)
+    high = FIRST + tl.minimum((split + 1) * each, tiles)
+    whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
+    whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
+    for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = _attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, None, queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, False, PTX, FP8,
+        )  # fmt: skip
+    before = whole_low - low
+    for edge in tl.range(0, before + high - whole_high, num_stages=1):
+        tile = tl.where(edge < before, low, whole_high)
+        position = tile * T + tl.arange(0, T)
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = _attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, (position >= SINK) & (position < end),
+            queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
+        )  # fmt: skip
+    if VALUE_SCALE == "group":
+        factor = unit.to(tl.float32, bitcast=True)
+    _store(partial_acc, partial_ml, row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def decode_partial(
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, page_table, lengths,
+    key_exact, value_exact, exact_slots, table_width, partial_acc, partial_ml,
+    H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    SCALING: tl.constexpr, PARTS: tl.constexpr,
+    KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (S, H, B). query (B, Hq, D), key_new and value_new (B, H, D), pools (pages, H, T, W), page_table (B, table_width)
+    and lengths (B) int32 -> partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2), float32: m and l.
+
+    *_SCALE: "none", "tensor" or "head" (float32, (1) or (H)), "token" or "group" (float16, (pages, H, T, GROUPS)).
+    With exact tokens, key_exact and value_exact (buffers, H, E, D) float16, the last split reads those and the others pages.
+    """
+    split = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    splits = tl.num_programs(0)
+    EXACT: tl.constexpr = SINK + RECENT
+    d = tl.arange(0, D)
+    n = tl.arange(0, N)
+    rows = n < G
+    head = b * H + h
+    length = tl.load(lengths + b)
+    table = page_table + b.to(tl.int64) * table_width
+    row = (head * G + n).to(tl.int64) * splits + split
+
+    # Over a power of two that brings each row near 1, the query and its products fit float16 whatever its size.
+    real = tl.load(query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
+    real = real.to(tl.float32)
+    power = tl.max(tl.abs(real), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
+    scaled = real * _inverse(power)[None, :]
+    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+    score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
+
+    if EXACT == 0:
+        _pool_split(
+            key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, split, splits, h, row, rows,
+            scaled, per_column, score_new, partial_acc, partial_ml,
+            H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
+        )  # fmt: skip
+    else:  # noqa: PLR5501
+        if split == splits - 1:
+            buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * (EXACT * D)
+            _exact_split(
+                key_exact + buffer, value_exact + buffer, value_new + head * D, length, row, rows,
+                scaled, per_column, score_new, partial_acc, partial_ml,
+                N, D, PARTS, SINK, RECENT, PTX, FP8,
+            )  # fmt: skip
+        else:
+            _pool_split(
+                key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, split, splits - 1, h, row,
+                rows, scaled, per_column, score_new, partial_acc, partial_ml,
+                H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
+            )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Tiles of the cache as a kernel reads them.
+
+Shapes: T tokens of a tile, D head_dim, W stored elements of a value row, C channels of a chunk of one of its streams: int4
+has two, the channels of the low and of the high bits.
+"""
+
+import triton
+import triton.language as tl
+
+from plugins.kv_attention.kernels.codes import decode, decode_words
+
+
+@triton.jit
+def load_rows(pointers, seen, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr):
+    """A tile (ROWS, LAST); zeros, unread, where not `seen` (ROWS). In whole pages nothing is masked."""
+    if MASKED:
+        tile = tl.load(pointers, mask=tl.broadcast_to(seen[:, None], (ROWS, LAST)), other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_scales(pointers, seen, MASKED: tl.constexpr):
+    if MASKED:
+        scales = tl.load(pointers, mask=seen, other=0.0)
+    else:
+        scales = tl.load(pointers)
+    return scales.to(tl.float32)
+
+
+@triton.jit
+def load_values(
+    values, block, c, seen,
+    T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Chunk c of a tile's values as it is stored: (T, C), or words of four bytes of the even and of the odd tokens."""
+    W: tl.constexpr = D // 2 if VALUE == "int4" else D
+    if VALUE == "fp16" or VALUE == "bf16":
+        t = tl.arange(0, T)
+        tile = load_rows(values + block * (T * W) + (t[:, None] * W + tl.arange(0, W)[None, :]), seen, T, W, MASKED)
+        stored = (tile,)
+    else:
+        WORDS: tl.constexpr = W // CHUNKS // 4
+        k = tl.arange(0, T // 2)
+        # Triton forgets alignment at the cast.
+        words = tl.multiple_of(values.to(tl.pointer_type(tl.int32)), 16) + block * (T * W // 4) + c * WORDS
+        place = k[:, None] * (W // 2) + tl.arange(0, WORDS)[None, :]
+        if MASKED:
+            seen_even, seen_odd = tl.split(tl.reshape(seen, (T // 2, 2)))
+        else:
+            seen_even = None
+            seen_odd = None
+        even = load_rows(words + place, seen_even, T // 2, WORDS, MASKED)
+        odd = load_rows(words + W // 4 + place, seen_odd, T // 2, WORDS, MASKED)
+        stored = (even, odd)
+    return stored
+
+
+@triton.jit
+def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
+    """What load_values gives -> its streams (T, C), decoded; bytes have their channels in the order of channels."""
+    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    if VALUE == "fp16" or VALUE == "bf16":
+        streams = (decode(stored[0], VALUE, PTX, FP8),)
+    else:
+        codes = decode_words(stored[0], stored[1], VALUE, PTX, FP8)
+        streams = ()
+        for s in tl.static_range(STREAMS):
+            streams = streams + (
+                _interleave(
+                    codes[2 * s], codes[2 * s + 1],
+                    codes[2 * STREAMS + 2 * s], codes[2 * STREAMS + 2 * s + 1],
+                    codes[4 * STREAMS + 2 * s], codes[4 * STREAMS + 2 * s + 1],
+                    codes[6 * STREAMS + 2 * s], codes[6 * STREAMS + 2 * s + 1],
+                    T, C,
+                ),
+            )  # fmt: skip
+    return streams
+
+
+@triton.jit
+def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr):
+    """Bytes 0 to 3 of words (T / 2, C / 4) of even and of odd tokens -> (T, C) in the order of channels."""
+    lower = tl.join(tl.join(e0, o0), tl.join(e1, o1))
+    upper = tl.join(tl.join(e2, o2), tl.join(e3, o3))
+    tile = tl.reshape(tl.join(lower, upper), (T // 2, C // 32, 8, 2, 2, 2))
+    return tl.reshape(tl.permute(tile, (0, 3, 5, 1, 4, 2)), (T, C))
+
+
+@triton.jit
+def channels(VALUE: tl.constexpr, C: tl.constexpr):
+    """Channel of each row of sums (C): eight words' byte 0, then the same words' byte 1, ..., so that the rows of a matrix
+    instruction, eight in different threads and two in one, come from eight words."""
+    c = tl.arange(0, C)
+    if VALUE == "fp16" or VALUE == "bf16":
+        channel = c
+    else:
+        word = (c // 16) % (C // 32) * 8 + c % 8
+        channel = word * 4 + c // (C // 2) * 2 + c // 8 % 2
+    return channel

@@ -1,0 +1,142 @@
+"""Which constexprs and launch options a kernel is compiled with. No torch; shared by launches and ahead-of-time compilation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+
+FP8_SM = 89
+"""Compute capability, as major * 10 + minor, from which float8 is converted in hardware."""
+
+DIRECT_FP8_SM = 90
+"""The same, from which Triton makes float8 of float32 at once: before, it rounds to float16 on the way."""
+
+GROUP_LIMIT = 16
+
+APPEND_TILE = 512
+"""Numbers that a warp of the append quantizes at once: 16 a thread, so that a thread's 8-bit codes are one 16-byte store."""
+
+WIDE = ("fp16", "bf16")
+
+WIDE_STAGES = 5
+"""Software pipeline stages for 16-bit values, with which Triton copies two tiles ahead: the page number, the copy, its use.
+
+Others have 1: Triton would copy the words that bytes are transposed by four bytes at a time.
+"""
+
+
+MAX_REGISTERS = 255
+"""Said explicitly, or ptxas would rather spill a few bytes than go beyond 168, for an occupancy that decoding does not need."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel."""
+
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+    """Registers that a thread may have; None leaves it to ptxas."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton takes beside the constexprs, at a launch and ahead of time."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+
+def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int | None) -> Variant:
+    """decode_partial for `group` query heads a KV head.
+
+    query_dtype: "float16", "bfloat16" or "float32". sm: compute capability (90), or None for Triton's interpreter.
+    """
+    if not 1 <= group <= GROUP_LIMIT:
+        raise ValueError(f"query heads per KV head must be 1 to {GROUP_LIMIT}, got {group}")
+    if not scaling > 0.0:
+        raise ValueError(f"scaling must be positive, got {scaling}")
+    value, dim = layout.value, layout.head_dim
+    width, groups = value.width(dim), value.groups(dim)
+    # A value row is read in chunks that lie in one group of each of its streams, so that a scale folds into p.
+    chunk = min(width, dim // groups) if groups else width
+    columns = max(8, 1 << (group - 1).bit_length())
+    wide = any(side.dtype in WIDE for side in (layout.key, value))
+    parts = _query_parts(layout.key, query_dtype, sm)
+    # fp8_e4m3 is taken apart in registers where the hardware does not convert it.
+    software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
+    # Two tiles in flight must fit 48 KB of shared memory, and what a thread holds its registers.
+    halved = wide or software or (value.dtype != "int4" and columns * dim == 1024)
+    tile = min(64, (4096 if halved else 8192) // dim)
+    warps = 1
+    if wide or columns * dim > 1024 or parts > 1 or software:
+        warps = 4 if wide and columns * dim > 2048 else 2
+    stages = WIDE_STAGES if value.dtype in WIDE and warps < 4 else 1
+    constants = {
+        "H": layout.kv_heads,
+        "G": group,
+        "T": tile,
+        "N": columns,
+        "D": dim,
+        "SCALING": scaling,
+        "PARTS": parts,
+        "KEY": layout.key.dtype,
+        "KEY_SCALE": _scale_kind(layout.key, "token"),
+        "VALUE": value.dtype,
+        "VALUE_SCALE": _scale_kind(value, "group"),
+        "GROUPS": groups,
+        "CHUNKS": width // chunk,
+        "SINK": layout.sink_tokens,
+        "RECENT": layout.recent_tokens,
+        "PTX": sm is not None,
+        "FP8": sm is not None and sm >= FP8_SM,
+        "STAGES": stages,
+    }
+    return Variant(constants, num_warps=warps, num_stages=stages, maxnreg=MAX_REGISTERS)
+
+
+def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
+    """decode_reduce over `splits` partial results, the exact one included."""
+    constants = {
+        "D": layout.head_dim,
+        "BLOCK": 1 << (splits - 1).bit_length(),
+        "ROUND": sm is None and out_dtype == "bfloat16",
+    }
+    return Variant(constants, num_warps=4, num_stages=1)
+
+
+def partial_splits(layout: CacheLayout, splits: int) -> int:
+    """S: `splits` of the pages, and one more for exact tokens."""
+    return splits + (1 if layout.exact_tokens else 0)
+
+
+def _scale_kind(side: SideLayout, dynamic: str) -> str:
+    kinds = {"none": "none", "per_tensor": "tensor", "per_head": "head", "per_token": dynamic, "per_group": dynamic}
+    return kinds[side.granularity]
+
+
+def _query_parts(key: SideLayout, query_dtype: str, sm: int | None) -> int:
+    """Terms of a query, so that its 11 or 24 bits survive in the type that keys are decoded to."""
+    if key.dtype == "bf16" and sm is None:
+        return 1
+    held = {"bfloat16": 8, "float16": 11, "float32": 24}[query_dtype]
+    return 1 if held <= (8 if key.dtype == "bf16" else 11) else 2
+
+
+def append_variant(layout: CacheLayout, *, sm: int | None) -> Variant:
+    """The append of any layers, sequences, and type of what is appended."""
+    key, value, dim = layout.key, layout.value, layout.head_dim
+    static_scales = {"per_tensor": 1, "per_head": layout.kv_heads}
+    constants = {
+        "H": layout.kv_heads,
+        "D": dim,
+        "R": min(1 << (layout.kv_heads - 1).bit_length(), APPEND_TILE // dim),
+        "KEY": key.dtype,
+        "KEY_SCALES": static_scales.get(key.granularity, 0),
+        "VALUE": value.dtype,
+        "VALUE_SCALES": static_scales.get(value.granularity, 0),
+        "GROUPS": max(1, value.groups(dim)),
+        "SINK": layout.sink_tokens,
+        "RECENT": layout.recent_tokens,
+        "FP8": sm is not None and sm >= DIRECT_FP8_SM,
+    }
+    return Variant(constants, num_warps=1, num_stages=1)

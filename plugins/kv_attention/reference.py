@@ -1,0 +1,144 @@
+"""The cache and its attention in plain torch, float32: what the kernels must do. Slow, and meant to be checked by eye.
+
+Shapes: B sequences, H KV heads, Hq query heads in groups of G = Hq / H per KV head, D head_dim, W storage elements and g
+stored scales of a token, T tokens of one sequence, P pages of a row of the table. A cache is a dict of one layer's tensors,
+named and shaped as `CacheLayout` says. page_table (B, P), lengths (B) and exact_slots (B), the exact buffer of each sequence,
+are int32; lengths count the tokens before the current one.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from plugins.kv_attention.layout import MAX_SCALE, MIN_SCALE, PAGE_TOKENS, CacheLayout, SideLayout
+
+Cache = Mapping[str, Tensor]
+
+
+def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """x (..., H, D) of any floating-point type -> codes (..., H, W), and scales (..., H, g) float16 of a dynamic side.
+
+    static_scale is (1) or (H). Codes are the nearest ones, ties to even, saturating. NaN has no part in a scale; it is
+    stored as NaN of the same sign by fp8, as 0 by integers.
+    """
+    nan, negative = x.isnan(), x.signbit()
+    x = x.float()
+    if side.exact:
+        return x.to(getattr(torch, side.storage)), None
+    scale = None
+    if side.static:
+        assert static_scale is not None
+        steps = x / static_scale[:, None]
+    else:
+        groups, dim = side.groups(x.shape[-1]), x.shape[-1]
+        grouped = x.reshape(*x.shape[:-1], groups, dim // groups)
+        amax = grouped.abs().masked_fill(grouped.isnan(), 0.0).amax(-1)
+        # Codes are made with the rounded scale that will be read back.
+        scale = (amax / side.limit).clamp(MIN_SCALE, MAX_SCALE).half()
+        steps = (grouped / scale.float().unsqueeze(-1)).flatten(-2)
+    steps = steps.clamp(-side.limit, side.limit).masked_fill(nan, 0.0)
+    if side.dtype == "fp8_e4m3":
+        codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = codes.masked_fill(nan, 0x7F) | negative.to(torch.uint8) << 7
+        return codes.view(torch.float8_e4m3fn), scale
+    codes = steps.round()
+    if side.dtype == "int4":
+        low, high = codes.chunk(2, dim=-1)
+        codes = 16 * high + low + 8
+    return codes.to(torch.int8), scale
+
+
+def append(
+    layout: CacheLayout,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: Cache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    exact_slots: Tensor | None = None,
+) -> None:
+    """Write one new token of every sequence, key_new and value_new (B, H, D), into the cache at position lengths[b].
+
+    The lengths stay as they are. No two sequences write to the same page.
+    """
+    for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
+        codes, scales = quantize(new, side, cache.get(f"{name}_scale"))
+        for b, position in enumerate(lengths.tolist()):
+            page, row = page_table[b, position // PAGE_TOKENS], position % PAGE_TOKENS
+            cache[f"{name}_pool"][page, :, row] = codes[b]
+            if scales is not None:
+                cache[f"{name}_scale_pool"][page, :, row] = scales[b]
+            for slot in _written_slots(layout, position):
+                assert exact_slots is not None
+                cache[f"{name}_exact"][exact_slots[b], :, slot] = new[b].float().half()
+
+
+def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence as its pages (P) hold them, (H, T, D) float32 with T = length."""
+    pages = pages[: -(-length // PAGE_TOKENS)]
+
+    def rows(name: str) -> Tensor:
+        """(N, H, 64, W) -> (H, T, W)."""
+        return cache[name][pages].movedim(1, 0).flatten(1, 2)[:, :length]
+
+    def side(name: str, form: SideLayout) -> Tensor:
+        codes = rows(f"{name}_pool")
+        if form.dtype == "int4":
+            codes = torch.cat([(codes & 15) - 8, codes >> 4], -1)
+        if form.static:
+            return codes.float() * cache[f"{name}_scale"][:, None, None]
+        if form.dynamic:
+            scales = rows(f"{name}_scale_pool").float()
+            return codes.float() * scales.repeat_interleave(layout.head_dim // scales.shape[-1], -1)
+        return codes.float()
+
+    return side("key", layout.key), side("value", layout.value)
+
+
+def attend(
+    layout: CacheLayout,
+    query: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: Cache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    exact_slots: Tensor | None = None,
+) -> Tensor:
+    """One decode step, before the new token is appended: query (B, Hq, D), key_new and value_new (B, H, D) -> (B, Hq, D)
+    float32, softmax of scores times `scaling`.
+
+    A query sees the sinks and the recent tokens from the exact buffers, all other tokens from the pages, and its own
+    token as it is given.
+    """
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    for b, length in enumerate(lengths.tolist()):
+        seen = list(dequantize(layout, cache, page_table[b], length))
+        positions, slots = exact_places(layout, length)
+        for i, (name, new) in enumerate((("key", key_new), ("value", value_new))):
+            if positions:
+                assert exact_slots is not None
+                seen[i][:, positions] = cache[f"{name}_exact"][exact_slots[b]][:, slots].float()
+            seen[i] = torch.cat([seen[i], new[b, :, None].float()], 1)
+        key, value = seen
+        scores = query[b].float().reshape(layout.kv_heads, -1, layout.head_dim) @ key.mT * scaling
+        out[b] = (scores.softmax(-1) @ value).flatten(0, 1)
+    return out
+
+
+def exact_places(layout: CacheLayout, length: int) -> tuple[list[int], list[int]]:
+    """Positions that are read from the exact buffer by the token at position `length`, and their slots."""
+    sink, recent = layout.sink_tokens, layout.recent_tokens
+    sinks = list(range(min(sink, length)))
+    newest = list(range(max(sink, length - recent), length)) if recent else []
+    return sinks + newest, sinks + [sink + p % recent for p in newest]
+
+
+def _written_slots(layout: CacheLayout, position: int) -> list[int]:
+    """Slots of the exact buffer that the token at `position` is written to: a sink is a recent token too, for a while."""
+    sink, recent = layout.sink_tokens, layout.recent_tokens
+    return [position] * (position < sink) + ([sink + position % recent] if recent else [])

@@ -1,0 +1,124 @@
+"""backend=torch on a real GPU: captured steps, long prompts, full batches, and the command line from end to end.
+
+tests/integration/test_oracle_kernels.py runs on the GPU too where there is one.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+
+import benchlib
+from kernel_engine_cases import GUARDED, SHAPE, distance
+from onnx_fixtures import static_scales
+
+from pipeline.kv import KVPolicy
+from pipeline.records import OnePassEngine
+from stages.oracle.build import build_bundle
+from stages.oracle.engine import OracleEngine, load_engine
+from stages.oracle.kernel_engine import DecodePass, KernelEngine
+
+pytestmark = pytest.mark.gpu
+
+FP8K_INT4V = benchlib.load_policy("fp8k_int4v")
+LENGTHS = (1, 63, 64, 65, 500, 1023, 1030, 7)
+"""1,023 and 1,030 tokens outgrow the first table of pages while they are decoded."""
+STEPS = 6
+
+CLOSE = 1e-3
+"""Of the logits' norm: CLOSE of the short prompts in kernel_engine_cases, and that a thousand tokens have more codes which lie
+on a border, where the two devices' matrix products differ."""
+SAME = 1e-6
+"""What another choice of a matrix product's algorithm may cost."""
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
+    """Bundles of the tiny model by policy name."""
+    out = {}
+    for policy in (FP8K_INT4V, GUARDED):
+        directory = tmp_path_factory.mktemp(policy.name)
+        scales = directory / "scales.json"
+        scales.write_text(static_scales(policy, SHAPE).model_dump_json())
+        out[policy.name] = directory / "bundle"
+        out[policy.name].mkdir()
+        build_bundle(tiny_checkpoint, out[policy.name], policy=policy, scales=scales, progress=benchlib.quiet)
+    return out
+
+
+def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
+    """Logits of every step; the batch shrinks by one each time."""
+    handles, first = engine.prefill([text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)])
+    out = [first]
+    for step in range(STEPS):
+        out.append(engine.decode(handles, [int(text[-1 - step]) for text in texts[: len(handles)]]))
+        engine.release(handles[-1:])
+        handles = handles[:-1]
+    engine.release(handles)
+    return out
+
+
+@pytest.mark.parametrize("policy", [FP8K_INT4V, GUARDED], ids=lambda policy: policy.name)
+def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gives(
+    policy: KVPolicy, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
+    captured = load_engine(bundles[policy.name], threads=1, device="cuda")
+    assert isinstance(captured, KernelEngine)
+    ours = decoded(captured, texts)
+    assert all(step._graph is not None for step in captured._passes.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodePass, "capture", lambda *_: None)
+        launched = decoded(load_engine(bundles[policy.name], threads=1, device="cuda"), texts)
+    oracle = load_engine(bundles[policy.name], threads=1, device="cpu")
+    assert isinstance(oracle, OracleEngine)
+    for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(oracle, texts), strict=True)):
+        assert distance(a, b) < SAME, step
+        assert distance(a, wanted) < CLOSE, step
+
+
+def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:
+    texts = benchlib.story_tokens(1, 300)[0].tolist()
+    engines = [load_engine(bundles["fp8k_int4v"], threads=1, device=device) for device in ("cuda", "cpu")]
+    logits = []
+    for engine in engines:
+        handles, _ = engine.prefill([texts[:200]])
+        engine.decode(handles, [texts[200]])
+        engine.corrupt_key_scale(2.0)
+        logits.append(engine.decode(handles, [texts[201]]))
+    assert distance(logits[0], logits[1]) < CLOSE
+
+
+def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_pass(bundles: dict[str, Path]) -> None:
+    engine = load_engine(bundles["fp8k_int4v"], threads=1, device="auto")
+    assert isinstance(engine, KernelEngine)
+    assert not isinstance(engine, OnePassEngine)
+    answers = engine.generate([[5, 6, 7], [8] * 90], 5, None)
+    assert [len(answer) for answer in answers] == [5, 5]
+    assert engine.memory().live_tokens == 0
+
+
+def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:
+    few = [
+        "workloads.samples={prose: 2, retrieval: 10, tool_call: 0, copy: 10, multi_turn: 0}",
+        "workloads.max_scored_tokens=16",
+        "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+        "gates.margin=0.45",
+        "gates.min_samples=8",
+        "calibration.samples=8",
+    ]
+    device = ["backend=torch", "backend.device=cuda"]
+    work = tmp_path / "work"
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *device, "kv=fp8k_int4v"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    assert (candidate["backend"], candidate["verdict"]) == ("torch", "PASS")
+    assert candidate["metrics"]["quality/kl_mean"] > 0

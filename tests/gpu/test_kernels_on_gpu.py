@@ -1,0 +1,134 @@
+"""The operators on a real GPU: in CUDA graphs, without waiting for the host, compiled; and the benchmark, briefly.
+
+Needs torch, Triton and rich, nothing else of kvgate's. What the kernels compute is checked by the same tests as in Triton's
+interpreter, which run on the GPU where there is one: tests/integration/test_kernel_{append,decode,ops}.py.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it also runs where kvgate is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+
+from kernel_cases import side
+
+from plugins.kv_attention import ops  # noqa: F401  (registers torch.ops.kvgate)
+from plugins.kv_attention.layout import CacheLayout
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, BATCH, COLUMNS, BUFFERS, GROUP = 3, 4, 20, 5, 4
+LAYOUTS = {
+    "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
+    "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
+    "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),
+}
+LENGTHS = [[0, 1, 64, 1000], [1279, 65, 0, 127]]
+
+
+class Decoder:
+    """A cache of LAYERS layers on the GPU and one step over it: attention in every layer, then one append for all."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        rng = torch.Generator("cuda").manual_seed(0)
+        specs = layout.pools(BATCH * COLUMNS) | layout.exact_buffers(BUFFERS) | layout.static_scales()
+        self.cache = {name: self._filled(*spec, rng) for name, spec in specs.items()}
+        self.page_table = torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS).int()
+        self.lengths = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
+        slots = torch.arange(BATCH, dtype=torch.int32, device="cuda") if layout.exact_tokens else None
+        self.rest: dict[str, Any] = {"exact_slots": slots, "sink_tokens": layout.sink_tokens}
+        heads = (layout.kv_heads * GROUP, layout.kv_heads, layout.kv_heads)
+        self.inputs = [torch.randn(LAYERS, BATCH, h, layout.head_dim, generator=rng, device="cuda").bfloat16() for h in heads]
+
+    @staticmethod
+    def _filled(dtype: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        x = torch.randn(LAYERS, *shape, generator=rng, device="cuda")
+        if dtype in ("float32", "float16") and shape[-1] < 32:  # scales
+            x = x.abs() * 0.01 + 0.01
+        return ((x * 40).clamp(-127, 127) if dtype == "int8" else x).to(getattr(torch, dtype))
+
+    def step(self) -> Tensor:
+        """(LAYERS, BATCH, Hq, D)."""
+        tables, outs = (self.page_table, self.lengths), []
+        query, key, value = self.inputs
+        for layer in range(LAYERS):
+            one = {name: tensor[layer] for name, tensor in self.cache.items()} | self.rest
+            outs.append(torch.ops.kvgate.decode_attention(query[layer], key[layer], value[layer], *tables, **one, scaling=0.1))
+        torch.ops.kvgate.append(key, value, *tables, **self.cache, **self.rest)
+        return torch.stack(outs)
+
+    def show(self, lengths: list[int], seed: int) -> None:
+        """Other sequences, other tokens, at the same addresses."""
+        rng = torch.Generator("cuda").manual_seed(seed)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.page_table.copy_(torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS))
+        for x in self.inputs:
+            x.normal_(generator=rng)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: str) -> None:
+    captured, eager = Decoder(LAYOUTS[name]), Decoder(LAYOUTS[name])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        captured.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    eager.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.step()
+    for seed, lengths in enumerate(LENGTHS):
+        for decoder in (captured, eager):
+            decoder.show(lengths, seed)
+        out.fill_(torch.nan)
+        with no_waiting():
+            graph.replay()
+            wanted = eager.step()
+        assert torch.equal(out, wanted)
+        assert out.isfinite().all()
+        for array, tensor in captured.cache.items():
+            assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
+
+
+def test_a_compiled_step_holds_both_operators_in_one_graph() -> None:
+    compiled, eager = Decoder(LAYOUTS["guarded"]), Decoder(LAYOUTS["guarded"])
+    step = torch.compile(compiled.step, fullgraph=True)
+    for seed, lengths in enumerate(LENGTHS):
+        for decoder in (compiled, eager):
+            decoder.show(lengths, seed)
+        assert torch.equal(step(), eager.step())
+        for array, tensor in compiled.cache.items():
+            assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
+
+
+def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
+    import decode_attention
+
+    file = tmp_path / "results.json"
+    assert decode_attention.main(["--json", str(file), "--batches", "3", "--tokens", "1k,1100", "--groups", "4"]) == 0
+    content = json.loads(file.read_text())
+    assert len(content["results"]) == 2 * 6
+    assert content["copy_gb_per_s"] > 0
+    assert content["gpu"]["name"] == torch.cuda.get_device_name()
+    for row in content["results"]:
+        assert row.get("correct", "skipped" in row)

@@ -1,0 +1,113 @@
+"""Random caches for the tests of the kernels, in which everything that must not be read is poison.
+
+Shapes: B sequences, H KV heads, G query heads of each, N pages, P columns of the page table, M exact buffers, D head_dim.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plugins.kv_attention import reference
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, Spec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_PAGE = 1 << 30
+"""A page number far beyond any memory: to read it is to crash."""
+
+
+def side(name: str) -> SideLayout:
+    """'bf16', 'int8 head', 'fp8_e4m3 tensor', 'int4 token', 'int4 64'."""
+    dtype, _, scales = name.partition(" ")
+    if scales.isdigit():
+        return SideLayout(dtype, "per_group", int(scales))  # type: ignore[arg-type]
+    return SideLayout(dtype, f"per_{scales}" if scales else "none")  # type: ignore[arg-type]
+
+
+def poison(spec: Spec, *leading: int) -> Tensor:
+    """NaN in every element; 127 in integers, of which a packed byte is a pair of sevens."""
+    dtype, shape = getattr(torch, spec[0]), (*leading, *spec[1])
+    if not dtype.is_floating_point:
+        return torch.full(shape, 127, dtype=dtype)
+    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@dataclass
+class Case:
+    """One layer's cache of B sequences, and the tensors of one decode step."""
+
+    layout: CacheLayout
+    lengths: list[int]
+    group: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    shared_pages: int = 0
+    """Full pages at the beginning of the first sequence that the second one shares."""
+    seed: int = 0
+    cache: dict[str, Tensor] = field(init=False)
+    page_table: Tensor = field(init=False)
+    exact_slots: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, batch = self.layout, len(self.lengths)
+        self.rng = torch.Generator().manual_seed(self.seed)
+        columns = max(-(-length // PAGE_TOKENS) for length in self.lengths) + 1
+        pages, buffers = batch * columns + 1, batch + 1
+        self.cache = {name: poison(spec) for name, spec in (layout.pools(pages) | layout.exact_buffers(buffers)).items()}
+        for name, (_, shape) in layout.static_scales().items():
+            limit = (layout.key if name == "key_scale" else layout.value).limit
+            self.cache[name] = 3.0 / limit * (0.5 + torch.rand(shape, generator=self.rng))
+        self.page_table = torch.full((batch, columns), NO_PAGE, dtype=torch.int32)
+        self.exact_slots = torch.randperm(buffers, generator=self.rng)[:batch].int() if layout.exact_tokens else None
+        free = iter(torch.randperm(pages, generator=self.rng).tolist())
+        for b, length in enumerate(self.lengths):
+            shared = self.shared_pages if b == 1 else 0
+            self.page_table[b, :shared] = self.page_table[0, :shared]
+            for column in range(shared, -(-length // PAGE_TOKENS)):
+                self.page_table[b, column] = next(free)
+            self._fill(b, shared * PAGE_TOKENS, length)
+        heads, dim = layout.kv_heads, layout.head_dim
+        self.query = self.random(batch, heads * self.group, dim).to(self.dtype)
+        self.key_new, self.value_new = (self.random(batch, heads, dim).to(self.dtype) for _ in range(2))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.rng)
+
+    def _fill(self, b: int, first: int, length: int) -> None:
+        """Store random tokens at positions `first` to `length` of a sequence, others at its exact slots."""
+        layout = self.layout
+        positions = torch.arange(first, length)
+        pages, rows = self.page_table[b, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
+        _, slots = reference.exact_places(layout, length)
+        for name, form, spread in (("key", layout.key, 1), ("value", layout.value, 6)):
+            # Tokens of unlike magnitudes, as values have them; what attention adds up is dominated by the largest.
+            powers = torch.exp2(torch.randint(-spread, spread + 1, (length - first, layout.kv_heads, 1), generator=self.rng))
+            x = self.random(length - first, layout.kv_heads, layout.head_dim) * powers
+            codes, scales = reference.quantize(x, form, self.cache.get(f"{name}_scale"))
+            self.cache[f"{name}_pool"][pages, :, rows] = codes
+            if scales is not None:
+                self.cache[f"{name}_scale_pool"][pages, :, rows] = scales
+            if self.exact_slots is not None:
+                kept = self.random(layout.kv_heads, len(slots), layout.head_dim)
+                self.cache[f"{name}_exact"][self.exact_slots[b], :, slots] = kept.half()
+
+    @property
+    def tables(self) -> dict[str, Tensor | None]:
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        return {"page_table": self.page_table, "lengths": lengths, "exact_slots": self.exact_slots}
+
+    def expected(self, scaling: float) -> Tensor:
+        """The reference's attention, (B, H * G, D) float32."""
+        step = (self.query, self.key_new, self.value_new)
+        return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)  # type: ignore[arg-type]
+
+
+def on_device(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Copies on the GPU, or the tensors themselves where kernels are interpreted."""
+    return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+def differing(got: Tensor, expected: Tensor) -> Tensor:
+    """Where two tensors differ in a bit, any NaN of 16 or 32 bits being like any other."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
+    unlike = got.cpu().view(bits) != expected.view(bits)
+    return unlike if expected.itemsize == 1 else unlike & ~(got.cpu().isnan() & expected.isnan())

@@ -1,0 +1,170 @@
+"""What TensorRT's builder does with a quickly deployable plugin, in its order, over the stand-ins of tensorrt_stubs.
+
+`prepare` and `build` run in a process of their own, started by tests with a spawning process pool: what they take and return
+can be pickled, and an error that the plugin or NVIDIA's validation raises reaches the test as itself.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorrt_stubs
+
+Triple = tuple[int, int, int]
+"""At the smallest, the likely and the largest shapes."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input: the name of its trt.DataType, and its dimensions, fixed or as triples."""
+
+    dtype: str
+    dims: tuple[int | Triple, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine would hold of one plugin."""
+
+    outputs: list[tuple[str, tuple[Triple, ...]]]
+    aliases: dict[int, int]
+    """Output -> input."""
+    types: list[str]
+    """Of inputs and outputs, as the plugin supports them; all linear."""
+    symbol: str
+    ptx: str
+    grid: tuple[Triple, Triple, Triple]
+    block: tuple[Triple, Triple, Triple]
+    shared_bytes: Triple
+    extras: list[Triple]
+
+    @property
+    def parameters(self) -> list[str]:
+        """PTX types of the entry's parameters."""
+        entry = re.search(rf"\.visible \.entry {re.escape(self.symbol)}\((.*?)\)", self.ptx, re.DOTALL)
+        assert entry is not None, f"no entry {self.symbol}"
+        return re.findall(r"\.param \.(\w+)", entry[1])
+
+
+def prepare() -> None:
+    """Load NVIDIA's package and declare the plugins."""
+    tensorrt_stubs.load()
+    import plugins.kv_attention.tensorrt_plugin  # noqa: F401
+
+
+def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int], *, parsed: bool = False) -> Plan:
+    """Build one plugin for these inputs, in order; put into the network in Python, or as the ONNX parser does it."""
+    import tensorrt as trt
+
+    values = [_triples(tensor) for tensor in tensors.values()]
+    types = [getattr(trt.DataType, tensor.dtype) for tensor in tensors.values()]
+    plugin = _from_onnx(trt, plugin_id, attributes) if parsed else _from_python(trt, plugin_id, len(tensors), attributes)
+
+    output_types = plugin.get_output_data_types(types, [len(dims) for dims in values])
+    shapes = [_dims(trt, dims) for dims in values]
+    with tensorrt_stubs.expressions(trt) as expressions:
+        output_shapes = plugin.get_output_shapes(shapes, [], expressions)
+    assert len(output_shapes) == len(output_types) == plugin.get_num_outputs()
+    outputs = [tuple(dim.values for dim in dims) for dims in output_shapes]
+    aliases = {i: plugin.get_aliased_input(i) for i in range(len(outputs))}
+
+    described = [_description(trt, *pair) for pair in zip([*types, *output_types], [*values, *outputs], strict=True)]
+    given, made = described[: len(types)], described[len(types) :]
+    supported = plugin.get_supported_format_combinations(described, len(types))
+    assert [desc.format for desc in supported] == [trt.TensorFormat.LINEAR] * len(described)
+    plugin.configure_plugin(given, made)
+    assert plugin.get_valid_tactics() == []
+    plugin.set_tactic(0)
+
+    launch, extras = _Launch(), _Extras()
+    with tensorrt_stubs.expressions(trt) as expressions:
+        plugin.get_launch_params(shapes, described, len(types), launch, extras, expressions)
+    symbol, ptx = plugin.get_kernel([desc.desc for desc in given], [desc.desc for desc in made])
+    assert sorted(extras) == list(range(extras.nbSymExprs))
+    assert all(extra.dtype == trt.PluginArgDataType.INT32 for extra in extras.values())
+    size = {name: symbolic.expr.values for name, symbolic in vars(launch).items()}
+    return Plan(
+        outputs=[(kind.name, dims) for kind, dims in zip(output_types, outputs, strict=True)],
+        aliases={output: source for output, source in aliases.items() if source != -1},
+        types=[desc.type.name for desc in supported],
+        symbol=symbol,
+        ptx=ptx.decode(),
+        grid=(size["grid_x"], size["grid_y"], size["grid_z"]),
+        block=(size["block_x"], size["block_y"], size["block_z"]),
+        shared_bytes=size["shared_mem"],
+        extras=[extras[i].expr.values for i in range(len(extras))],
+    )
+
+
+def declared() -> dict[str, tuple[list[str], dict[str, str], list[str], int]]:
+    """What NVIDIA's parser has read: input names, attributes and their types, the ones that the implementation takes, and
+    the number of outputs, by operation."""
+    from tensorrt_bindings.plugin import _lib
+
+    return {
+        name: (
+            list(found.input_tensor_names),
+            {key: kind.__name__ for key, kind in found.input_attrs.items()},
+            list(found.aot_impl_attr_names),
+            found.num_outputs,
+        )
+        for name, found in _lib.QDP_REGISTRY.items()
+    }
+
+
+def _from_python(trt: Any, plugin_id: str, inputs: int, attributes: Mapping[str, int]) -> Any:
+    """tensorrt.plugin.op.NAMESPACE.NAME(tensors, attributes) and what INetworkDefinition.add_plugin does with it."""
+    namespace, name = plugin_id.split("::")
+    tensors = [trt.ITensor.__new__(type("Input", (trt.ITensor,), {})) for _ in range(inputs)]
+    create = getattr(getattr(trt.plugin.op, namespace), name)(*tensors, **attributes)
+    taken, shapes, plugin = create(trt.QuickPluginCreationRequest.STRICT_AOT)
+    assert (taken, shapes) == (tensors, [])
+    return plugin
+
+
+def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int]) -> Any:
+    """The creator registered for a node's domain and operator, and of its fields those that the node has."""
+    namespace, name = plugin_id.split("::")
+    creator = trt.get_plugin_registry().get_creator(name, "1", namespace)
+    int64 = trt.PluginFieldType.INT64
+    assert all(field.type == int64 for field in creator.field_names)
+    names = [field.name for field in creator.field_names if field.name in attributes]
+    # A field points into its array: the arrays must live as long.
+    values = [np.array([attributes[key]]) for key in names]
+    fields = trt.PluginFieldCollection([trt.PluginField(key, value, int64) for key, value in zip(names, values, strict=True)])
+    request = trt.QuickPluginCreationRequest.STRICT_AOT
+    return creator.create_plugin(name, namespace, fields, trt.TensorRTPhase.BUILD, request)
+
+
+class _Launch:
+    """Stands for KernelLaunchParams of the library: seven expressions are set on it."""
+
+
+class _Extras(dict[int, Any]):
+    """Stands for ISymExprs."""
+
+    nbSymExprs = -1
+
+
+def _triples(tensor: Tensor) -> tuple[Triple, ...]:
+    return tuple(dim if isinstance(dim, tuple) else (dim,) * 3 for dim in tensor.dims)
+
+
+def _dims(trt: Any, values: tuple[Triple, ...]) -> Any:
+    dims = trt.DimsExprs(len(values))
+    for i, triple in enumerate(values):
+        dims[i] = tensorrt_stubs.Dimension(triple, len(set(triple)) == 1)
+    return dims
+
+
+def _description(trt: Any, kind: Any, values: tuple[Triple, ...]) -> Any:
+    """A DynamicPluginTensorDesc: -1 for what is not fixed, and the shapes of the profile."""
+    tensor = trt.PluginTensorDesc()
+    tensor.type, tensor.format = kind, trt.TensorFormat.LINEAR
+    tensor.dims = trt.Dims([triple[0] if len(set(triple)) == 1 else -1 for triple in values])
+    found = trt.DynamicPluginTensorDesc()
+    found.desc = tensor
+    found.min, found.opt, found.max = (trt.Dims([triple[i] for triple in values]) for i in range(3))
+    return found

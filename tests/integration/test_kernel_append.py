@@ -1,0 +1,302 @@
+"""The append kernel against the reference, bit for bit: on a GPU, or in Triton's interpreter where there is none.
+
+Whole pools are compared, so that what must not be written is held as well as what must. Legend: L layers, B sequences, H KV
+heads, D head_dim, P columns of the page table, T tokens.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from kernel_cases import DEVICE, NO_PAGE, differing, on_device, poison, side
+from torch import Tensor
+
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.kernels import variants
+from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings(
+    # numpy, which the interpreter computes with, warns of what the tests are about.
+    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
+    "ignore::DeprecationWarning:triton.runtime.interpreter",
+)
+
+KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
+POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]
+EDGES = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 448.0, -448.0, 464.0, -0.0, 3e38, -1e-40, 2.0**-149, 65519.0])
+
+
+def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Noise whose size varies from head to head, with edges strewn in; the first row is zero, the last NaN."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-24, 16, (*shape[:-1], 1), generator=rng).float())
+    x = torch.randn(shape, generator=rng) * sizes
+    strewn = torch.randint(0, x.numel(), (x.numel() // 40,), generator=rng)
+    x.view(-1)[strewn] = EDGES[torch.randint(0, len(EDGES), strewn.shape, generator=rng)]
+    x.view(-1, shape[-1])[0], x.view(-1, shape[-1])[-1] = 0.0, math.nan
+    return x
+
+
+def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: int) -> dict[str, Tensor]:
+    """Pools and buffers of L layers that were never written, and static scales, of which the first is 1."""
+    rng = torch.Generator().manual_seed(seed)
+    stored = layout.pools(pages) | layout.exact_buffers(buffers)
+    cache = {name: poison(spec, layers) for name, spec in stored.items()}
+    for name, (_, shape) in layout.static_scales().items():
+        cache[name] = torch.exp2(torch.randn((layers, *shape), generator=rng) * 3)
+        cache[name].view(-1)[0] = 1.0
+    return cache
+
+
+def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Append key and value (L, B, H, D) at `positions` with the kernel, hold the whole cache to the reference's, return it."""
+    rng = torch.Generator().manual_seed(seed)
+    batch, columns = len(positions), max(positions) // PAGE_TOKENS + 1
+    numbers = torch.randperm(batch + 2, generator=rng).int()
+    tables: dict[str, Tensor | None] = {
+        "page_table": torch.full((batch, columns), NO_PAGE, dtype=torch.int32),
+        "lengths": torch.tensor(positions, dtype=torch.int32),
+        "exact_slots": torch.randperm(batch + 1, generator=rng)[:batch].int() if layout.exact_tokens else None,
+    }
+    for b, position in enumerate(positions):
+        tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]  # type: ignore[index]
+    cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
+    expected = {name: tensor.clone() for name, tensor in cache.items()}
+    for layer in range(key.shape[0]):
+        one = {name: tensor[layer] for name, tensor in expected.items()}
+        reference.append(layout, key[layer], value[layer], one, **tables)  # type: ignore[arg-type]
+    got = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
+    launch.append(layout, key.to(DEVICE), value.to(DEVICE), got, **on_device(tables))  # type: ignore[arg-type]
+    for name, tensor in expected.items():
+        wrong = differing(got[name], tensor)
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} differ, at {wrong.nonzero()[0].tolist()}"
+        assert not name.endswith("pool") or differing(tensor, cache[name]).any()
+    return got
+
+
+@pytest.mark.parametrize("number", range(len(VALUES)))
+@pytest.mark.parametrize("shift", [0, 3])
+def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> None:
+    value, key = VALUES[number], KEYS[(5 * number + shift) % len(KEYS)]
+    number += len(VALUES) * (shift > 0)
+    dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
+    heads = (1, 3, 8, 5)[number % 4]
+    layout = CacheLayout(heads, dim, side(key), side(value), *EXACT[number % 5])
+    positions, dtype = POSITIONS[number % 4], DTYPES[(number // 2) % 3]
+    shape = (1 + number % 2, len(positions), heads, dim)
+    key_new, value_new = (any_numbers(shape, 2 * number + i).to(dtype) for i in range(2))
+    check(layout, key_new, value_new, positions, seed=number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("key", "value"), [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16")]
+)
+def test_numbers_of_every_size_are_stored_bit_for_bit(
+    key: str, value: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers of 16 bits, and for float32 all upper halves with random lower ones."""
+    if DEVICE == "cpu":
+        # The interpreter takes as long for a small tile as for a large one.
+        monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    low = np.random.default_rng(0).integers(0, 1 << 16, len(halves), dtype=np.uint32)
+    bits = (halves << 16 | low).view(np.int32) if dtype == torch.float32 else halves.astype(np.uint16).view(np.int16)
+    numbers = torch.from_numpy(bits).view(dtype).reshape(1, 8, 32, 256)
+    # Neighbours in magnitude share a scale in one, unlike numbers do in the other.
+    shuffled = numbers.reshape(256, 256).T.contiguous().reshape(1, 8, 32, 256)
+    check(CacheLayout(32, 256, side(key), side(value), 0, 1), numbers, shuffled, [0] * 8)
+
+
+def neighbours(x: Tensor) -> Tensor:
+    """Every number, the float32 above and the one below it, and their opposites."""
+    near = torch.cat([x, torch.nextafter(x, torch.tensor(math.inf)), torch.nextafter(x, torch.tensor(0.0))])
+    return torch.cat([near, -near])
+
+
+def test_ties_of_every_code_go_to_even_and_their_neighbours_to_the_nearest() -> None:
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = neighbours(torch.cat([(codes[1:] + codes[:-1]) / 2, codes, torch.tensor([456.0, 464.0, 480.0])]))
+    halves = neighbours(torch.arange(0.0, 130.0, 0.5))
+    rows = [torch.nn.functional.pad(x, (0, 2048 - len(x))).reshape(1, 4, 4, 128) for x in (ties, halves)]
+    layout = CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int8 tensor"))
+    check(layout, *rows, positions=[5, 5, 5, 5])
+    # Dynamic scales that are powers of two: a group's largest magnitude is the limit itself.
+    grouped = halves[halves.abs() < 7][:31]
+    group = torch.cat([torch.tensor([7.0]), grouped]).repeat(1, 4, 4, 4)
+    check(CacheLayout(4, 128, side("fp8_e4m3 token"), side("int4 32")), group * 64, group * 2.0**-10, [5, 5, 5, 5])
+
+
+def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers exactly halfway between codes, or between scales: products of few bits, so that division alone finds them."""
+    form, rng = side(name), torch.Generator().manual_seed(seed)
+    groups = form.groups(shape[-1])
+    grouped = (*shape[:-1], groups, shape[-1] // groups)
+    floats = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (floats[1:] + floats[:-1]) / 2 if form.dtype == "fp8_e4m3" else torch.arange(0.5, form.limit)
+    signs = torch.randint(0, 2, grouped, generator=rng) * 2 - 1
+    # A float16 scale, and in the second half of the sequences one halfway to the next.
+    steps = torch.randint(0, 1024, (*grouped[:-1], 1), generator=rng).float()
+    steps[:, shape[1] // 2 :] += 0.5
+    scale = (1 + steps / 1024) * torch.exp2(torch.randint(-9, 4, steps.shape, generator=rng))
+    x = ties[torch.randint(0, len(ties), grouped, generator=rng)] * signs * scale
+    x[..., :1] = form.limit * scale
+    return x.flatten(-2)
+
+
+@pytest.mark.parametrize(("key", "value"), [("fp8_e4m3 token", "int4 32"), ("int8 token", "fp8_e4m3 token")])
+def test_quotients_round_once(key: str, value: str) -> None:
+    """x / scale and amax / limit as correctly rounded divisions, which multiplying with a reciprocal is not."""
+    shape = (1, 8, 8, 128)
+    check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
+
+
+def test_scales_stay_between_their_floor_and_float16s_largest() -> None:
+    layout = CacheLayout(1, 128, side("int8 token"), side("int4 32"))
+    x = torch.zeros(1, 1, 1, 128)
+    x[..., 32:64] = torch.linspace(-1e-6, 1e-6, 32)
+    x[..., 64:96] = torch.linspace(-3e38, 3e38, 32)
+    x[..., 96:] = torch.tensor([math.nan, -math.inf] * 16)
+    got = check(layout, x, x, [9])
+    scales = got["value_scale_pool"].cpu()
+    assert scales[~scales.isnan()].tolist() == [2.0**-14, 2.0**-14, 65504.0, 65504.0]
+
+
+def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
+    layout = CacheLayout(1, 64, side("bf16"), side("fp8_e4m3 token"), 4, 5)
+    positions = [0, 3, 4, 8, 9, 63, 64, 129]
+    got = check(layout, *torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0)), positions)
+    written = ~got["key_exact"].cpu().isnan().all(-1).squeeze(2)
+    assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
+
+
+def test_one_kernel_reads_what_another_appended() -> None:
+    layout = CacheLayout(2, 64, side("fp8_e4m3 token"), side("int4 32"), 2, 5)
+    rng = torch.Generator().manual_seed(0)
+    cache = {name: tensor.to(DEVICE) for name, tensor in poisoned(layout, 2, 4, 3, seed=0).items()}
+    tables = {
+        "page_table": torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE),
+        "lengths": torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        "exact_slots": torch.tensor([2, 0], dtype=torch.int32, device=DEVICE),
+    }
+    history = torch.randn((67, 2, 2, 2, 2, 64), generator=rng)
+    for position, (key, value) in enumerate(history.to(DEVICE)):
+        if position < 60:
+            for layer in range(2):
+                one = {name: tensor[layer] for name, tensor in cache.items()}
+                reference.append(layout, key[layer], value[layer], one, **tables)
+        else:
+            launch.append(layout, key, value, cache, **tables)
+        tables["lengths"] += 1
+    new = [torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64))]
+    one = {name: tensor[1] for name, tensor in cache.items()}
+    got = launch.decode_attention(layout, *(x.to(DEVICE) for x in new), one, scaling=0.125, splits=2, **tables).cpu()
+    on_host = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables)]
+    expected = reference.attend(layout, *new, on_host[0], scaling=0.125, **on_host[1])
+    assert (got - expected).norm() < 2e-3 * expected.norm()
+
+
+@st.composite
+def appends(draw: st.DrawFn) -> tuple[CacheLayout, Tensor, Tensor, list[int], int]:
+    """A random layout, and numbers of numpy's whole range or noise with a few such numbers in it."""
+    dim = draw(st.sampled_from(HEAD_DIMS))
+    value = draw(st.sampled_from([name for name in VALUES if not (dim == 64 and name == "int4 128")]))
+    sink, recent = draw(st.integers(0, 5)), draw(st.integers(0, 70))
+    layout = CacheLayout(draw(st.integers(1, 9)), dim, side(draw(st.sampled_from(KEYS))), side(value), sink, recent)
+    positions = draw(st.lists(st.integers(0, 300), min_size=1, max_size=2))
+    shape = (draw(st.integers(1, 2)), len(positions), layout.kv_heads, dim)
+    seed = draw(st.integers(0, 2**32 - 1))
+    key, new = any_numbers(shape, seed), any_numbers(shape, seed + 1)
+    row = draw(arrays.arrays(np.float32, dim, elements=st.floats(width=32), fill=st.nothing()))
+    key[0, 0, 0], new[-1, -1, -1] = torch.from_numpy(row), torch.from_numpy(row[::-1].copy())
+    dtype = draw(st.sampled_from(DTYPES))
+    return layout, key.to(dtype), new.to(dtype), positions, seed
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(drawn=appends())
+def test_any_numbers_are_stored_bit_for_bit(drawn: tuple[CacheLayout, Tensor, Tensor, list[int], int]) -> None:
+    check(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
+        ({"key_new": torch.zeros(1, 1, 3, 64)}, r"key_new must be \(L, B, 2, 64\), got \(1, 1, 3, 64\)"),
+    ],
+)
+def test_a_launch_that_does_not_fit_the_layout_is_refused(changed: dict[str, Any], message: str) -> None:
+    layout = CacheLayout(2, 64, side("bf16"), side("bf16"), 1, 2)
+    new, table = torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, dtype=torch.int32)
+    arguments = {"key_new": new, "value_new": new, "page_table": table, "lengths": table[0], "exact_slots": table[0]}
+    with pytest.raises(ValueError, match=message):
+        launch.append(layout, cache=poisoned(layout, 1, 1, 1, 0), **arguments | changed)
+
+
+COMPILE = """
+import json, re, subprocess, sys, tempfile
+from collections import Counter
+from triton import knobs
+from plugins.kv_attention.aot import compile_append
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+
+for case in json.load(sys.stdin):
+    layout = CacheLayout(case["heads"], case["dim"], SideLayout(*case["key"]), SideLayout(*case["value"]), *case["exact"])
+    kernel = compile_append(layout, new_dtype=case["dtype"], sm=case["sm"])
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(kernel.cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = Counter(re.findall(r"\\b((?:LDG|STG|LDL|STL)[.\\w]*)", text))
+    rounded = sorted(set(re.findall(r"cvt[.\\w]*e4m3x2[.\\w]*|div[.]\\w+[.]f32|\\w+[.\\w]*[.]ftz[.\\w]*", kernel.ptx)))
+    print(json.dumps({"spills": kernel.spill_bytes, "accesses": found, "rounded": rounded,
+                      "parameters": [name for name, _ in kernel.parameters]}))
+"""
+FP8 = ["fp8_e4m3", "per_token"]
+FP8_INT4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["int4", "per_group", 64], "exact": [4, 64]}
+INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "per_token"], "exact": [0, 0]}
+BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
+# A thread has 16 numbers of keys and 16 of values. Narrow loads are of tables and static scales, narrow stores of scales; the
+# 64 bytes of an int4 row are 8 a thread.
+COMPILED = [
+    (FP8_INT4 | {"dtype": "bfloat16", "sm": sm}, {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 9, "STG.E.64": 1, "STG.E.U16": 3})
+    for sm in (80, 89, 90, 100)
+] + [
+    (INT8 | {"dtype": "float32", "sm": 90}, {"LDG.E": 3, "LDG.E.128": 8, "STG.E.128": 2, "STG.E.U16": 1}),
+    (BF16_FP8 | {"dtype": "float16", "sm": 90}, {"LDG.E": 2, "LDG.E.128": 4, "STG.E.128": 3, "STG.E.U16": 1}),
+]
+
+
+def test_the_append_compiles_to_16_byte_accesses_on_every_target() -> None:
+    """By a process that does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given = json.dumps([case for case, _ in COMPILED])
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], input=given, env=environment, capture_output=True, text=True, check=True
+    )
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    for (case, accesses), kernel in zip(COMPILED, kernels, strict=True):
+        assert kernel["spills"] == 0
+        assert kernel["accesses"] == accesses, case
+        # By way of float16, as Triton converts for sm_89, a number would be rounded twice.
+        hardware = FP8 in case.values() and case["sm"] >= 90
+        assert kernel["rounded"] == [*(["cvt.rn.satfinite.e4m3x2.f32"] if hardware else []), "div.rn.f32"]
+    written = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
+    tables = ["key_new", "value_new", "page_table", "lengths", "exact_slots"]
+    extras = ["pages", "table_width", "buffers"]
+    assert kernels[0]["parameters"] == [*tables, *(f"{name}_in" for name in written), *extras, *written]

@@ -1,0 +1,171 @@
+"""The kernels compile for every target without a GPU. One subprocess compiles them all: this one interprets."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugins.kv_attention import aot
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DECODE_INPUTS = ("query", "key_new", "value_new", "key_pool", "value_pool", "key_scale", "value_scale", "page_table", "lengths")
+EXACT_INPUTS = ("key_exact", "value_exact", "exact_slots")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode kernel: formats as `dtype granularity group_size`."""
+
+    key: str
+    value: str
+    head_dim: int
+    group: int
+    query_dtype: str
+    sm: int
+    exact: tuple[int, int] = (0, 0)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(8, self.head_dim, side(self.key), side(self.value), *self.exact)
+
+
+def side(text: str) -> SideLayout:
+    dtype, granularity, size = (*text.split(), *["none", ""][text.count(" ") :], "")[:3]
+    return SideLayout(dtype, granularity, int(size) if size else None)  # type: ignore[arg-type]
+
+
+HEADLINE = Case("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
+CASES = (
+    HEADLINE,
+    Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
+    Case("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
+    Case("fp8_e4m3 per_head", "fp8_e4m3 per_token", 128, 1, "float16", 80),
+    Case("fp8_e4m3 per_token", "int8 per_token", 256, 8, "bfloat16", 89),
+    Case("bf16", "bf16", 128, 8, "bfloat16", 90),
+    Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
+    Case("fp16", "fp16", 64, 3, "float16", 90),
+    Case("int8 per_token", "fp8_e4m3 per_tensor", 64, 16, "float32", 100),
+    Case("int8 per_tensor", "int8 per_head", 128, 4, "float32", 90),
+    Case("fp16", "fp8_e4m3 per_head", 256, 2, "bfloat16", 89, (4, 0)),
+    Case("fp8_e4m3 per_tensor", "bf16", 256, 16, "bfloat16", 90),
+)
+
+PROGRAM = """
+import json
+from plugins.kv_attention import aot
+from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.sass import loop_cost
+from tests.integration.test_kernel_compile import CASES, HEADLINE
+
+def described(kernel, **more):
+    return {"name": kernel.name, "ptx": kernel.ptx, "cubin": len(kernel.cubin), "shared_bytes": kernel.shared_bytes,
+            "spill_bytes": kernel.spill_bytes, "parameters": kernel.parameters, **more}
+
+found = []
+for case in CASES:
+    arguments = dict(group=case.group, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm)
+    kernel = aot.compile_decode(case.layout, **arguments)
+    tokens = decode_variant(case.layout, **arguments).constants["T"]
+    cost = loop_cost(kernel.cubin, num_warps=kernel.num_warps, tokens=tokens)
+    found.append(described(kernel, tokens=tokens, wide_bytes=cost.wide_bytes(kernel.num_warps), cycles=cost.bound))
+exact = CASES[1].layout
+others = {
+    "reduce": described(aot.compile_reduce(HEADLINE.layout, splits=7, out_dtype="bfloat16", sm=90)),
+    "reduce_exact": described(aot.compile_reduce(exact, splits=16, out_dtype="float32", sm=80)),
+    "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
+    "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
+}
+print(json.dumps({"decode": found, "others": others}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def entry_parameters(ptx: str) -> list[str]:
+    """Types of what a launch must pass."""
+    entry = re.search(r"\.visible \.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    assert entry is not None
+    return re.findall(r"\.param \.(\w+)", entry[1])
+
+
+def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None:
+    assert [name for name, _ in kernel["parameters"]] == names
+    widths = ["u32" if kind == "i32" else "u64" for _, kind in kernel["parameters"]]
+    assert entry_parameters(kernel["ptx"]) == widths
+    assert f".entry {kernel['name']}(" in kernel["ptx"]
+    assert kernel["spill_bytes"] == 0
+    assert kernel["shared_bytes"] <= aot.SHARED_LIMIT
+    assert kernel["cubin"] > 0
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{CASES[i].key}-{CASES[i].value}-sm{CASES[i].sm}")
+def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_16_bytes_a_load(
+    compiled: dict[str, Any], number: int
+) -> None:
+    case, kernel = CASES[number], compiled["decode"][number]
+    absent = {f"{name}_scale" for name, stored in (("key", case.layout.key), ("value", case.layout.value)) if stored.exact}
+    inputs = [name for name in DECODE_INPUTS if name not in absent]
+    exact = EXACT_INPUTS if case.layout.exact_tokens else ()
+    assert_a_plain_launch_runs(kernel, [*inputs, *exact, "table_width", "partial_acc", "partial_ml"])
+    codes = sum(
+        stored.token_bytes(case.head_dim) - 2 * stored.groups(case.head_dim) for stored in (case.layout.key, case.layout.value)
+    )
+    assert kernel["wide_bytes"] >= kernel["tokens"] * codes
+
+
+def test_fp8_keys_with_int4_values_take_at_most_7_cycles_a_token_and_head(compiled: dict[str, Any]) -> None:
+    assert 1 < compiled["decode"][CASES.index(HEADLINE)]["cycles"] <= 7
+
+
+@pytest.mark.parametrize("name", ["reduce", "reduce_exact"])
+def test_reduce_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], name: str) -> None:
+    assert_a_plain_launch_runs(compiled["others"][name], ["partial_acc", "partial_ml", "splits", "out"])
+
+
+def test_append_takes_what_it_writes_as_input_and_as_output(compiled: dict[str, Any]) -> None:
+    tables = ["key_new", "value_new", "page_table", "lengths"]
+    inputs = [*tables, "key_pool_in", "key_scale", "value_pool_in", "value_scale_pool_in"]
+    written = ["key_pool", "value_pool", "value_scale_pool"]
+    assert_a_plain_launch_runs(compiled["others"]["append"], [*inputs, "pages", "table_width", *written])
+    pools = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
+    inputs = [*tables, "exact_slots", *(f"{name}_in" for name in pools)]
+    assert_a_plain_launch_runs(compiled["others"]["append_exact"], [*inputs, "pages", "table_width", "buffers", *pools])
+
+
+def test_portable_ptx_is_made_for_targets_that_it_knows(compiled: dict[str, Any]) -> None:
+    for case, kernel in zip(CASES, compiled["decode"], strict=True):
+        version = re.search(r"^\.version (\S+)", kernel["ptx"], re.MULTILINE)
+        assert version is not None
+        assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
+
+
+def test_compiling_in_a_process_that_interprets_is_refused() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled here")
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        aot.compile_decode(HEADLINE.layout, group=8, query_dtype="bfloat16", scaling=0.1, sm=90)
+
+
+def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:
+    ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 f_param_1\n)\n{\n\tld.param.u64 %rd1, [f_param_1];\n}"
+    with pytest.raises(RuntimeError, match="f_param_1"):
+        aot.strip_hidden_parameters(ptx, 1)
+    assert entry_parameters(aot.strip_hidden_parameters(ptx.replace("[f_param_1]", "[f_param_0]"), 1)) == ["u64"]

@@ -1,0 +1,164 @@
+"""The decode kernels against the reference: on a GPU, or in Triton's interpreter where there is none.
+
+Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, Hq query
+heads, D head_dim, S splits.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, Case, on_device, side
+
+from plugins.kv_attention import launch
+from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, CacheLayout
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+
+TOLERANCE = 2e-3
+"""Relative L2 of a sequence's output."""
+
+BOUNDARIES = [0, 1, 63, 64, 65, 127, 128, 129]
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_nan() -> Iterator[None]:
+    """torch fills what it allocates for an output with NaN, so that a kernel must write all of it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def check(case: Case, splits: int, scaling: float | None = None) -> None:
+    """Run both kernels on a case, and hold what they write to the reference."""
+    scaling = case.layout.head_dim**-0.5 if scaling is None else scaling
+    step = [tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new)]
+    cache, tables = on_device(case.cache), on_device(case.tables)
+    partial_acc, partial_ml = launch.decode_partials(case.layout, *step, cache, scaling=scaling, splits=splits, **tables)
+    parts = splits + (case.layout.exact_tokens > 0)
+    assert partial_acc.shape == (len(case.lengths), case.query.shape[1], parts, case.layout.head_dim)
+    assert partial_acc.isfinite().all()
+    maximum, weight = partial_ml.unbind(-1)
+    assert not maximum.isnan().any()
+    assert weight.isfinite().all()
+    empty = weight == 0.0
+    assert (maximum[empty] == -math.inf).all()
+    assert (partial_acc[empty] == 0.0).all()
+    out = launch.reduce_partials(case.layout, partial_acc, partial_ml, case.dtype)
+    assert out.dtype == case.dtype
+    for length, got, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
+        error = (got - expected).norm() / expected.norm()
+        assert error < TOLERANCE, f"length {length}: relative L2 {error:.1e}"
+
+
+def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
+    """`more`: sink and recent tokens, and fields of Case."""
+    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
+    return Case(layout, lengths, **more)
+
+
+KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+GROUPS = (1, 3, 4, 8, 16)
+EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
+RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def matrix() -> list[tuple[str, str, int]]:
+    """Every value format twice and every key format thrice, no pair twice; what else varies follows from the number."""
+    pairs = [(KEYS[(5 * i + j) % len(KEYS)], value) for j in (0, 3) for i, value in enumerate(VALUES)]
+    return [(key, value, number) for number, (key, value) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("key", "value", "number"), matrix())
+def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, number: int) -> None:
+    dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
+    sink, recent = EXACT[number % len(EXACT)]
+    heads = 2 if "head" in key + value else 1
+    lengths, group, dtype = RAGGED[number % 5], GROUPS[(number // 2) % 5], DTYPES[(number // 3) % 3]
+    case = case_of(key, value, heads, dim, lengths, sink=sink, recent=recent, group=group, dtype=dtype, seed=number)
+    check(case, splits=1 + number % 3)
+
+
+@pytest.mark.parametrize(("sink", "recent", "splits"), [(0, 0, 2), (4, 64, 2), (65, 0, 1), (1, 3, 3)])
+def test_every_length_around_a_page_boundary(sink: int, recent: int, splits: int) -> None:
+    check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=sink, recent=recent, group=8, seed=sink), splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 17])
+@pytest.mark.parametrize("recent", [0, 30])
+def test_splits_of_many_pages_and_splits_of_none_join(splits: int, recent: int) -> None:
+    check(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64], recent=recent, seed=splits), splits)
+
+
+def test_two_sequences_share_the_pages_of_their_prefix() -> None:
+    case = case_of("fp8_e4m3 token", "int4 64", 2, 128, [200, 170], shared_pages=2, group=3)
+    assert torch.equal(case.page_table[0, :2], case.page_table[1, :2])
+    assert not torch.equal(case.page_table[0, 2], case.page_table[1, 2])
+    check(case, splits=2)
+
+
+@pytest.mark.parametrize(("size", "scaling"), [(2.0**9, 2.0**-12), (2.0**-12, 2.0**10), (1.0, 3.0), (0.0, 1.0)])
+def test_sharp_and_flat_attention_of_large_and_small_queries(size: float, scaling: float) -> None:
+    case = case_of("int8 token", "int4 64", 1, 128, [130, 1], sink=2, recent=3, dtype=torch.float32)
+    case.query = case.query * size
+    check(case, 2, scaling)
+
+
+def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
+    case = case_of("fp8_e4m3 token", "int4 64", 1, 128, [130], dtype=torch.float32)
+    case.cache["value_scale_pool"][case.page_table[0, 1]] = 9000.0
+    case.cache["value_scale_pool"][case.page_table[0, 0], :, :50] = 2.0**-14
+    check(case, splits=1)
+    assert case.expected(128**-0.5).abs().amax() > 100.0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int]:
+    """A random layout, random lengths and pages, and a number of splits."""
+    dim = draw(st.sampled_from(HEAD_DIMS))
+    fitting = [value for value in VALUES if not (dim == 64 and value == "int4 128")]
+    case = case_of(
+        draw(st.sampled_from(KEYS)),
+        draw(st.sampled_from(fitting)),
+        draw(st.integers(1, 2)),
+        dim,
+        draw(st.lists(st.integers(0, 150), min_size=1, max_size=2)),
+        sink=draw(st.sampled_from((0, 1, 4, 63, 70))),
+        recent=draw(st.sampled_from((0, 1, 7, 64, 65))),
+        group=draw(st.integers(1, 16)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+    return case, draw(st.integers(1, 3))
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(drawn=cases())
+def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
+    check(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"scaling": 0.0}, "scaling must be positive, got 0.0"),
+        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
+        ({"query": torch.zeros(1, 5, 64)}, r"query must be \(B, G \* 2, 64\), got \(1, 5, 64\)"),
+        ({"query": torch.zeros(1, 34, 64)}, "query heads per KV head must be 1 to 16, got 17"),
+    ],
+)
+def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], message: str) -> None:
+    case = case_of("bf16", "bf16", 2, 64, [1], sink=1, recent=2)
+    new = {"query": case.query, "key_new": case.key_new, "value_new": case.value_new}
+    arguments = new | {"cache": case.cache, "splits": 1, "scaling": 1.0} | case.tables | changed
+    with pytest.raises(ValueError, match=message):
+        launch.decode_attention(case.layout, **arguments)  # type: ignore[arg-type]

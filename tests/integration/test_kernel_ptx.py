@@ -1,0 +1,109 @@
+"""What a GPU runs in place of the interpreter's arithmetic, executed by an emulator: the inline PTX of the decode kernels,
+and the append's conversion to float8.
+
+With it, the kernels run in the interpreter as they are compiled for a GPU. bf16 is not among the formats here: it has no
+inline PTX, and the interpreter has no arithmetic of it.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_cases import DEVICE, Case, differing, poison, side
+from ptx_emulator import create_fp_to_fp, create_inline_asm
+from triton.runtime.interpreter import InterpreterBuilder
+
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.kernels import variants
+from plugins.kv_attention.kernels.codes import decode, decode_words
+from plugins.kv_attention.layout import CacheLayout
+
+torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes PTX itself: tests/integration/test_kernel_decode.py"),
+    pytest.mark.filterwarnings(
+        "ignore:invalid value encountered:RuntimeWarning", "ignore::DeprecationWarning:triton.runtime.interpreter"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
+
+
+@triton.jit
+def _decode_bytes(codes, out, DTYPE: tl.constexpr):
+    i = tl.arange(0, 256)
+    tl.store(out + i, decode(tl.load(codes + i), DTYPE, True, False))
+
+
+@triton.jit
+def _decode_words(words, out, DTYPE: tl.constexpr, FP8: tl.constexpr, COUNT: tl.constexpr):
+    i = tl.arange(0, 256)
+    found = decode_words(tl.load(words + i), tl.load(words + 256 + i), DTYPE, True, FP8)
+    for n in tl.static_range(COUNT):
+        tl.store(out + n * 256 + i, found[n])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_every_byte_is_decoded_as_by_torch(dtype: str) -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    out = torch.full((256,), torch.nan, dtype=torch.float16)
+    _decode_bytes[(1,)](codes if dtype == "fp8_e4m3" else codes.view(torch.int8), out, dtype)
+    expected = codes.view(torch.float8_e4m3fn if dtype == "fp8_e4m3" else torch.int8).half()
+    finite = expected.isfinite()
+    assert finite.sum() >= 254
+    assert torch.equal(out[finite], expected[finite])
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), [("int4", False), ("int8", False), ("fp8_e4m3", False), ("fp8_e4m3", True)])
+def test_every_byte_of_a_word_is_decoded_as_by_torch(dtype: str, fp8: bool) -> None:
+    """Each byte of words of two tokens takes every value, beside bytes of unlike values."""
+    numbers = torch.arange(256)
+    words = torch.stack([(numbers * step + shift) % 256 for step, shift in ((1, 0), (3, 7), (5, 1), (7, 9))], -1)
+    pairs = torch.stack([words, words.flip(0)]).to(torch.uint8)
+    count = 16 if dtype == "int4" else 8
+    out = torch.full((count, 256), torch.nan, dtype=torch.float16)
+    _decode_words[(1,)](pairs.view(torch.int32), out, dtype, fp8, count)
+    if dtype == "int4":
+        signed = pairs.view(torch.int8)
+        expected = torch.cat([(signed & 15) - 8, signed >> 4])
+    else:
+        expected = pairs.view(torch.float8_e4m3fn if dtype == "fp8_e4m3" else torch.int8)
+    expected = expected.half().reshape(-1, 256, 4).permute(2, 0, 1).reshape(count, 256)
+    finite = expected.isfinite()
+    assert finite.float().mean() > 0.98
+    assert torch.equal(out[finite], expected[finite])
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("key", "value"), [("fp8_e4m3 token", "int4 64"), ("int8 head", "fp8_e4m3 tensor"), ("fp16", "int8 token")]
+)
+def test_the_kernels_as_compiled_attend_as_the_reference(
+    key: str, value: str, sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: sm)
+    case = Case(CacheLayout(2, 128, side(key), side(value), 2, 5), [130, 3], group=8, dtype=torch.float16)
+    out = launch.decode_attention(
+        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+    )
+    expected = case.expected(0.1)
+    assert (out.float() - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_the_append_stores_the_same_bits_where_the_hardware_converts_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every float16, as keys with a scale of 1 and as values with scales of their own."""
+    monkeypatch.setattr(launch, "compute_capability", lambda _: 90)
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
+    monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)
+    layout = CacheLayout(64, 128, side("fp8_e4m3 tensor"), side("fp8_e4m3 token"))
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(8, 64, 128)
+    cache = {name: poison(spec) for name, spec in layout.pools(8).items()} | {"key_scale": torch.ones(1)}
+    expected = {name: tensor.clone() for name, tensor in cache.items()}
+    tables = {"page_table": torch.arange(8).int()[:, None], "lengths": torch.full((8,), 9, dtype=torch.int32)}
+    reference.append(layout, x, x, expected, **tables)
+    launch.append(layout, x[None], x[None], {name: tensor[None] for name, tensor in cache.items()}, **tables)
+    for name, tensor in expected.items():
+        assert not differing(cache[name], tensor).any(), name

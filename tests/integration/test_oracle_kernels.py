@@ -1,0 +1,252 @@
+"""backend=torch over the attention kernels against the oracle: on a GPU, or on a CPU in Triton's interpreter.
+
+The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts stored by
+the kernels' reference, which is bit for bit the same (tests/integration/test_kernel_append.py, and one test below).
+"""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_engine_cases import CLOSE, GUARDED, SHAPE, distance
+from onnx_fixtures import static_scales
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import benchlib
+
+from pipeline.errors import MissingRequirement, UserError
+from pipeline.kv import KVPolicy, KVShape
+from pipeline.records import OnePassEngine
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.layout import CacheLayout
+from stages.oracle.engine import OracleEngine, load_engine
+from stages.oracle.kernel_cache import KernelCache
+from stages.oracle.kernel_engine import KernelEngine
+
+torch.set_num_threads(1)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token")), GUARDED]
+BY_NAME = {policy.name: policy for policy in POLICIES}
+LENGTHS = (127, 1, 64)
+"""Decoding two tokens more ends a page, begins one, and has a sequence of one token. One policy takes all three, which are
+padded to four."""
+STEPS = 2
+
+SEEN = 1e-2
+"""A fault of the cache that moves logits by this is no rounding."""
+
+
+def by_reference(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any) -> None:
+    """launch.append in plain torch."""
+    for layer in range(len(key_new)):
+        one = {name: tensor[layer] for name, tensor in cache.items()}
+        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
+
+
+SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return benchlib.load_model()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The trained model's first two layers."""
+    short = benchlib.load_model()
+    del short.model.layers[SHORT.layers :]
+    short.config.num_hidden_layers = SHORT.layers
+    return short
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    tokens = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
+    return [row[: length + STEPS].tolist() for row, length in zip(tokens, LENGTHS, strict=True)]
+
+
+def make_engine(model: Any, policy: KVPolicy, **options: int) -> KernelEngine:
+    on_device = model if DEVICE == "cpu" else copy.deepcopy(model).to(DEVICE)
+    return KernelEngine.from_model(on_device, policy, static_scales(policy, benchlib.model_shape(model)), **options)
+
+
+def make_oracle(model: Any, policy: KVPolicy, **options: int) -> OracleEngine:
+    return OracleEngine.from_model(model, policy, static_scales(policy, benchlib.model_shape(model)), **options)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prefill whose appends are not interpreted."""
+
+    def prefill(engine: Any, prompts: list[list[int]]) -> tuple[list[int], np.ndarray]:
+        with monkeypatch.context() as patch:
+            if DEVICE == "cpu":
+                patch.setattr(launch, "append", by_reference)
+            found: tuple[list[int], np.ndarray] = engine.prefill(prompts)
+            return found
+
+    return prefill
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_a_ragged_batch_decodes_like_the_oracle(
+    policy: KVPolicy, model: Any, whole: Any, texts: list[list[int]], quick: Any
+) -> None:
+    model = whole if policy.name == "fp8k_int4v" else model
+    kernels, oracle = make_engine(model, policy, prefill_chunk=80), make_oracle(model, policy, prefill_chunk=80)
+    batch = texts if policy.name == "int8" else texts[:2]
+    prompts = [text[:-STEPS] for text in batch]
+    (handles, first), (same, wanted) = quick(kernels, prompts), oracle.prefill(prompts)
+    assert distance(first, wanted) < CLOSE
+    # That a token is read which the kernels have stored, the other tests show for the other formats.
+    for step in range(STEPS if policy.name in ("fp8k_int4v", "guarded") else 1):
+        tokens = [text[step - STEPS] for text in batch]
+        assert distance(kernels.decode(handles, tokens), oracle.decode(same, tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
+def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_logits(
+    name: str, model: Any, texts: list[list[int]], quick: Any
+) -> None:
+    policy, prompt = BY_NAME[name], texts[0][:40]
+    kernels, oracle, sound = make_engine(model, policy), make_oracle(model, policy), make_oracle(model, policy)
+    handles, _ = quick(kernels, [prompt])
+    for engine in (oracle, sound):
+        assert engine.prefill([prompt])[0] == handles
+    for engine in (kernels, oracle):
+        engine.corrupt_key_scale(2.0)
+    for token in texts[0][40:42]:
+        found, wanted = kernels.decode(handles, [token]), oracle.decode(handles, [token])
+        assert distance(found, wanted) < CLOSE
+        assert distance(found, sound.decode(handles, [token])) > SEEN
+
+
+def broken_model(model: Any) -> Any:
+    """Token 7 embeds as NaN."""
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[7] = torch.nan
+    return broken
+
+
+def test_keys_and_values_that_are_not_finite_are_refused_and_leave_nothing_behind(
+    model: Any, texts: list[list[int]], quick: Any
+) -> None:
+    broken, known = broken_model(model), np.arange(1344) != 7  # the logit of token 7 is NaN, embeddings being tied
+    kernels, oracle = make_engine(broken, GUARDED), make_oracle(broken, GUARDED)
+    with pytest.raises(UserError, match=r"^model\.path: key of layer 0, token 30 of sequence 1 is not finite as a float16"):
+        quick(kernels, [texts[0][:40], [*texts[0][:30], 7]])
+    assert kernels.memory().live_tokens == 0
+    prompts = [texts[0][:50], texts[0][:30]]
+    (handles, _), (same, _) = quick(kernels, prompts), oracle.prefill(prompts)
+    with pytest.raises(UserError, match=rf"key of layer 0, token 50 of sequence {handles[0]} is not finite"):
+        kernels.decode(handles, [7, 8])
+    assert kernels.memory().live_tokens == 80
+    # The refused token would have taken the slot of a recent one.
+    found, wanted = kernels.decode(handles, [9, 8]), oracle.decode(same, [9, 8])
+    assert distance(found[:, known], wanted[:, known]) < CLOSE
+
+
+def test_the_layer_and_the_side_of_a_refusal_are_those_that_broke_first(model: Any) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.v_proj.weight[70] = torch.inf
+    with pytest.raises(UserError, match=r"value of layer 1, token 0 of sequence 0 is not finite"):
+        make_engine(broken, BY_NAME["fp8"]).prefill([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("policy", [BY_NAME["fp8k_int4v"], GUARDED], ids=lambda policy: policy.name)
+def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
+    policy: KVPolicy, model: Any, texts: list[list[int]], quick: Any
+) -> None:
+    engine, oracle = make_engine(model, policy), make_oracle(model, policy)
+    handles, _ = quick(engine, [[1] * 100, [2] * 64])
+    memory = engine.memory()
+    assert memory.pages >= 3
+    assert memory.live_tokens == 164
+    assert memory.pool_bytes == policy.pool_bytes(SHORT, memory.pages)
+    assert memory.exact_bytes == policy.exact_bytes(SHORT, 2)
+    forms = [form for layer in range(SHORT.layers) for form in policy.sides(layer).values()]
+    assert memory.static_scale_bytes == 4 * sum(form.static_scales(2, 64) for form in forms)
+    engine.release(handles)
+    with pytest.raises(KeyError, match=f"sequence {handles[0]} was released"):
+        engine.decode(handles[:1], [1])
+    again, _ = quick(engine, [texts[0][:70]])
+    assert again[0] not in handles
+    assert (engine.memory().pages, engine.memory().live_tokens) == (memory.pages, 70)
+    token, (same, _) = texts[0][70], oracle.prefill([texts[0][:70]])
+    assert distance(engine.decode(again, [token]), oracle.decode(same, [token])) < CLOSE
+
+
+def test_a_chunk_is_stored_by_the_kernels_as_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    caches = [KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), device) for _ in range(2)]
+    start, new = (torch.randn(2, SHORT.layers, tokens, SHORT.kv_heads, SHORT.head_dim, device=device) for tokens in (62, 3))
+    for cache, by_kernel in zip(caches, (True, False), strict=True):
+        handle = cache.start()
+        cache.reserve([handle], 65)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "append", by_reference)
+            cache.extend(handle, *start)
+            if not by_kernel:
+                cache.extend(handle, *new)
+        if by_kernel:
+            cache.extend(handle, *new)
+        assert cache.length(handle) == 65
+    for ours, theirs in zip(caches[0].groups, caches[1].groups, strict=True):
+        for name, tensor in (ours.paged | ours.exact).items():
+            assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
+
+
+def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> None:
+    engine = make_engine(model, GUARDED)
+    cache = engine.cache
+    handles = [cache.start()]
+    cache.reserve(handles, 64)
+    cache.show(handles, 1)
+    before = engine._pass(1)
+    cache.show(handles, 1)
+    assert engine._pass(1) is before
+    for move in (
+        lambda: cache.show(handles, 2),  # more rows of the tables
+        lambda: cache.reserve(handles, 64 * (len(cache.page_table[0]) + 1)),  # more pages
+        lambda: cache.show(handles, 1),  # more columns
+        cache.start,  # more exact buffers
+        lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
+    ):
+        held = engine._pass(1)
+        move()
+        assert engine._pass(1) is not held
+    read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
+    cache.show(handles, 1)
+    assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
+
+
+def test_forced_decode_goes_through_the_kernels_step_by_step(model: Any) -> None:
+    assert not isinstance(make_engine(model, BY_NAME["fp8"]), OnePassEngine)
+
+
+def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
+    with pytest.raises(UserError, match=r"^kv\.key\.dtype=int4: the CUDA kernels hold keys as .*; set backend\.device=cpu"):
+        make_engine(model, benchlib.load_policy("int4_g64"))
+    with pytest.raises(UserError, match="of kv policy fp8 has static scales, which are missing"):
+        KernelEngine.from_model(model, BY_NAME["fp8"])
+    engine = make_engine(model, BY_NAME["fp16"])
+    with pytest.raises(ValueError, match="distinct sequences"):
+        engine.decode([0, 0], [1, 1])
+    with pytest.raises(UserError, match="at least one token"):
+        engine.prefill([[]])
+
+
+def test_a_gpu_that_is_asked_for_and_missing_is_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingRequirement, match=r"^backend\.device=cuda"):
+        load_engine(Path("nowhere"), threads=1, device="cuda")

@@ -1,0 +1,298 @@
+"""The TensorRT plugin under NVIDIA's own Python: declarations, shape functions, launch parameters and PTX, without a GPU.
+
+Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers, L layers; a triple is the smallest, the likely
+and the largest of an optimization profile.
+"""
+
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import tensorrt_stubs_builder as builder
+import yaml
+from tensorrt_stubs_builder import Plan, Tensor, Triple
+
+from pipeline.kv import KVPolicy, KVShape
+from plugins.kv_attention.kernels.variants import append_variant
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+from plugins.kv_attention.tensorrt_nodes import (
+    REDUCE,
+    Compute,
+    Node,
+    all_nodes,
+    bits_float,
+    cache_attributes,
+    decode_attributes,
+    input_specs,
+    node_of,
+    reduce_attributes,
+)
+from stages.onnx.functions import AttentionSpec
+from stages.oracle.kernel_layout import layer_layouts
+
+CONF = Path(__file__).parents[2] / "conf" / "kv"
+ONNX = onnx.TensorProto
+TENSORRT_TYPES = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
+
+FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32}
+VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "L": (1, 1, 32)}
+Run = Callable[..., Any]
+SCALING = bits_float(0x3DB504F3)
+"""128 ** -0.5 as a float32."""
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bundle's attention."""
+
+    layout: CacheLayout
+    group: int
+    compute: Compute
+    splits: int
+    sm: int
+    sizes: dict[str, int | Triple]
+    suffix: str
+    """Of the operations that take this layout's tensors."""
+
+    @property
+    def q_heads(self) -> int:
+        return self.layout.kv_heads * self.group
+
+    @property
+    def parts(self) -> int:
+        """S."""
+        return self.splits + (self.layout.exact_tokens > 0)
+
+    def tensors(self, node: Node) -> dict[str, Tensor]:
+        specs = input_specs(node, self.layout, self.compute, self.q_heads, self.parts)
+        return {
+            name: Tensor(dtype, tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims))
+            for name, (dtype, dims) in specs.items()
+        }
+
+    def attributes(self, node: Node) -> dict[str, int]:
+        if node.operation == "decode_reduce":
+            return reduce_attributes(self.compute, self.sm)
+        if node.operation == "append":
+            return cache_attributes(self.layout, self.sm)
+        return decode_attributes(self.layout, splits=self.splits, scaling=SCALING, sm=self.sm)
+
+
+CASES = {
+    "fp8k_int4v": Case(
+        CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64)),
+        group=8, compute="fp16", splits=16, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
+    ),
+    "aged": Case(
+        CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
+        group=4, compute="bf16", splits=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
+    ),
+    "int8": Case(
+        CacheLayout(2, 256, SideLayout("int8", "per_head"), SideLayout("int8", "per_head")),
+        group=1, compute="fp32", splits=1, sm=80, sizes=VARYING, suffix="_kstatic_vstatic",
+    ),
+    "bf16": Case(
+        CacheLayout(1, 128, SideLayout("bf16"), SideLayout("bf16"), recent_tokens=32),
+        group=16, compute="bf16", splits=8, sm=100, sizes=FIXED, suffix="_exact",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tensorrt() -> Iterator[Run]:
+    """Runs a function of tensorrt_stubs_builder in the process that has NVIDIA's package, and returns what it returns."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(builder.prepare).result(timeout=120)
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
+
+
+def triple(size: int | Triple) -> Triple:
+    return size if isinstance(size, tuple) else (size,) * 3
+
+
+def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> None:
+    """The parts that all three operations have in common."""
+    assert plan.parameters == ["u64"] * len(node.inputs) + ["u32"] * len(extras) + ["u64"] * len(node.outputs)
+    assert plan.extras == extras
+    assert re.search(rf"^\.target sm_{case.sm}a?$", plan.ptx, re.MULTILINE)
+    (threads, *rest), shared = plan.block, plan.shared_bytes
+    assert rest == [(1, 1, 1)] * 2
+    assert threads == (threads[0],) * 3
+    assert f".reqntid {threads[0]}" in plan.ptx
+    assert shared == (shared[0],) * 3
+    assert shared[0] <= 48 * 1024
+    given = [tensor.dtype for tensor in case.tensors(node).values()]
+    assert plan.types == [*given, *(dtype for dtype, _ in plan.outputs)]
+
+
+def test_nvidia_reads_every_operation_with_its_inputs_and_int_attributes(tensorrt: Run) -> None:
+    found = tensorrt(builder.declared)
+    assert found == {
+        node.plugin_id: (
+            list(node.inputs), dict.fromkeys(node.attributes, "int"), list(node.attributes), len(node.outputs)
+        )
+        for node in all_nodes()
+    }  # fmt: skip
+    assert {"kv::decode_partial", "kv::decode_reduce", "kv::append"} <= set(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_split_attention_is_launched_for_every_split_head_and_sequence(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    node = node_of("decode_partial", case.layout)
+    assert node.plugin_id == f"kv::decode_partial{case.suffix}"
+    plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+    batch, width = triple(case.sizes["B"]), triple(case.sizes["P"])
+    fixed = tuple(map(triple, (case.q_heads, case.parts)))
+    assert plan.outputs == [
+        ("FLOAT", (batch, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT", (batch, *fixed, triple(2))),
+    ]
+    assert plan.aliases == {}
+    assert plan.grid == (triple(case.parts), triple(case.layout.kv_heads), batch)
+    check_kernel(plan, node, case, [width])
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_the_splits_are_joined_for_every_query_head(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    plan = tensorrt(builder.build, REDUCE.plugin_id, case.tensors(REDUCE), case.attributes(REDUCE))
+    batch = triple(case.sizes["B"])
+    dtype = {"fp16": "HALF", "bf16": "BF16"}[case.compute]
+    assert plan.outputs == [(dtype, (batch, *map(triple, (1, case.q_heads, case.layout.head_dim))))]
+    assert plan.grid == (tuple(b * case.q_heads for b in batch), triple(1), triple(1))
+    check_kernel(plan, REDUCE, case, [triple(case.parts)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    node = node_of("append", case.layout)
+    assert node.plugin_id == f"kv::append{case.suffix}"
+    tensors = case.tensors(node)
+    plan = tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
+    order = list(tensors)
+    assert plan.aliases == {i: order.index(name) for i, name in enumerate(node.outputs)}
+    assert plan.outputs == [(tensors[name].dtype, tuple(map(triple, tensors[name].dims))) for name in node.outputs]
+    programs = -(-case.layout.kv_heads // append_variant(case.layout, sm=case.sm).constants["R"])
+    assert plan.grid == (triple(programs), triple(case.sizes["B"]), triple(case.sizes["L"]))
+    sizes = ["N", "P", *(["M"] if case.layout.exact_tokens else [])]
+    check_kernel(plan, node, case, [triple(case.sizes[letter]) for letter in sizes])
+
+
+@pytest.mark.parametrize(
+    ("name", "sinks", "recent"), [("fp8k_int4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)]
+)
+def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: str, sinks: int, recent: int) -> None:
+    policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
+    policy = policy.model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
+    shape = KVShape(layers=1, kv_heads=2, head_dim=128)
+    spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
+    (layout,) = layer_layouts(policy, shape)
+    node = node_of("decode_partial", layout)
+    taken = input_specs(node, layout, "fp16", spec.q_heads, 1)
+    assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *spec.cache])
+    for table, dims in spec.tables.items():
+        assert taken[table] == ("INT32", dims)
+    for side in spec.sides.values():
+        for array, (storage, width) in side.arrays.items():
+            assert taken[array] == (TENSORRT_TYPES[storage.onnx_type], ("N", 2, 64, width))
+        for constant, dims in side.constants.items():
+            assert taken[constant] == ("FLOAT", dims)
+    if policy.exact_tokens:
+        assert taken["key_exact"] == taken["value_exact"] == ("HALF", ("M", 2, sinks + recent, 128))
+
+
+def test_the_scaling_of_scores_travels_as_the_bits_of_a_float32(tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("decode_partial", case.layout)
+    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
+    (constant,) = struct.unpack("<I", struct.pack("<f", SCALING * LOG2_E))
+    assert f"0f{constant:08X}" in build(case.attributes(node)).ptx
+    with pytest.raises(ValueError, match=r"scaling_bits must be those of a float32 above 0, got 1\.4"):
+        build(case.attributes(node) | {"scaling_bits": 1})
+
+
+def test_a_node_of_an_onnx_graph_becomes_the_same_plugin(tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("append", case.layout)
+    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+    assert build(parsed=True) == build(parsed=False)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "error", "message"),
+    [
+        (False, ValueError, r"Unexpected schema .* Expected .*sink_tokens, recent_tokens, sm"),
+        (True, TypeError, "kv::append_kstatic_vdynamic: missing a required argument: 'recent_tokens'"),
+    ],
+)
+def test_a_missing_attribute_is_named(parsed: bool, error: type[Exception], message: str, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("append", case.layout)
+    attributes = {name: value for name, value in case.attributes(node).items() if name != "recent_tokens"}
+    with pytest.raises(error, match=message):
+        tensorrt(builder.build, node.plugin_id, case.tensors(node), attributes, parsed=parsed)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        ("value_pool", {"dtype": "INT4"}, r"value_pool must be INT8 \(two codes to a byte\), got INT4"),
+        ("key_pool", {"dtype": "INT8"}, "key_pool must be FP8, got INT8"),
+        ("key", {"dtype": "BF16"}, "query must be BF16, got HALF"),
+        ("key", {"dtype": "INT8"}, "key must be FLOAT, HALF, BF16, got INT8"),
+        ("lengths", {"dtype": "INT64"}, "lengths must be INT32, got INT64"),
+        ("lengths", {"dims": (4,)}, r"lengths must be \(16\), got \(4\)"),
+        ("key_pool", {"dims": (4096, 8, 32, 128)}, r"key_pool must be \(4096, 8, 64, 128\), got \(4096, 8, 32, 128\)"),
+        ("key", {"dims": (16, 8, 1, (64, 128, 128))}, "head_dim must be fixed, but dimension 3 of key varies"),
+        ("query", {"dims": (16, 60, 1, 128)}, "60 query heads are no multiple of 8 KV heads"),
+        ("query", {"dims": (16, 256, 1, 128)}, "query heads per KV head must be 1 to 16, got 32"),
+        ("value_scale_pool", {"dims": (4096, 8, 64, 4)}, r"value_scale_pool must be \(4096, 8, 64, 2\)"),
+    ],
+)  # fmt: skip
+def test_an_input_that_is_not_the_layouts_is_named(tensor: str, change: dict[str, Any], message: str, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("decode_partial", case.layout)
+    tensors = case.tensors(node)
+    tensors[tensor] = replace(tensors[tensor], **change)
+    with pytest.raises(ValueError, match=message):
+        tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value_group": 48}, "kv::decode_partial_kstatic_vdynamic: group_size must be one of 32, 64, 128, got 48"),
+        ({"value_group": 0}, r"value_scale_pool must be \(4096, 8, 64, 1\)"),
+        ({"key_format": 9}, "granularity of dtype int4 must be one of per_token, per_group, got per_tensor"),
+        ({"key_format": 1}, "granularity of dtype fp16 must be one of none, got per_tensor"),
+        ({"value_format": 5}, r"value_format must be one of 0 \(fp32\), .* got 5"),
+        ({"sink_tokens": -1}, "sink_tokens must be at least 0, got -1"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"sm": 75}, "sm must be at least 80, got 75"),
+    ],
+)
+def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], message: str, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("decode_partial", case.layout)
+    with pytest.raises(ValueError, match=message):
+        tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
+
+
+def test_without_tensorrt_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.delitem(sys.modules, "plugins.kv_attention.tensorrt_plugin", raising=False)
+    with pytest.raises(ImportError, match=r"needs TensorRT >= 10\.14 .*pip install 'tensorrt-cu13>=10\.14'"):
+        import_module("plugins.kv_attention.tensorrt_plugin")

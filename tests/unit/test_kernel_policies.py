@@ -1,0 +1,156 @@
+"""Which policies the CUDA kernels hold, and what is said of the others, of the model and of the machine, all beforehand."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pipeline.chain import check_inputs
+from pipeline.compose import plan
+from pipeline.errors import MissingRequirement, UserError
+from pipeline.formats import Format
+from pipeline.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from stages.oracle.device import device_identity, resolve_device
+from stages.oracle.kernel_layout import check_kernels, layer_layouts
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
+CONF = Path(__file__).parents[2] / "conf" / "kv"
+SHIPPED = {path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text())) for path in sorted(CONF.glob("*.yaml"))}
+HELD = {
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp8_head",
+    "fp8_token",
+    "fp8_uncalibrated",
+    "fp8k_int4v",
+    "int8",
+    "int8_tensor",
+}
+
+
+@pytest.mark.parametrize("name", sorted(HELD))
+def test_a_policy_that_is_held_takes_as_many_bytes_as_it_says(name: str) -> None:
+    policy = SHIPPED[name]
+    check_kernels(policy, SHAPE, 8)
+    layouts = layer_layouts(policy, SHAPE)
+    assert sum(layout.token_bytes for layout in layouts) == policy.bytes_per_token(SHAPE)
+    assert len(set(layouts)) == 1
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED.keys() - HELD))
+def test_a_policy_that_is_not_held_is_refused_in_one_line_that_names_the_key_and_the_fix(name: str) -> None:
+    with pytest.raises(UserError, match=r"^kv\.[a-z0-9._]+=\w+: the CUDA kernels [^\n]*; set backend\.device=cpu") as caught:
+        check_kernels(SHIPPED[name], SHAPE, 8)
+    assert "\n" not in str(caught.value)
+
+
+FP8 = SHIPPED["fp8"].key
+PER_GROUP = {"granularity": "per_group", "scale": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"key": Format(dtype="int4", group_size=64, **PER_GROUP)}, "kv.key.dtype=int4"),
+        ({"value": Format(dtype="fp8_e5m2", granularity="per_tensor", scale="uncalibrated")}, "kv.value.dtype=fp8_e5m2"),
+        ({"value": Format(dtype="int8", group_size=64, **PER_GROUP)}, "kv.value.granularity=per_group"),
+        ({"value": Format(dtype="int4", group_size=16, **PER_GROUP)}, "kv.value.group_size=16"),
+        ({"value": Format(dtype="int4", granularity="per_tensor", scale="calibrated")}, "kv.value.granularity=per_tensor"),
+        ({"key": FP8.model_copy(update={"rotation": "hadamard"})}, "kv.key.rotation=hadamard"),
+        (
+            {"value": Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False)},
+            "kv.value.symmetric=false",
+        ),
+        ({"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int4"].key),)}, "kv.overrides.0.key.dtype=int4"),
+        ({"window": SHIPPED["fp8k_int4v_aged"].window}, "kv.window.tokens=8192"),
+    ],
+)
+def test_what_is_refused_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_kernels(SHIPPED["fp8"].model_copy(update=change), SHAPE, 8)
+    assert str(caught.value).startswith(f"{said}: the CUDA kernels ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "q_heads", "said"),
+    [
+        (KVShape(1, 2, 96), 8, r"^model\.path: head_dim=96: the CUDA kernels take 64, 128 or 256; set backend\.device=cpu$"),
+        (KVShape(1, 2, 64), 64, r"^model\.path: num_attention_heads=64: .* up to 16 .* 2 KV heads; set backend\.device=cpu$"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_take_is_refused(shape: KVShape, q_heads: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_kernels(FP16_POLICY, shape, q_heads)
+
+
+def test_overridden_layers_have_a_layout_of_their_own() -> None:
+    policy = SHIPPED["fp8"].model_copy(update={"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int8"].key),)})
+    first, second, third = layer_layouts(policy, SHAPE)
+    assert (first, first.key.dtype, second.key.dtype) == (third, "fp8_e4m3", "int8")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    assert device_identity("auto") == {"device": "cpu"}
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(MissingRequirement, match=r"backend\.device=cuda needs a torch that is built for CUDA"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(MissingRequirement, match=r"backend\.device=cuda: torch finds no NVIDIA GPU here"):
+        resolve_device("cuda")
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_with_a_gpu_auto_is_cuda_and_needs_triton_and_an_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert device_identity("auto") == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    with pytest.raises(MissingRequirement, match=r"compute capability 8\.0 or newer, NVIDIA H200 has 7\.5"):
+        resolve_device("auto")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("stages.oracle.device.find_spec", lambda name: None if name == "triton" else find(name))
+    with pytest.raises(MissingRequirement, match=r"needs triton, .* pip install 'kvgate\[kernels\]'"):
+        resolve_device("auto")
+
+
+def checked(*overrides: str) -> None:
+    for job in plan(["backend=torch", *overrides], multirun=False).jobs:
+        check_inputs(job)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_job_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
+        checked("backend.device=cuda", "kv=int4_g64")
+    with pytest.raises(MissingRequirement, match=r"backend\.device=cuda"):
+        checked("backend.device=cuda", "kv=fp8")
+    checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built where there is no GPU
+    checked("backend.device=auto", "kv=int4_g64")
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_a_job_that_would_run_on_the_gpu_by_itself_is_held_to_its_kernels() -> None:
+    with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
+        checked("kv=int4_g64")
+    checked("kv=int4_g64", "backend.device=cpu")
+    checked("kv=fp8")

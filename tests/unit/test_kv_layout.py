@@ -1,0 +1,142 @@
+"""The page format: what is allowed, how many bytes it takes, and how numbers are packed."""
+
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from pipeline import formats
+from pipeline.formats import Format
+from pipeline.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
+from plugins.kv_attention import layout as page_format
+from plugins.kv_attention.layout import (
+    GRANULARITIES,
+    GROUP_SIZES,
+    HEAD_DIMS,
+    KEY_DTYPES,
+    PAGE_TOKENS,
+    CacheLayout,
+    Dtype,
+    SideLayout,
+    pack_int4,
+    unpack_int4,
+)
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float32": 4}
+SIDES = [
+    SideLayout(dtype, granularity, size)
+    for dtype in get_args(Dtype)
+    for granularity in GRANULARITIES[dtype]
+    for size in (GROUP_SIZES if granularity == "per_group" else (None,))
+]
+FP8_TOKEN, FP8_TENSOR = SideLayout("fp8_e4m3", "per_token"), SideLayout("fp8_e4m3", "per_tensor")
+INT4_G64, BF16 = SideLayout("int4", "per_group", 64), SideLayout("bf16")
+
+
+def every_layout() -> list[CacheLayout]:
+    """Every pair of formats at every head_dim."""
+    fitting = [(key, value, dim) for key, value, dim in product(SIDES, SIDES, HEAD_DIMS) if dim % (value.group_size or 1) == 0]
+    return [CacheLayout(3, dim, key, value, 4, 5) for key, value, dim in fitting if key.dtype in KEY_DTYPES]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [(BF16, BF16, 512), (FP8_TENSOR, FP8_TENSOR, 256), (FP8_TENSOR, INT4_G64, 196), (FP8_TOKEN, INT4_G64, 198)],
+)
+def test_a_token_takes_the_bytes_of_the_roofline(key: SideLayout, value: SideLayout, expected: int) -> None:
+    assert CacheLayout(1, 128, key, value).token_bytes == expected
+    assert CacheLayout(8, 128, key, value).token_bytes == 8 * expected
+
+
+def test_pools_hold_the_bytes_that_a_token_is_said_to_take() -> None:
+    layouts = every_layout()
+    assert len(layouts) > 150
+    for layout in layouts:
+        held = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.pools(7).values())
+        assert held == 7 * PAGE_TOKENS * layout.token_bytes, layout
+        exact = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.exact_buffers(2).values())
+        assert exact == 2 * (2 * 3 * (4 + 5) * layout.head_dim * 2), layout
+
+
+def test_every_row_of_codes_begins_at_16_bytes() -> None:
+    for layout in every_layout():
+        for name in ("key_pool", "value_pool"):
+            dtype, shape = layout.pools(1)[name]
+            assert ITEM_BYTES[dtype] * shape[-1] % 16 == 0, (layout, name)
+
+
+def test_scales_have_the_shapes_that_the_granularity_says() -> None:
+    layout = CacheLayout(3, 128, SideLayout("int8", "per_head"), SideLayout("int4", "per_group", 32))
+    assert layout.static_scales() == {"key_scale": ("float32", (3,))}
+    assert layout.pools(5)["value_scale_pool"] == ("float16", (5, 3, 64, 4))
+    assert "key_scale_pool" not in layout.pools(5)
+    assert layout.exact_buffers(5) == {}
+    assert CacheLayout(3, 64, FP8_TENSOR, BF16).static_scales() == {"key_scale": ("float32", (1,))}
+    assert CacheLayout(3, 64, FP8_TOKEN, BF16).pools(2)["key_scale_pool"] == ("float16", (2, 3, 64, 1))
+
+
+def test_constants_and_bytes_are_those_of_the_policies() -> None:
+    assert PAGE_TOKENS == POLICY_PAGE_TOKENS
+    assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (formats.MIN_SCALE, formats.MAX_FLOAT16)
+    for side in SIDES:
+        source = "none" if side.exact else "calibrated" if side.static else "dynamic"
+        form = Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=source)
+        for dim in HEAD_DIMS:
+            if form.refuse_head_dim(dim) is None:
+                assert side.token_bytes(dim) == form.token_bytes(dim)
+                assert side.groups(dim) == form.scales_per_token(dim)
+        assert side.exact == form.exact
+        assert side.static == form.static
+        assert side.exact or side.limit == form.code.limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "fp8_e5m2"}, "dtype must be one of fp16, bf16, fp8_e4m3, int8, int4, got fp8_e5m2"),
+        ({"dtype": "int4", "granularity": "per_head"}, "int4 must be one of per_token, per_group, got per_head"),
+        ({"dtype": "bf16", "granularity": "per_token"}, "bf16 must be one of none, got per_token"),
+        ({"dtype": "int4", "granularity": "per_group", "group_size": 16}, "group_size must be one of 32, 64, 128, got 16"),
+        ({"dtype": "int8", "granularity": "per_token", "group_size": 64}, "group_size must be None .* got 64"),
+    ],
+)
+def test_a_side_that_no_kernel_reads_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SideLayout(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
+        ({"key": SideLayout("int4", "per_token")}, "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"),
+        ({"head_dim": 64, "value": SideLayout("int4", "per_group", 128)}, "group_size must divide head_dim 64, got 128"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+        ({"sink_tokens": -1}, "sink_tokens must be at least 0, got -1"),
+        ({"recent_tokens": -64}, "recent_tokens must be at least 0, got -64"),
+    ],
+)
+def test_a_cache_that_no_kernel_reads_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheLayout(**({"kv_heads": 2, "head_dim": 128, "key": FP8_TOKEN, "value": INT4_G64} | changed))
+
+
+def test_a_byte_holds_channels_d_and_d_plus_half() -> None:
+    codes = np.array(list(product(range(-7, 8), repeat=2)), np.int8)
+    packed = pack_int4(codes)
+    assert packed.dtype == np.int8
+    low, high = codes[:, 0].astype(int), codes[:, 1].astype(int)
+    assert (packed[:, 0].astype(int) == 16 * high + low + 8).all()
+    assert np.array_equal(unpack_int4(packed), codes)
+    eight = np.arange(-4, 4, dtype=np.int8)[None]
+    assert pack_int4(eight).tolist() == [[16 * h + low + 8 for low, h in zip(range(-4, 0), range(4), strict=True)]]
+
+
+def test_the_layout_needs_neither_torch_nor_triton() -> None:
+    program = "import sys, plugins.kv_attention.layout; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"torch", "triton"}.isdisjoint(result.stdout.split())

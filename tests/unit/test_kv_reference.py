@@ -1,0 +1,191 @@
+"""The plugin's reference, held to what it must mean: the oracle's arithmetic of formats, and torch's own attention.
+
+Legend: B sequences, H KV heads, G query heads of each, T tokens, D head_dim.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from format_cases import tensors
+from hypothesis import example, given, settings
+from test_kv_layout import SIDES
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.formats import Format
+from plugins.kv_attention import reference
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, pack_int4
+from stages.oracle.formats import Static
+from stages.oracle.formats import dequantize as oracle_dequantize
+from stages.oracle.formats import quantize as oracle_quantize
+
+torch.set_num_threads(1)
+examples = settings(max_examples=40, derandomize=True, deadline=None)
+
+NAN, INF = math.nan, math.inf
+
+
+def policy_format(side: SideLayout) -> Format:
+    source = "none" if side.exact else "calibrated" if side.static else "dynamic"
+    return Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=source)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
+    """Scales (1) or (H) for which a few numbers saturate."""
+    if not side.static:
+        return None
+    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / side.limit
+    return largest.amax()[None] if side.granularity == "per_tensor" else largest
+
+
+@examples
+@example(x_HTD=torch.zeros(1, 1, 64))
+@example(x_HTD=torch.arange(-64.0, 64.0).reshape(1, 2, 64) * 0.5)
+@given(x_HTD=tensors())
+def test_every_format_stores_the_bits_that_the_oracle_stores(x_HTD: Tensor) -> None:
+    for side in SIDES:
+        if x_HTD.shape[-1] % (side.group_size or 1):
+            continue
+        scale = static_scale(side, x_HTD)
+        codes_THW, scales = reference.quantize(x_HTD.transpose(0, 1), side, scale)
+        static = None if scale is None else Static(scale.view(-1, 1, 1), None)
+        expected = oracle_quantize(x_HTD, policy_format(side), static)
+        assert same_bits(codes_THW.transpose(0, 1).contiguous(), expected.codes.contiguous()), side
+        assert (scales is None) == (expected.scale is None), side
+        if scales is not None and expected.scale is not None:
+            assert same_bits(scales.transpose(0, 1).contiguous(), expected.scale.contiguous()), side
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_widened_before_it_is_quantized(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
+    for side in SIDES:
+        if side.group_size != 128 and not side.static:
+            for narrow, wide in zip(reference.quantize(x, side), reference.quantize(x.float(), side), strict=True):
+                assert (narrow is None and wide is None) or same_bits(narrow, wide), side
+
+
+def test_fp8_codes_at_the_edges() -> None:
+    x = torch.tensor([NAN, -NAN, INF, -INF, 448.0, -449.0, 1e9, 2.0**-9, 2.0**-10, 1.5 * 2.0**-9, -(2.0**-6), -0.0])
+    codes, scale = reference.quantize(x.reshape(1, -1), SideLayout("fp8_e4m3", "per_tensor"), torch.ones(1))
+    assert scale is None
+    expected = [0x7F, 0xFF, 0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 0x01, 0x00, 0x02, 0x88, 0x80]
+    assert codes.view(torch.uint8).tolist() == [expected]
+
+
+def test_integer_codes_at_the_edges() -> None:
+    x = torch.tensor([NAN, INF, -INF, 127.4, -128.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5])
+    codes, _ = reference.quantize(x.reshape(1, -1), SideLayout("int8", "per_tensor"), torch.ones(1))
+    assert codes.tolist() == [[0, 127, -127, 127, -127, 0, 2, 2, 0, -2, 126, -126]]
+
+
+def test_nan_has_no_part_in_a_scale_and_infinity_saturates_it() -> None:
+    side = SideLayout("int4", "per_group", 32)
+    x = torch.zeros(1, 128)
+    x[0, :3] = torch.tensor([NAN, 7.0, -3.5])
+    x[0, 32:34] = torch.tensor([INF, 70000.0])
+    x[0, 64:96] = NAN
+    codes, scales = reference.quantize(x, side)
+    assert scales is not None
+    assert scales.tolist() == [[1.0, 65504.0, 2.0**-14, 2.0**-14]]
+    expected = np.zeros((1, 128), np.int8)
+    expected[0, [1, 2, 32, 33]] = [7, -4, 7, 1]
+    assert np.array_equal(codes.numpy(), pack_int4(expected))
+
+
+class History:
+    """Tokens appended one by one to sequences with shuffled pages, and what a query must see of them."""
+
+    def __init__(self, layout: CacheLayout, lengths: list[int], seed: int) -> None:
+        self.layout = layout
+        self.rng = torch.Generator().manual_seed(seed)
+        batch, columns = len(lengths), -(-max([*lengths, 1]) // PAGE_TOKENS)
+        stored = layout.pools(batch * columns + 2) | layout.exact_buffers(batch + 1)
+        self.cache = {
+            name: torch.full(shape, -1, dtype=torch.int8).to(getattr(torch, dtype)) for name, (dtype, shape) in stored.items()
+        }
+        self.cache |= {name: self.random(shape).abs() * 0.01 for name, (_, shape) in layout.static_scales().items()}
+        order = torch.randperm(batch * columns + 2, generator=self.rng)[: batch * columns]
+        self.tables = {
+            "page_table": order.reshape(batch, columns).int(),
+            "lengths": torch.zeros(batch, dtype=torch.int32),
+            "exact_slots": torch.randperm(batch + 1, generator=self.rng)[:batch].int(),
+        }
+        self.tokens_BHTD = [self.random((2, layout.kv_heads, length, layout.head_dim)) for length in lengths]
+        for position in range(max(lengths)):
+            rows = [b for b, length in enumerate(lengths) if position < length]
+            key, value = (torch.stack([self.tokens_BHTD[b][i][:, position] for b in rows]) for i in range(2))
+            reference.append(layout, key, value, self.cache, **{name: table[rows] for name, table in self.tables.items()})
+            self.tables["lengths"][rows] += 1
+
+    def random(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.rng)
+
+    def seen(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (H, T, D) as the oracle stores them, and exactly where they are kept exactly."""
+        found = []
+        for i, (name, side) in enumerate((("key", self.layout.key), ("value", self.layout.value))):
+            x_HTD = self.tokens_BHTD[b][i]
+            scale = self.cache.get(f"{name}_scale")
+            static = None if scale is None else Static(scale.view(-1, 1, 1), None)
+            form = policy_format(side)
+            back = oracle_dequantize(oracle_quantize(x_HTD, form, static), form, static)
+            length = x_HTD.shape[1]
+            position = torch.arange(length)
+            exact = (position < self.layout.sink_tokens) | (position >= length - self.layout.recent_tokens)
+            found.append(torch.where(exact[:, None], x_HTD.half().float(), back))
+        return found[0], found[1]
+
+
+LAYOUTS = [
+    CacheLayout(2, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32)),
+    CacheLayout(1, 128, SideLayout("int8", "per_head"), SideLayout("int4", "per_token"), 4, 64),
+    CacheLayout(3, 64, SideLayout("bf16"), SideLayout("fp8_e4m3", "per_tensor"), 0, 5),
+    CacheLayout(2, 64, SideLayout("fp8_e4m3", "per_head"), SideLayout("int8", "per_token"), 70, 0),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.key.dtype}-{layout.value.dtype}")
+def test_attention_is_torchs_own_over_what_was_appended(layout: CacheLayout) -> None:
+    lengths = [0, 1, 67, 130]
+    history = History(layout, lengths, seed=len(layout.key.dtype))
+    batch, heads, dim = len(lengths), layout.kv_heads, layout.head_dim
+    query = history.random((batch, 3 * heads, dim))
+    key_new, value_new = (history.random((batch, heads, dim)) for _ in range(2))
+    out = reference.attend(layout, query, key_new, value_new, history.cache, scaling=0.2, **history.tables)
+    for b in range(batch):
+        key, value = (
+            torch.cat([seen, new[b, :, None]], 1) for seen, new in zip(history.seen(b), (key_new, value_new), strict=True)
+        )
+        expected = functional.scaled_dot_product_attention(
+            query[b, :, None][None], key[None], value[None], scale=0.2, enable_gqa=True
+        )
+        torch.testing.assert_close(out[b], expected[0, :, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_past_a_length_is_read() -> None:
+    layout = CacheLayout(1, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_token"), 2, 3)
+    history = History(layout, [65], seed=0)
+    query, new = history.random((1, 2, 64)), history.random((1, 1, 64))
+    expected = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables)
+    second = history.tables["page_table"][0, 1]
+    for name in ("key_pool", "value_pool", "key_scale_pool", "value_scale_pool"):
+        history.cache[name].view(torch.uint8)[second, :, 1:] = 0xFF
+    wide = torch.cat([history.tables["page_table"], torch.full((1, 2), 2**31 - 1, dtype=torch.int32)], 1)
+    got = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables | {"page_table": wide})
+    assert got.isfinite().all()
+    assert torch.equal(got, expected)
+
+
+def test_a_ring_shorter_than_the_sequence_holds_its_newest_tokens() -> None:
+    layout = CacheLayout(1, 64, SideLayout("bf16"), SideLayout("bf16"), 2, 3)
+    assert reference.exact_places(layout, 0) == ([], [])
+    assert reference.exact_places(layout, 1) == ([0], [0])
+    assert reference.exact_places(layout, 4) == ([0, 1, 2, 3], [0, 1, 4, 2])
+    assert reference.exact_places(layout, 8) == ([0, 1, 5, 6, 7], [0, 1, 4, 2, 3])
