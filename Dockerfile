@@ -1,23 +1,61 @@
-# The embedded engine and the pipeline on a CPU. docker build -t kvgate . && docker run --user "$(id -u)" -v "$PWD/work:/work" kvgate kv=fp8
-FROM python:3.11-slim-bookworm AS build
+# kvgate in a container: docs/docker.md.
+#   docker build --target cpu -t kvgate:cpu .          the pipeline and MLflow's server on any CPU
+#   docker build --target trtllm -t kvgate:trtllm .    the pipeline beside TensorRT-LLM 1.2.1, for backend=trtllm
+# A digest in place of a tag: --build-arg PYTHON_IMAGE=python@sha256:... (or TRTLLM_IMAGE=...).
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG TRTLLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
+
+FROM ${PYTHON_IMAGE} AS wheel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/kvgate
-ENV PATH=/opt/kvgate/bin:$PATH
-# The CPU build of torch first: nothing after it may replace it by several GB of CUDA.
-RUN pip install torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY pyproject.toml README.md ./
 COPY pipeline pipeline
 COPY stages stages
 COPY plugins plugins
 COPY conf conf
-RUN pip install .
+RUN pip wheel --no-deps --wheel-dir /dist .
 
-FROM python:3.11-slim-bookworm
-RUN useradd --create-home --uid 1000 kvgate && install -d -o kvgate /work
-COPY --from=build /opt/kvgate /opt/kvgate
-ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1
-USER kvgate
+FROM ${PYTHON_IMAGE} AS cpu-venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CONSTRAINT=/build/constraints.txt
+COPY docs/docker/constraints.txt /build/
+COPY --from=wheel /dist /build/dist
+RUN python -m venv /opt/kvgate
+ENV PATH=/opt/kvgate/bin:$PATH
+# The CPU build of torch first: nothing after it may replace it by several GB of CUDA.
+RUN pip install torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+RUN pip install "$(echo /build/dist/kvgate-*.whl)[postgres]"
+
+FROM ${PYTHON_IMAGE} AS cpu
+# A fresh volume takes over the owner of the directory that it is mounted on; /artifacts is for MLflow's server.
+RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work /artifacts
+COPY --from=cpu-venv /opt/kvgate /opt/kvgate
+# HOME and USER for whoever `docker run --user` makes it: a user without an entry in /etc/passwd has neither.
+ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=kvgate
+USER 10001:10001
+WORKDIR /work
+HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["python", "-P", "-m", "pipeline", "--version"]
 # -P: a folder of the user's that is named like ours is not ours
+ENTRYPOINT ["python", "-P", "-m", "pipeline", "workdir=/work"]
+CMD ["--help"]
+
+FROM ${TRTLLM_IMAGE} AS trtllm
+USER 0
+COPY docs/docker/constraints.txt /build/
+COPY --from=wheel /dist /build/dist
+# The image's own Python (3.12) belongs to TensorRT-LLM, and the image constrains what pip may install for it. The pipeline
+# gets an environment of its own, made without touching that one: Ubuntu's Python has no ensurepip, virtualenv brings pip.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN PIP_CONSTRAINT='' /usr/bin/python3 -m pip install --target /build/virtualenv virtualenv==20.35.4 \
+    && PYTHONPATH=/build/virtualenv /usr/bin/python3 -m virtualenv /opt/kvgate \
+    && PIP_CONSTRAINT=/build/constraints.txt /opt/kvgate/bin/pip install \
+        torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu \
+    && PIP_CONSTRAINT=/build/constraints.txt /opt/kvgate/bin/pip install "$(echo /build/dist/kvgate-*.whl)[postgres]" \
+    && rm -r /build
+RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work
+# backend.python is TensorRT-LLM's interpreter unless the command line says otherwise.
+ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=kvgate KVGATE_TRTLLM_PYTHON=/usr/bin/python3
+USER 10001:10001
+WORKDIR /work
+HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["python", "-P", "-m", "pipeline", "--version"]
 ENTRYPOINT ["python", "-P", "-m", "pipeline", "workdir=/work"]
 CMD ["--help"]

@@ -13,9 +13,11 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
-# The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the best is promoted.
+# The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged
+# become TensorRT plans; the best is promoted.
 demo: $(VENV)/installed
 	$(BIN)/python -m pipeline -m experiment=demo
+	$(BIN)/python -m pipeline -m experiment=demo stage=build backend=tensorrt_rtx backend.compute_dtype=float32
 	$(BIN)/python -m pipeline stage=promote
 
 test: check

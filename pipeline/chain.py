@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import console
-from pipeline.backends import GraphBackend, TorchBackend
+from pipeline.backends import BackendConfig, GraphBackend, PlanBackend, TorchBackend
 from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.config import Config
-from pipeline.digest import FIRST_PARTY, file_digest, files_digest
+from pipeline.digest import FIRST_PARTY, file_digest, files_digest, json_digest
 from pipeline.errors import MissingRequirement, UserError
+from pipeline.identity import Link, Role, make_identity, write_identity
 from pipeline.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.records import Engine, Progress
+from pipeline.report import REPORT_FILE, EvaluationReport
 from pipeline.store import Artifact, Recipe, Store
+from pipeline.thresholds import Verdict
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 ONNX = ("onnx", "onnxscript", "onnxruntime", "numpy")
+
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
+"""Stages that work on what others left."""
 
 
 def entry(module: str, function: str) -> Callable[..., Any]:
@@ -38,20 +44,28 @@ def entry(module: str, function: str) -> Callable[..., Any]:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise UserError for files that the configuration names and that cannot be used; cheap, reads no weights."""
+    """Raise UserError for files that the configuration names and that cannot be used, MissingRequirement for a library that
+    plans are built with and that is not installed; cheap, reads no weights."""
     if config.work.exists() and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
-    if config.stage in ("promote", "rollback"):
+    if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
+        raise UserError(f"bundle={config.bundle}: no such directory")
+    if config.stage in WITHOUT_CHECKPOINT:
         return
     info = inspect_checkpoint(config.model.directory)
     config.kv.check_shape(info.shape)
     _check_device(config, info)
+    if isinstance(config.backend, PlanBackend) and config.stage != "quantize":
+        entry("stages.tensorrt.library", "load")(config.backend.name)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     if config.workloads.file is not None or config.gates.margins:
         samples = entry("stages.evaluate.samples", "load_samples")(config.workloads)
         config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    elsewhere = BACKENDS[config.backend.name].elsewhere
+    if elsewhere is not None:
+        entry(elsewhere, "check_inputs")(config)
 
 
 def _check_device(config: Config, info: CheckpointInfo) -> None:
@@ -140,11 +154,8 @@ class Chain:
 
         return self._get(recipe, make, policy)
 
-    def decoder(self, quantized: Artifact) -> Artifact:
+    def decoder(self, quantized: Artifact, dtype: str) -> Artifact:
         """The decoder as ONNX with its attention left open: the same for every KV policy over the same weights."""
-        backend = self.config.backend
-        assert isinstance(backend, GraphBackend)
-        dtype = backend.compute_dtype
         inputs = {"checkpoint": quantized.digest_under("checkpoint")}
         recipe = Recipe("export", ("stages.onnx.export",), {"compute_dtype": dtype}, inputs, (*TORCH, *ONNX))
 
@@ -154,20 +165,23 @@ class Chain:
 
         return self._get(recipe, make)
 
-    def bundle(self, policy: KVPolicy) -> Artifact:
-        """The engine bundle of `policy`."""
-        quantized = self.quantized(policy)
-        model, digest = self.backend.model(self, quantized)
+    def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
+        """The engine bundle of `policy`, for the configured backend unless `config` names another."""
+        quantized, config = self.quantized(policy), config or self.config.backend
+        backend = BACKENDS[config.name]
+        model, digest = backend.model(self, policy, config)
         inputs = {"model": digest, "scales": quantized.files[SCALES_FILE]}
-        code = f"{self.backend.package}.build"
-        options = self.config.backend.build_options
-        recipe = Recipe("build", (code,), {"kv": policy.model_dump(), **options}, inputs, self.backend.libraries)
+        code = f"{backend.package}.build"
+        options = config.build_options
+        if backend.elsewhere is not None:
+            options = {**options, **entry(backend.elsewhere, "found")(config)}
+        recipe = Recipe("build", (code,), {"kv": policy.model_dump(), **options}, inputs, backend.libraries)
 
         def make(out: Path, progress: Progress) -> None:
             scales = quantized.path / SCALES_FILE
             entry(code, "build_bundle")(model, out, policy=policy, scales=scales, progress=progress, **options)
 
-        return self._get(recipe, make, policy)
+        return self._get(recipe, make, policy, "" if config.name == self.config.backend.name else f" as {config.name}")
 
     def baseline(self) -> Artifact:
         """What the FP16-KV engine of the same backend and weights says to every sample."""
@@ -180,7 +194,28 @@ class Chain:
         return self._get(self._evaluation_recipe("baseline", {"baseline": bundle.digest}), make, FP16_POLICY)
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        """The report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
+        """The report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
+
+        MissingRequirement of plans that cannot run here says where their graphs were, or can be, judged as ONNX.
+        """
+        try:
+            return self._evaluation(policy)
+        except MissingRequirement as error:
+            if not isinstance(self.config.backend, PlanBackend):
+                raise
+            raise MissingRequirement(f"{error}\n{self.twin_report(policy, self.config.backend)}") from error
+
+    def twin_report(self, policy: KVPolicy, config: PlanBackend) -> str:
+        """Where the ONNX engine of a plan's own graphs was judged, or the command that judges it."""
+        twin = self.bundle(policy, config.twin)
+        graph = f"kv={policy.name}: the plan's own graph (decode.onnx, sha256 {twin.files['decode.onnx']})"
+        reports = self.store.made_from("evaluate", "engine", twin.digest)
+        if reports:
+            return f"{graph} was judged as ONNX: {reports[-1] / REPORT_FILE} (engine {twin.digest})"
+        options = f"backend=onnxruntime backend.compute_dtype={config.compute_dtype}"
+        return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
+
+    def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         baseline, bundle, reference = self.baseline(), self.bundle(policy), self.bundle(FP16_POLICY)
         weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
         assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
@@ -199,6 +234,25 @@ class Chain:
             )
 
         return self._get(self._evaluation_recipe("evaluate", inputs), make, policy), bundle, reference
+
+    def identity(self, policy: KVPolicy, report: EvaluationReport, verdict: Verdict) -> Artifact:
+        """What binds the judged engine to all that made it and to what was said of it, with the evidence itself."""
+        evaluation, engine, baseline = self.evaluation(policy)
+        members: dict[Role, Artifact] = {
+            "calibration": self.calibration(),
+            "quantized": self.quantized(policy),
+            "engine": engine,
+            "baseline": baseline,
+            "answers": self.baseline(),
+            "evaluation": evaluation,
+        }
+        chain = [Link.of(done.title, done.artifact) for done in self.done]
+        roles = {role: member.key for role, member in members.items()}
+        made = make_identity(self.config, chain, roles, engine.path, report=report, verdict=verdict)
+        content: dict[str, object] = {"identity": json_digest(made.model_dump(mode="json"))}
+        recipe = Recipe("identity", ("pipeline.identity",), content, {"evaluation": evaluation.digest})
+        file = self.config.workloads.file
+        return self._get(recipe, lambda out, _: write_identity(made, evaluation.path, file, out), policy)
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str]) -> Recipe:
         workloads, backend = self.config.workloads, self.config.backend
@@ -223,12 +277,14 @@ class Chain:
         load = entry(f"{self.backend.package}.engine", "load_engine")
         return lambda: load(bundle.path, **self.config.backend.run_options)
 
-    def _get(self, recipe: Recipe, make: Callable[[Path, Progress], None], policy: KVPolicy | None = None) -> Artifact:
+    def _get(
+        self, recipe: Recipe, make: Callable[[Path, Progress], None], policy: KVPolicy | None = None, note: str = ""
+    ) -> Artifact:
         """The artifact of `recipe`, with its progress on the console; verified once a job, since that reads every byte."""
         known = next((done.artifact for done in self.done if done.artifact.key == recipe.key), None)
         if known is not None:
             return known
-        title = f"{recipe.stage} {policy.name}" if policy is not None else recipe.stage
+        title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
 
         def with_progress(out: Path) -> None:
             with console.progress(title) as progress:
@@ -241,13 +297,26 @@ class Chain:
         return artifact
 
 
-def _exported(chain: Chain, quantized: Artifact) -> tuple[Path, str]:
-    decoder = chain.decoder(quantized)
+def _exported(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[Path, str]:
+    assert isinstance(config, GraphBackend)
+    decoder = chain.decoder(chain.quantized(policy), config.compute_dtype)
     return decoder.path, decoder.digest
 
 
-def _checkpoint(chain: Chain, quantized: Artifact) -> tuple[Path, str]:  # noqa: ARG001  (the table's signature)
+def _onnx_twin(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[Path, str]:
+    assert isinstance(config, PlanBackend)
+    bundle = chain.bundle(policy, config.twin)
+    return bundle.path, bundle.digest
+
+
+def _checkpoint(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[Path, str]:  # noqa: ARG001  (the table's signature)
+    quantized = chain.quantized(policy)
     return quantized.path / "checkpoint", quantized.digest_under("checkpoint")
+
+
+def _quantized(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[Path, str]:  # noqa: ARG001  (the table's signature)
+    quantized = chain.quantized(policy)
+    return quantized.path, quantized.digest
 
 
 @dataclass(frozen=True)
@@ -256,11 +325,17 @@ class Backend:
 
     package: str
     libraries: tuple[str, ...]
-    model: Callable[[Chain, Artifact], tuple[Path, str]]
+    model: Callable[[Chain, KVPolicy, BackendConfig], tuple[Path, str]]
     """What a bundle is built from, and its digest."""
+    elsewhere: str | None = None
+    """For what runs outside of this process, the module whose `check_inputs` refuses, before any work, what cannot be built
+    or is not here, and whose `found` gives the build's further options: the release and what follows from it."""
 
 
 BACKENDS: dict[str, Backend] = {
     "onnxruntime": Backend("stages.onnx", ONNX, _exported),
     "torch": Backend("stages.oracle", TORCH, _checkpoint),
+    "tensorrt_rtx": Backend("stages.tensorrt", ("onnx", "numpy", "tensorrt-rtx-cu13"), _onnx_twin),
+    "tensorrt": Backend("stages.tensorrt", ("onnx", "numpy", "tensorrt", "triton"), _onnx_twin),
+    "trtllm": Backend("stages.trtllm", ("numpy",), _quantized, "stages.trtllm.targets"),
 }

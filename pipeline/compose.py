@@ -50,7 +50,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         key = ".".join(str(part) for part in location)
         text, value = problem["msg"], problem["input"]
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{_suggest(str(location[-1]), _siblings(location))}")
+            lines.append(f"{key}: unknown key{_suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
         elif problem["type"] == "union_tag_invalid":
             choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
             lines.append(f"{key}.name={value['name']}: no such option{_suggest(str(value['name']), choices)}")
@@ -72,16 +72,20 @@ def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[
 
 
 def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> bool:
+    if not location:  # a problem of several sections together
+        return False
     parent = OmegaConf.select(composed, ".".join(str(part) for part in location[:-1])) if location[1:] else composed
     return isinstance(parent, DictConfig) and location[-1] in parent and OmegaConf.is_interpolation(parent, location[-1])
 
 
-def _siblings(location: tuple[int | str, ...]) -> list[str]:
-    """Keys that exist where an unknown one was given; of a choice, those of all that can be chosen."""
+def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
+    """Keys that exist where an unknown one was given; of a choice, those of all that can be chosen unless it is known."""
     models: list[Any] = [Config]
     for part in location[:-1]:
         found = [model.model_fields[part].annotation for model in models if part in model.model_fields]
         models = [m for kind in found for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
+        if part == "backend" and backend is not None:
+            models = [m for m in models if backend in get_args(m.model_fields["name"].annotation)] or models
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 

@@ -2,9 +2,9 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.backends import BackendConfig
 from pipeline.errors import UserError
@@ -15,7 +15,7 @@ from pipeline.tracking import Tracking
 from pipeline.weights import WeightsFormat
 from pipeline.workloads import WorkloadsConfig
 
-Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "all"]
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all"]
 
 PACKAGED = "pkg://"
 
@@ -79,6 +79,16 @@ class Config(StrictModel):
     tracking: Tracking
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str
+    bundle: str | None
+    """An engine, or its evidence: what stage=verify looks at."""
+
+    @model_validator(mode="after")
+    def _bundle_is_for_verify(self) -> Self:
+        if self.stage == "verify" and self.bundle is None:
+            raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
+        if self.stage != "verify" and self.bundle is not None:
+            raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
+        return self
 
     @property
     def work(self) -> Path:

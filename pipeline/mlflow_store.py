@@ -163,6 +163,7 @@ class MlflowStore:
             "engine_digest": candidate.engine_digest,
             "baseline_digest": candidate.baseline_digest,
             "report_digest": candidate.report_digest,
+            "identity_digest": candidate.identity_digest,
         }
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in cited.items())
         with FileLock(self.lock), _process_wide(self.location.uri):
@@ -257,6 +258,7 @@ class CandidateRun:
             "engine_digest": candidate.engine_digest,
             "baseline_digest": candidate.baseline_digest,
             "report_digest": candidate.report_digest,
+            "identity_digest": candidate.identity_digest,
             "model_version": version,
             "mlflow.runColor": run_color(candidate.verdict, candidate.kv),
         }
@@ -287,11 +289,15 @@ def _process_wide(uri: str) -> Iterator[None]:
 
 
 def _collect_evidence(candidate: Candidate, folder: Path) -> None:
-    """What a version carries even where the bundle itself is not copied."""
+    """What a version carries even where the bundle itself is not copied: with `engine/`, what stage=verify replays.
+
+    Not the user's own samples file: prompts stay where they are.
+    """
     for name in EVIDENCE_FILES:
         source = Path(candidate.engine_path) / name
         if source.is_file():
             copy_redacted(source, folder / name)
-    copy_redacted(Path(candidate.report_path), folder / "report.json")
+    for path in map(Path, (candidate.report_path, candidate.samples_path, candidate.identity_path)):
+        copy_redacted(path, folder / path.name)
     verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

@@ -97,3 +97,24 @@ class OnePassEngine(Engine, Protocol):
         """Logits (len(tokens) - first, vocab_size): row r is what `decode` gives for tokens[first + r] after
         `prefill` of tokens[:first] (at least one token) and `decode` of those between. No sequence stays behind."""
         ...
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """What a load of prompts took on an engine."""
+
+    first_token_ms: list[float]
+    """One prompt after the other, alone."""
+    step_ms: list[float]
+    """Decode steps of all sequences together, in order."""
+    memory: MemoryReport
+    """At the last step."""
+
+
+@runtime_checkable
+class TimedEngine(Engine, Protocol):
+    """An engine whose steps cannot be timed from outside: it serves whole requests."""
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """Times of `steps` decode steps after the first token of every prompt."""
+        ...

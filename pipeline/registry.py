@@ -104,6 +104,9 @@ def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
         require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
     actual, cited = evidence_digest(report_path, samples_path), candidate.report_digest
     require(actual == cited, f"the report in {report_path.parent} has digest {actual[:12]}, the candidate cites {cited[:12]}")
+    identity = Path(candidate.identity_path)
+    require(identity.is_file(), f"its identity {identity} is gone; run stage=evaluate again")
+    require(file_digest(identity) == candidate.identity_digest, f"{identity} is not the identity that the candidate cites")
     report = json.loads(report_path.read_text(encoding="utf-8"))
     require(report.get("engine_digest") == candidate.engine_digest, "its report is about another engine")
     require(report.get("baseline_digest") == candidate.baseline_digest, "its report compares with another baseline")
@@ -114,7 +117,7 @@ def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
     require(candidate.model_version is not None, "it is not registered (tracking.enabled=false?)")
     tags = registry.tags(str(candidate.model_version))
     require(tags is not None, f"version {candidate.model_version} is not in the registry")
-    for name in ("engine_digest", "baseline_digest", "report_digest"):
+    for name in ("engine_digest", "baseline_digest", "report_digest", "identity_digest"):
         registered = (tags or {}).get(name, "nothing")
         require(registered == getattr(candidate, name), f"version {candidate.model_version} cites another {name}")
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from pipeline import console, registry, summary, tables
-from pipeline.chain import Chain, entry
+from pipeline.backends import PlanBackend
+from pipeline.chain import WITHOUT_CHECKPOINT, Chain, entry
 from pipeline.config import Config
-from pipeline.errors import DEFECT, EXIT_CODES, INTERRUPTED, REFUSALS, GateRefusal, UserError, exit_code
+from pipeline.errors import DEFECT, EXIT_CODES, INTERRUPTED, REFUSALS, GateRefusal, MissingRequirement, UserError, exit_code
 from pipeline.gates import decide
+from pipeline.identity import IDENTITY_FILE
 from pipeline.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.store import Store
 from pipeline.summary import Candidate
 from pipeline.tracking import compare_url, open_store, server_command, track
+from pipeline.verify import find_evidence, replay
 
 if TYPE_CHECKING:
     from pipeline.mlflow_store import MlflowStore
@@ -55,6 +58,10 @@ def build(run: Run) -> None:
     """Build the engine bundle."""
     made = run.chain.bundle(run.config.kv)
     console.out.print(f"engine bundle: {made.path}\ndigest: {made.digest}", soft_wrap=True)
+    if isinstance(run.config.backend, PlanBackend):
+        plans = {path.name: path.stat().st_size / 2**20 for path in sorted(made.path.glob("*.plan"))}
+        console.out.print("  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items()))
+        console.out.print(run.chain.twin_report(run.config.kv, run.config.backend), soft_wrap=True)
 
 
 def evaluate(run: Run) -> None:
@@ -66,6 +73,7 @@ def evaluate(run: Run) -> None:
         report, rows = load_report(report_artifact.path), load_rows(report_artifact.path)
         verdict = decide(report, rows, config.gates)
         report_path, samples_path = report_artifact.path / REPORT_FILE, report_artifact.path / SAMPLES_FILE
+        identity = chain.identity(config.kv, report, verdict)
         candidate = Candidate(
             kv=config.kv.name,
             verdict=verdict.status,
@@ -74,11 +82,13 @@ def evaluate(run: Run) -> None:
             metrics=report.flat_metrics(),
             engine_digest=engine.digest,
             baseline_digest=baseline.digest,
+            identity_digest=identity.files[IDENTITY_FILE],
             report_digest=registry.evidence_digest(report_path, samples_path),
             engine_path=str(engine.path),
             baseline_path=str(baseline.path),
             report_path=str(report_path),
             samples_path=str(samples_path),
+            identity_path=str(identity.path / IDENTITY_FILE),
             label="" if run.label == config.kv.name else run.label,
             model=config.model.label,
             backend=config.backend.name,
@@ -133,6 +143,22 @@ def rollback(run: Run) -> None:
     console.out.print(move.message)
 
 
+def verify(run: Run) -> None:
+    """Replay the evidence of an engine, offline and read-only; GateRefusal when something differs."""
+    directory = Path(str(run.config.bundle))
+    found = {path: replay(path) for path in find_evidence(directory)}
+    for path, (identity, findings) in found.items():
+        tables.print_findings(path, identity, findings)
+    by_status = {
+        status: [line.name for _, findings in found.values() for line in findings if line.status == status]
+        for status in ("differs", "missing")
+    }
+    if by_status["differs"]:
+        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(by_status['differs'])}")
+    if by_status["missing"]:
+        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(by_status['missing'])}")
+
+
 def everything(run: Run) -> None:
     """Evaluate, and promote what passed; jobs of a sweep only register, since the last to finish would win."""
     evaluate(run)
@@ -155,6 +181,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "evaluate": evaluate,
     "promote": promote,
     "rollback": rollback,
+    "verify": verify,
     "all": everything,
 }
 
@@ -171,7 +198,7 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
     job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
     code = DEFECT
     try:
-        if config.stage not in ("promote", "rollback"):
+        if config.stage not in WITHOUT_CHECKPOINT:
             console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
@@ -183,7 +210,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         raise
     finally:
         # only a judgement begins or joins a sweep; promotion, and a build in between, leave the last one's candidates
-        summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
+        if config.stage != "verify":  # which writes nothing, wherever it runs
+            summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
 
 
 def conclude_sweep(config: Config, sweep: str) -> int:

@@ -6,20 +6,19 @@ was interrupted never looks finished, and a failure is never cached.
 """
 
 import json
-import os
 import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from filelock import FileLock
 
 from pipeline.digest import code_digest, files_digest, json_digest, tree_files
+from pipeline.hardware import hardware
 
 MANIFEST = ".manifest.json"
 SCHEMA = 1
@@ -35,6 +34,8 @@ class Artifact:
     digest: str
     files: dict[str, str]
     """Relative path -> sha256."""
+    parts: dict[str, object]
+    """What its key was made from."""
     reused: bool
     seconds: float
     """What it took to make, also when it was reused."""
@@ -76,16 +77,10 @@ class Recipe:
     def key(self) -> str:
         return json_digest(self.parts)
 
-
-@cache
-def hardware() -> dict[str, object]:
-    """Identity of this machine as far as timings depend on it."""
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count()}
+    @staticmethod
+    def place(stage: str, key: str) -> str:
+        """Where the artifact of a key lies below a store's root."""
+        return f"{stage}/{key[:32]}"
 
 
 class Store:
@@ -95,7 +90,7 @@ class Store:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
-        return self.root / recipe.stage / recipe.key[:32]
+        return self.root / recipe.place(recipe.stage, recipe.key)
 
     def get(self, recipe: Recipe, make: Callable[[Path], None]) -> Artifact:
         """The artifact of `recipe`: verified and reused when it exists, else made by `make(empty directory)`."""
@@ -119,6 +114,15 @@ class Store:
         assert made is not None, f"{target} changed while it was being sealed"
         return made
 
+    def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
+        """Directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
+        found = []
+        for path in (self.root / stage).glob(f"*/{MANIFEST}"):
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            if manifest["parts"]["inputs"].get(name) == digest and tree_files(path.parent) == manifest["files"]:
+                found.append(path)
+        return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
         manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
@@ -134,4 +138,6 @@ class Store:
         if manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
             return None
         files = manifest["files"]
-        return Artifact(target, recipe.stage, recipe.key, files_digest(files), files, reused, manifest["seconds"])
+        return Artifact(
+            target, recipe.stage, recipe.key, files_digest(files), files, manifest["parts"], reused, manifest["seconds"]
+        )

@@ -33,6 +33,9 @@ class Candidate:
     baseline_path: str
     report_path: str
     samples_path: str
+    identity_digest: str = ""
+    """Of identity.json; empty in a summary that an older kvgate wrote."""
+    identity_path: str = ""
     label: str = ""
     """The policy, and what else the command line changed; empty when that is only the policy."""
     model: str = ""

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from pipeline import console, registry
+from pipeline.identity import Identity
 from pipeline.registry import PASS, Move
 from pipeline.summary import Candidate
+from pipeline.verify import Finding
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
@@ -22,6 +25,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
 
 REASONS_SHOWN = 4
 
+FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 
@@ -47,6 +51,18 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
         cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
         table.add_row(engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.kib_per_token, ".3f"), *cells)
     console.out.print()
+    console.out.print(table)
+
+
+def print_findings(evidence: Path, identity: Identity, findings: Sequence[Finding]) -> None:
+    """What a replay found, a line each, what is wrong last."""
+    console.out.print(f"[bold]{escape(identity.policy)}[/] of {escape(identity.model)}: {evidence}", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("replayed", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for line in sorted(findings, key=lambda line: tuple(FINDING_COLOURS).index(line.status)):
+        table.add_row(escape(line.name), f"[{FINDING_COLOURS[line.status]}]{line.status}[/]", escape(line.detail))
     console.out.print(table)
 
 

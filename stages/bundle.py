@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.digest import file_digest
-from pipeline.errors import UserError
+from pipeline.errors import MissingRequirement, UserError
 from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
 from pipeline.strict import StrictModel
 
@@ -23,6 +23,21 @@ class BundleRecord(StrictModel):
     backend: str
     files: dict[str, str]
     """File name -> sha256 of every file that loading reads."""
+
+
+class BuiltFor(StrictModel):
+    """What a compiled engine is tied to, or what a machine offers in its place."""
+
+    library: str
+    """As people call it: TensorRT, TensorRT for RTX, TensorRT-LLM."""
+    version: str
+    """Of the library; a plan is read by the version that wrote it and by no other."""
+    compute_capabilities: list[str]
+    """Of the GPUs that the engine has code for, `8.9`; of the one device that would run it; empty without a GPU."""
+
+    def __str__(self) -> str:
+        devices = f"SM {', '.join(self.compute_capabilities)}" if self.compute_capabilities else "no GPU"
+        return f"{self.library} {self.version} and {devices}"
 
 
 B = TypeVar("B", bound=BundleRecord)
@@ -77,6 +92,17 @@ def open_record(directory: Path, record: type[B], backend: str) -> B:
     bundle = read_record(path, record)
     verify_files(directory, bundle.files)
     return bundle
+
+
+def check_built_for(directory: Path, built: BuiltFor, found: BuiltFor) -> None:
+    """Raise MissingRequirement, naming both sides, unless the engine in `directory` can run on what was found here."""
+    same_library = (built.library, built.version) == (found.library, found.version)
+    if same_library and set(built.compute_capabilities) & set(found.compute_capabilities):
+        return
+    raise MissingRequirement(
+        f"{directory}: this engine was built for {built}, this machine has {found}: build it here with stage=build, or load it "
+        "where it was built for"
+    )
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:

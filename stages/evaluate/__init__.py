@@ -6,6 +6,6 @@
 
 from stages.evaluate.measure import evaluate_candidate, measure_baseline
 from stages.evaluate.samples import load_samples
-from stages.evaluate.tokens import BundleTokenizer
+from stages.evaluate.tokens import BundleTokenizer, samples_digest
 
-__all__ = ["BundleTokenizer", "evaluate_candidate", "load_samples", "measure_baseline"]
+__all__ = ["BundleTokenizer", "evaluate_candidate", "load_samples", "measure_baseline", "samples_digest"]

@@ -2,11 +2,12 @@
 
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from pipeline.kv import PAGE_TOKENS, live_tokens
-from pipeline.records import Engine
+from pipeline.records import Engine, LoadTimes, TimedEngine
 from pipeline.report import SystemMetrics
 from pipeline.workloads import LoadConfig
 
@@ -18,32 +19,16 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
     """Prefill `load.batch` prompts one by one (time to first token: the median), then decode them together, timed."""
     rng = random.Random(SEED)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
-    warm, _ = engine.prefill([prompts[0]])
-    engine.release(warm)
-    first_token_ms = []
-    sequences: list[int] = []
-    tokens: list[int] = []
-    for prompt in prompts:
-        started = time.perf_counter()
-        handles, logits = engine.prefill([prompt])
-        tokens.append(int(logits[0].argmax()))
-        first_token_ms.append((time.perf_counter() - started) * 1e3)
-        sequences += handles
-    step_ms = []
-    for _ in range(load.warmup_steps + load.new_tokens):
-        started = time.perf_counter()
-        tokens = engine.decode(sequences, tokens).argmax(axis=1).tolist()
-        step_ms.append((time.perf_counter() - started) * 1e3)
-    step_ms = step_ms[load.warmup_steps :]
-    memory = engine.memory()
-    engine.release(sequences)
+    steps = load.warmup_steps + load.new_tokens
+    times = engine.timed(prompts, steps) if isinstance(engine, TimedEngine) else _timed(engine, prompts, steps)
+    step_ms, memory = times.step_ms[load.warmup_steps :], times.memory
     p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()
     budget = int(load.budget_gib * GIB)
     return SystemMetrics(
         batch=load.batch,
         context_tokens=load.context_tokens,
         new_tokens=load.new_tokens,
-        time_to_first_token_ms=float(np.median(first_token_ms)),
+        time_to_first_token_ms=float(np.median(times.first_token_ms)),
         decode_tokens_per_s=load.batch * len(step_ms) / (sum(step_ms) / 1e3),
         inter_token_p50_ms=p50,
         inter_token_p95_ms=p95,
@@ -58,3 +43,26 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
         sequence_tokens=load.sequence_tokens,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, load.sequence_tokens),
     )
+
+
+def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+    """Prefill the prompts one by one, then decode them together greedily, on the wall clock."""
+    warm, _ = engine.prefill([prompts[0]])
+    engine.release(warm)
+    first_token_ms = []
+    sequences: list[int] = []
+    tokens: list[int] = []
+    for prompt in prompts:
+        started = time.perf_counter()
+        handles, logits = engine.prefill([prompt])
+        tokens.append(int(logits[0].argmax()))
+        first_token_ms.append((time.perf_counter() - started) * 1e3)
+        sequences += handles
+    step_ms = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        tokens = engine.decode(sequences, tokens).argmax(axis=1).tolist()
+        step_ms.append((time.perf_counter() - started) * 1e3)
+    memory = engine.memory()
+    engine.release(sequences)
+    return LoadTimes(first_token_ms, step_ms, memory)

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from pipeline.errors import UserError
 from pipeline.records import Sample
+from pipeline.workloads import WorkloadsConfig
+from stages.evaluate.samples import load_samples
 from stages.prompts import load_tokenizer, prompt_ids
 
 
@@ -75,6 +77,11 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: i
         reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference)))
     return encoded
+
+
+def samples_digest(config: WorkloadsConfig, bundle: Path) -> str:
+    """The digest that a report cites, made from nothing but the configuration and the bundle's tokenizer."""
+    return workloads_digest(encode(load_samples(config), BundleTokenizer(bundle), config.max_scored_tokens))
 
 
 def workloads_digest(encoded: Sequence[EncodedSample]) -> str:

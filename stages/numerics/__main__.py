@@ -16,8 +16,8 @@ import torch
 from pipeline.console import err, out, progress
 from pipeline.digest import files_digest, tree_files
 from pipeline.errors import UserError
+from pipeline.hardware import hardware
 from pipeline.records import Progress
-from pipeline.store import hardware
 from stages.numerics import context, formats, sides
 from stages.numerics.lab import Lab
 from stages.numerics.report import Header, Report, Section, changed_verdicts, markdown

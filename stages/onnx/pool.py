@@ -8,6 +8,7 @@ each. Every array belongs to one layer and is named like the graph's input: `key
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +68,11 @@ class PagedPool:
                     self._add(f"{name}.{layer}", self._slots, (policy.exact_tokens, shape.head_dim), FLOAT16.numpy_type)
 
     def _add(self, name: str, numbers: Numbers, dims: tuple[int, int], dtype: npt.DTypeLike) -> None:
-        self.arrays[name], self._numbers[name] = np.zeros((0, self.shape.kv_heads, *dims), dtype), numbers
+        self.arrays[name], self._numbers[name] = self._zeros((0, self.shape.kv_heads, *dims), np.dtype(dtype)), numbers
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of the pool; torch's on another device."""
+        return np.zeros(shape, dtype)
 
     def start(self) -> int:
         """A new, empty sequence's handle."""
@@ -138,7 +143,7 @@ class PagedPool:
         numbers.grow(capacity)
         for name, old in self.arrays.items():
             if self._numbers[name] is numbers:
-                new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+                new = self._zeros((capacity, *old.shape[1:]), old.dtype)
                 new[: len(old)] = old
                 self.arrays[name] = new
         self._moves += 1
@@ -212,13 +217,21 @@ class PagedPool:
             places[self._young] = [(young, _lookup(held, pages)[young], within[young])]
         if self.policy.exact_tokens:
             places[self._slots] = self._exact_places(rows, positions, starts + tokens)
+        found = {numbers: [self._index(place) for place in listed] for numbers, listed in places.items()}
         for name, values in new.items():
-            array = self.arrays[name]
-            flat = values.transpose(0, 2, 1, 3).reshape(-1, *array.shape[1::2])
-            for chosen, number, slot in places[self._numbers[name]]:
-                array[number, :, slot] = flat[chosen]
+            self._write(self.arrays[name], values, found[self._numbers[name]])
         for row in rows:
             row.length += tokens
+
+    def _index(self, place: tuple[Indices, Indices, Indices]) -> tuple[Any, Any, Any]:
+        """What indexes the arrays: torch's on another device."""
+        return place
+
+    def _write(self, array: Any, values: Any, places: list[tuple[Any, Any, Any]]) -> None:
+        """Write the chosen ones of the new tokens `values` (B, H, S, W), row after row, to (number, slot) of an array."""
+        flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])
+        for chosen, number, slot in places:
+            array[number, :, slot] = flat[chosen]
 
     def _move_window(self, row: _Sequence, length: int) -> None:
         """Forget the pages that leave the window of a sequence that grows to `length`, take those that enter."""

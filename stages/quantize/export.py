@@ -13,7 +13,14 @@ from pipeline.records import Progress
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import source_dtype
-from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, validate_tensorrt_llm, validate_unified_hf, why_not
+from stages.quantize.validate import (
+    TENSORRT_LLM_KV,
+    UNIFIED_HF_KV,
+    validate_tensorrt_llm,
+    validate_unified_hf,
+    why_not,
+    why_not_tensorrt_llm,
+)
 
 Report = dict[str, Any]
 
@@ -62,15 +69,6 @@ def export_all(
         reports["unified_hf"] = _written(policy, adapter.UNIFIED_HF_SCALE_FLOOR, shared=False)
     progress("exporting", 2, 2)
     return reports
-
-
-def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
-    """Why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model."""
-    if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
-    if info.rope_scaling is not None:
-        return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
-    return None
 
 
 def _written(policy: KVPolicy, floor: float, *, shared: bool) -> Report:

@@ -16,6 +16,7 @@ import modelopt
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
+from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,7 @@ from stages.quantize.recipe import (
     AXES,
     BACKEND,
     NOTHING,
+    SHARED_INPUTS,
     Attributes,
     CacheQuantizer,
     Place,
@@ -153,6 +155,18 @@ def enabled_attributes(model: torch.nn.Module) -> dict[str, Attributes]:
     return {name: _attributes(quantizer) for name, quantizer in enabled_quantizers(model)}
 
 
+def fuse_shared_inputs(model: torch.nn.Module, layers: int) -> None:
+    """Give layers that engines fuse the shared scales and smoothing factors that the exporters would give them.
+
+    The exporters do it as they write (AWQ's factors become their mean, the weights are smoothed and rounded anew), so that
+    weights taken from the model before would be others than those shipped.
+    """
+    with _quiet(), torch.no_grad():
+        for layer in range(layers):
+            for names in SHARED_INPUTS:
+                preprocess_linear_fusion([model.get_submodule(f"model.layers.{layer}.{name}") for name in names])
+
+
 def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
     """W such that W x is what the quantized layer computes when its activation quantizer does not round.
 
@@ -161,9 +175,10 @@ def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
     """
     layer = cast(Any, linear)
     with torch.no_grad():
-        weight: torch.Tensor = layer.weight_quantizer(layer.weight)
+        # The exporters round the cast weight, but in float32.
+        weight: torch.Tensor = layer.weight_quantizer(layer.weight.float())
         if layer.input_quantizer.pre_quant_scale is not None:
-            weight = weight * layer.input_quantizer.pre_quant_scale.reshape(1, -1).to(weight.dtype)
+            weight = weight * layer.input_quantizer.pre_quant_scale.reshape(1, -1).float()
     return weight
 
 

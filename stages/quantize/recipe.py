@@ -32,6 +32,10 @@ LINEARS = (
 )
 """Linear layers of a decoder layer of the supported architectures; the LM head is never quantized."""
 
+SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+"""Linear layers that read the same input. Engines fuse them, and a fused layer has one input scale, one factor a channel
+that smooths the input, and with FP8 one weight scale."""
+
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight scale."""
 

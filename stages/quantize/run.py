@@ -15,7 +15,7 @@ from pipeline.weights import WeightsFormat
 from stages.prompts import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
-from stages.quantize.materialize import copy_checkpoint, write_dequantized
+from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 from stages.quantize.tokens import tokenize
@@ -48,6 +48,9 @@ def run(
         copy_checkpoint(info, out / "checkpoint")
     else:
         adapter.quantize_model(model, linears, _forward_loop("weights", samples, progress))
+        # In the order of the exports, which fuse, cast and only then round: what is judged is what is shipped.
+        adapter.fuse_shared_inputs(model, layers)
+        adapter.cast_for_export(model, source_dtype(info))
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
         cached = load_model(inspect_checkpoint(out / "checkpoint"))
     measured = measure(cached, info, policy, _forward_loop("cache", samples, progress))

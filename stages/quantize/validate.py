@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from pipeline.checkpoint import CheckpointInfo
 from pipeline.formats import Format
 from pipeline.kv import KVPolicy, KVScales, SideName
 from pipeline.weights import WeightsFormat
@@ -89,6 +90,15 @@ def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     if policy.key.dtype == "fp16" or _KV_ALGORITHMS.get(formats["key"]) in algorithms:
         return None
     return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
+
+
+def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
+    """Why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model."""
+    if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
+    if info.rope_scaling is not None:
+        return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
+    return None
 
 
 def _describe(form: Format) -> str:

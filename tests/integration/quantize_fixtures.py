@@ -14,6 +14,7 @@ from pipeline.kv import KVPolicy, KVScales
 from pipeline.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import quantize
+from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import cache_quantizers, weight_recipe
 from stages.quantize.run import load_model, measure
 from stages.quantize.scales import static_scales
@@ -95,6 +96,9 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
 
     if weights != "none":
         adapter.quantize_model(model, weight_recipe(weights, info.shape.layers), forward_loop)
+        adapter.fuse_shared_inputs(model, info.shape.layers)
+        adapter.cast_for_export(model, source_dtype(info))
+        model.float()
     scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
     scales.check(policy, info.shape, "quantized_model")
     caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)

@@ -1,6 +1,7 @@
 """The whole path on the trained tiny model, through the command line: sweep, verdicts, promotion, refusals, rollback."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,19 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert summary(work)["champion"] == "fp8"
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
+
+
+def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it(swept: Swept) -> None:
+    """MLflow's directory of a model version is an engine with its evidence, outside the artifact store."""
+    work, _ = swept
+    identities = (work / "mlartifacts").rglob("identity.json")
+    (version,) = [path.parent for path in identities if '"policy": "fp8"' in path.read_text()]
+    weights = version / "engine" / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    result = pipeline(work, "stage=verify", f"bundle={version}")
+    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
+    assert f"bundle={version} is not what was judged: engine: weights.bin\n" in result.stderr, "and nothing else differs"
+    assert re.search(r"verdict, decided again +same +PASS", result.stdout)
 
 
 def test_rollback_without_a_previous_champion_is_a_users_error(

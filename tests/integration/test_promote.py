@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline import registry
-from pipeline.digest import files_digest, tree_files
+from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.errors import GateRefusal, UserError
 from pipeline.mlflow_store import MlflowStore
 from pipeline.summary import Candidate, conclude, load, record
@@ -45,7 +45,9 @@ def judge(work: Path, kv: str, kib: float, verdict: str = "PASS") -> Candidate:
     (evidence / "report.json").write_text(json.dumps(report))
     (evidence / "samples.jsonl").write_text("{}\n")
     files = evidence / "report.json", evidence / "samples.jsonl"
-    paths = str(engine), str(baseline), str(files[0]), str(files[1])
+    identity = evidence / "identity.json"
+    identity.write_text(kv)
+    paths = str(engine), str(baseline), str(files[0]), str(files[1]), file_digest(identity), str(identity)
     metrics = {"quality/kl_mean": 0.01, "memory/max_live_tokens": 1e6 / kib}
     return Candidate(kv, verdict, (), kib, metrics, *cited, registry.evidence_digest(*files), *paths)
 

@@ -1,53 +1,230 @@
-"""Decode graphs parse and build into TensorRT-for-RTX plans on a machine without a GPU."""
+"""The ONNX engine's graphs as TensorRT-for-RTX plans, built on a machine without a GPU."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
-import tensorrt_rtx as trt
-from onnx_fixtures import BY_NAME, SHIPPED, make_bundle, shared_decoder
+from onnx import external_data_helper
+from onnx_fixtures import BY_NAME, SHIPPED, fmt, make_bundle, nothing, shared_decoder
 
-SIZES = {"B": (1, 4, 16), "P": (1, 8, 16), "N": (1, 64, 256), "M": (1, 4, 16), "Y": (1, 2, 8), "NW": (1, 16, 64)}
-"""Smallest, most likely and largest value of each dynamic dimension."""
-
-
-def build_plan(graph: Path) -> bytes:
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, logger)
-    assert parser.parse_from_file(str(graph)), [str(parser.get_error(i)) for i in range(parser.num_errors)]
-    profile = builder.create_optimization_profile()
-    for value in onnx.load(graph, load_external_data=False).graph.input:
-        dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        profile.set_shape(value.name, *([SIZES[d][i] if isinstance(d, str) else d for d in dims] for i in range(3)))
-    config = builder.create_builder_config()
-    config.add_optimization_profile(profile)
-    plan = builder.build_serialized_network(network, config)
-    assert plan is not None
-    return bytes(plan)
-
+from pipeline import hardware
+from pipeline.errors import MissingRequirement, UserError
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy, LayerOverride
+from stages.onnx.bundle import open_bundle as open_twin
+from stages.onnx.functions import Mode
+from stages.tensorrt import engine as engine_module
+from stages.tensorrt.build import build_bundle
+from stages.tensorrt.bundle import PlanRecord, open_bundle
+from stages.tensorrt.engine import load_engine
+from stages.tensorrt.library import load
+from stages.tensorrt.plan import Refused, build, parse
+from stages.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
 """TensorRT has no such type: its parser refuses pools of it as inputs."""
 
-
-@pytest.mark.parametrize("name", [policy.name for policy in SHIPPED if policy.name not in E5M2])
-def test_every_shipped_policy_builds_into_a_plan(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "bundle", BY_NAME[name])
-    plan = build_plan(bundle / "decode.onnx")
-    assert len(plan) > (bundle / "weights.bin").stat().st_size / 2
+TAKEN = [policy for policy in SHIPPED if policy.name not in E5M2]
 
 
-@pytest.mark.parametrize("name", ["fp8k_int4v", "int4_asym", "window_of_keys_and_values"])
-def test_a_float16_decoder_builds_into_a_plan(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert build_plan(
-        make_bundle(shared_decoder(tmp_path_factory, "float16"), tmp_path / "bundle", BY_NAME[name]) / "decode.onnx"
-    )
+def layer_formats() -> list[tuple[Format, Format]]:
+    """Keys and values of every layer of every shipped policy that is taken, but for how its scales are measured."""
+
+    def structure(form: Format) -> Format:
+        return form.model_copy(update={"scale": "calibrated"}) if form.static else form
+
+    found = [
+        (structure(policy.sides(layer)["key"]), structure(policy.sides(layer)["value"])) for policy in TAKEN for layer in (0, 1)
+    ]
+    return list({(key.model_dump_json(), value.model_dump_json()): (key, value) for key, value in found}.values())
 
 
-@pytest.mark.parametrize("name", E5M2)
-def test_e5m2_is_refused_by_the_parser(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "bundle", BY_NAME[name])
-    with pytest.raises(AssertionError, match="Failed to convert ONNX date type"):
-        build_plan(bundle / "decode.onnx")
+def two_layers(first: tuple[Format, Format], second: tuple[Format, Format]) -> KVPolicy:
+    """A policy with other formats in each layer of the two: one build proves both."""
+    override = LayerOverride(layers=(1,), key=second[0], value=second[1])
+    return KVPolicy(name="pair", key=first[0], value=first[1], overrides=(override,))
+
+
+FORMATS = layer_formats()
+PAIRS = [two_layers(FORMATS[i], FORMATS[(i + 1) % len(FORMATS)]) for i in range(0, len(FORMATS), 2)]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+def make_plans(twin: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...] = (89, 120)) -> Path:
+    out.mkdir()
+    scales = twin.with_name(f"{twin.name}_scales.json")
+    build_bundle(
+        twin, out, policy=policy, scales=scales, library="tensorrt_rtx", targets=list(targets), max_batch=4, max_tokens=512,
+        progress=nothing,
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Both plans of fp8k_int4v, beside the ONNX bundle that they came from."""
+    root, policy = tmp_path_factory.mktemp("rtx"), BY_NAME["fp8k_int4v"]
+    twin = make_bundle(decoder, root / "twin", policy)
+    return twin, make_plans(twin, root / "plans", policy)
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [("float32", "decode"), ("float16", "prefill")])
+def test_every_shipped_policy_parses_into_a_network(
+    dtype: str, mode: Mode, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for policy in TAKEN:
+        bundle = make_bundle(shared_decoder(tmp_path_factory, dtype), tmp_path / policy.name, policy)
+        described, _, _ = open_twin(bundle)
+        parsed = parse(load("tensorrt_rtx"), bundle / f"{mode}.onnx")
+        assert {t.name for t in parsed.inputs} == {t.name for t in described.inputs}, policy.name
+        assert {t.name for t in parsed.outputs} == {t.name for t in described.outputs}, policy.name
+
+
+@pytest.mark.parametrize("policy", PAIRS, ids=lambda p: "-".join(f"{form.dtype}_{form.granularity}" for _, form in p.formats))
+def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", policy)
+    parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
+    plan = build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], nothing)
+    assert len(plan.data) > (bundle / "weights.bin").stat().st_size
+
+
+def test_sinks_recent_tokens_and_windows_build_in_float16(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    policy = BY_NAME["fp8k_int4v_aged"]
+    bundle = make_bundle(shared_decoder(tmp_path_factory, "float16"), tmp_path / "bundle", policy)
+    assert build(
+        parse(load("tensorrt_rtx"), bundle / "decode.onnx"), Limits(policy, 4, 512).ranges("decode"), [120], nothing
+    ).data
+
+
+def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path, Path]) -> None:
+    twin, out = plans
+    record, policy, _ = open_bundle(out, "tensorrt_rtx")
+    described, _, _ = open_twin(twin)
+    assert policy == BY_NAME["fp8k_int4v"]
+    assert str(record.built_for) == f"TensorRT for RTX {load('tensorrt_rtx').version} and SM 8.9, 12.0"
+    assert record.flags == ["STRONGLY_TYPED", "STRICT_NANS", "REQUIRE_USER_ALLOCATION", "-TF32"]
+    assert record.graph_digest == described.graph_digest
+    assert record.graphs == {name: described.files[name] for name in ("prefill.onnx", "decode.onnx")}
+    (pool,) = (tensor for tensor in record.inputs["decode"] if tensor.name == "key_pool.1")
+    assert (pool.dtype, pool.shape) == ("FP8", ["N", 2, 64, 64])
+    decode, prefill = record.profiles["decode"], record.profiles["prefill"]
+    assert (decode["N"].smallest, decode["N"].largest, decode["B"].largest, decode["P"].largest) == (32, 32, 4, 8)
+    assert (prefill["B"].largest, prefill["S"].largest) == (1, 512)
+
+
+def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
+    """Every 32 neighbours of a weight matrix, somewhere: the builder joins matrices, but keeps their rows."""
+    twin, out = plans
+    model = onnx.load(twin / "decode.onnx", load_external_data=False)
+    data = (twin / "weights.bin").read_bytes()
+    plan = (out / "decode.plan").read_bytes()
+    external = [tensor for tensor in model.graph.initializer if external_data_helper.uses_external_data(tensor)]
+    assert external
+    for tensor in external:
+        where = external_data_helper.ExternalDataInfo(tensor)
+        weights = np.frombuffer(data, np.float32, where.length // 4, where.offset)
+        for row in weights[: len(weights) // 32 * 32].reshape(-1, 32)[::7]:
+            assert row.tobytes() in plan, tensor.name
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (BY_NAME["fp8_e5m2"], r"^kv\.key\.dtype=fp8_e5m2: TensorRT for RTX \S+ refuses .* key_pool\.0: .*to convert"),
+        (
+            KVPolicy(name="later", key=fmt("int8", "per_token"), value=fmt("int8", "per_token"),
+                     overrides=(LayerOverride(layers=(1,), value=fmt("fp8_e5m2", "per_tensor")),)),
+            r"^kv\.overrides\.0\.value\.dtype=fp8_e5m2: .* value_pool\.1: .*backend=onnxruntime",
+        ),
+    ],
+    ids=["keys", "an_overridden_layer"],
+)  # fmt: skip
+def test_a_type_that_tensorrt_has_not_is_named_by_its_key(
+    policy: KVPolicy, message: str, decoder: Path, tmp_path: Path
+) -> None:
+    twin = make_bundle(decoder, tmp_path / "twin", policy)
+    with pytest.raises(UserError, match=message):
+        make_plans(twin, tmp_path / "plans", policy)
+    assert not any((tmp_path / "plans").iterdir())
+
+
+def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:
+    twin = make_bundle(decoder, tmp_path / "twin", BY_NAME["fp8"])
+    with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv\.key\.dtype=fp8_e4m3.*=\[89\]$"):
+        make_plans(twin, tmp_path / "plans", BY_NAME["fp8"], targets=(80, 89))
+
+
+def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
+    plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpu(monkeypatch)
+    with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU with a driver.*SM\) 8\.9 or 12\.0 and TensorRT for RTX 1\.7"):
+        load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_apart_from_none(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(engine_module, "gpus", lambda: [{"name": "NVIDIA L40S"}])
+    with pytest.raises(MissingRequirement, match=r"torch \S+ cannot use the GPU here \(NVIDIA L40S\): install a CUDA build"):
+        load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version"), [((9, 0), None), ((8, 9), "1.8.0.1")], ids=["other_device", "other_version"]
+)
+def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
+    capability: tuple[int, int],
+    version: str | None,
+    plans: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    bundle, ours = plans[1], load("tensorrt_rtx").version
+    if version is not None:
+        record = json.loads((bundle / "bundle.json").read_text())
+        record["built_for"]["version"] = version
+        for path in bundle.iterdir():
+            (tmp_path / path.name).hardlink_to(path)
+        (tmp_path / "bundle.json").unlink()
+        (tmp_path / "bundle.json").write_text(json.dumps(record))
+        bundle = tmp_path
+    here = f"this machine has TensorRT for RTX {ours} and SM {capability[0]}.{capability[1]}"
+    with pytest.raises(MissingRequirement, match=rf"built for TensorRT for RTX {version or ours} and SM 8\.9, 12\.0, {here}"):
+        load_engine(bundle, library="tensorrt_rtx", cuda_graphs=True)
+
+
+def test_an_altered_plan_is_refused(plans: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in plans[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "decode.plan").write_bytes(b"something else")
+    with pytest.raises(UserError, match=r"decode\.plan is not the file that was built"):
+        load_engine(tmp_path, library="tensorrt_rtx", cuda_graphs=True)
+
+
+def test_what_tensorrt_refuses_for_no_named_input_still_has_its_reason(tmp_path: Path) -> None:
+    node = onnx.helper.make_node("Nothing", ["x"], ["y"], name="odd", domain="elsewhere")
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = onnx.helper.make_graph([node], "g", values[:1], values[1:])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "odd.onnx")
+    with pytest.raises(Refused, match="Nothing") as refused:
+        parse(load("tensorrt_rtx"), tmp_path / "odd.onnx")
+    assert refused.value.inputs == []
+
+
+def test_the_record_is_what_a_reader_of_json_gets(plans: tuple[Path, Path]) -> None:
+    record = PlanRecord.model_validate_json((plans[1] / "bundle.json").read_text())
+    assert record.plugins == {}
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(engine_module, "gpus", list)
+    assert hardware.gpus is not engine_module.gpus

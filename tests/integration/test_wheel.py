@@ -1,5 +1,6 @@
 """What a wheel brings: configuration and the tiny checkpoint are found without the repository."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,3 +45,17 @@ def test_a_wheel_composes_every_policy_and_finds_the_tiny_checkpoint(installed: 
 def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
     packages = {path.name for path in installed.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")}
     assert packages == {"pipeline", "stages", "plugins", "conf"}
+
+
+def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    """The Dockerfile's own commands, with an environment as empty as a container's."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    health = json.loads(next(line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK")))
+    entry = json.loads(next(line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")))
+    default = json.loads(next(line.removeprefix("CMD ") for line in lines if line.startswith("CMD")))
+    for command, said in ((health, "kvgate "), ([*entry, *default], "python -m pipeline [KEY=VALUE ...]")):
+        environment = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(installed), "HOME": "/tmp", "USER": "kvgate"}
+        result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(said)
+    assert list(tmp_path.iterdir()) == [], "neither writes anything"

@@ -43,7 +43,7 @@ def test_plugins_import_nothing_of_ours_but_themselves(path: Path) -> None:
     assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"stages", "pipeline"})
 
 
-@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime"])
+@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm"])
 def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len(importers(library)) == 1, importers(library)
 

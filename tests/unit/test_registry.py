@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.digest import files_digest, tree_files
+from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.errors import GateRefusal, UserError
 from pipeline.registry import choose, evidence_digest, promote, rollback
 from pipeline.summary import Candidate
@@ -60,12 +60,16 @@ def make(folder: Path, registry: Memory, kv: str, *, kib: float = 2.0, kl: float
     (evidence / "samples.jsonl").write_text('{"id": "a"}\n')
     paths = evidence / "report.json", evidence / "samples.jsonl"
     report_digest = evidence_digest(*paths)
+    identity = evidence / "identity.json"
+    identity.write_text(kv)
+    cited_digests = {"report_digest": report_digest, "identity_digest": file_digest(identity)}
     version = str(len(registry.versions) + 1)
-    registry.versions[version] = {**cited, "report_digest": report_digest, "kv": kv}
+    registry.versions[version] = {**cited, **cited_digests, "kv": kv}
     metrics = {"quality/kl_mean": kl, "memory/max_live_tokens": 1e6 / kib}
     return Candidate(
         kv, verdict, ("mean KL",) if verdict != "PASS" else (), kib, metrics,
         engine_digest, baseline_digest, report_digest, str(engine), str(baseline), *map(str, paths), model_version=version,
+        identity_digest=file_digest(identity), identity_path=str(identity),
     )  # fmt: skip
 
 
@@ -128,6 +132,19 @@ def test_promote_refuses_a_report_about_something_else(tmp_path: Path, registry:
     registry.versions["1"]["report_digest"] = digest
     with pytest.raises(GateRefusal, match=r"about another engine|with another baseline"):
         promote([replace(candidate, report_digest=digest)], registry, passes, sweep="s")
+
+
+def test_promote_refuses_an_identity_that_was_edited_is_gone_or_is_not_registered(tmp_path: Path, registry: Memory) -> None:
+    candidate = make(tmp_path, registry, "fp8")
+    registry.versions["1"]["identity_digest"] = "other"
+    with pytest.raises(GateRefusal, match="version 1 cites another identity_digest"):
+        promote([candidate], registry, passes, sweep="s")
+    Path(candidate.identity_path).write_text("edited")
+    with pytest.raises(GateRefusal, match=r"identity\.json is not the identity that the candidate cites"):
+        promote([candidate], registry, passes, sweep="s")
+    Path(candidate.identity_path).unlink()
+    with pytest.raises(GateRefusal, match=r"its identity .* is gone"):
+        promote([candidate], registry, passes, sweep="s")
 
 
 def test_promote_refuses_evidence_that_was_edited_or_is_gone(tmp_path: Path, registry: Memory) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline import processes
-from pipeline.digest import files_digest, tree_files
+from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.mlflow_store import MlflowStore, run_color
 from pipeline.summary import Candidate
 from pipeline.tracking import Tracking, locate, open_store, track
@@ -44,8 +44,11 @@ def judged(folder: Path, kv: str, verdict: str = "PASS", **metrics: float) -> Ca
     (evidence / "report.json").write_text(json.dumps({"kv": kv, "source": f"https://me:{SECRET}@host/data"}))
     (evidence / "samples.jsonl").write_text("{}\n")
     digests = [files_digest(tree_files(path)) for path in (engine, evidence)]
+    identity = folder / "identity.json"
+    identity.write_text(json.dumps({"policy": kv}))
     paths = str(engine), str(folder), str(evidence / "report.json"), str(evidence / "samples.jsonl")
-    return Candidate(kv, verdict, (), 2.0, metrics, digests[0], "base", digests[1], *paths)
+    cited = digests[0], "base", digests[1]
+    return Candidate(kv, verdict, (), 2.0, metrics, *cited, *paths, file_digest(identity), str(identity))
 
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str, rows: tuple[dict[str, Any], ...] = ()) -> Candidate:

@@ -1,0 +1,205 @@
+"""Runs in TensorRT-LLM's interpreter: answers one JSON object a line on stdin with one a line on stdout.
+
+A request is {"op": NAME, ...}, its answer {"ok": {...}} or {"error": TEXT}. Everything that TensorRT-LLM prints goes to
+stderr. Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 and 1.3; the names used
+here are recorded in tests/contract/facts/.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvgate_forcing
+
+PROTOCOL = 1
+BUILD_MODULE = "tensorrt_llm.commands.build"
+"""What `trtllm-build` runs."""
+
+
+def describe() -> dict[str, Any]:
+    """What is installed here, and the GPUs."""
+    import tensorrt_llm
+
+    query = ("name", "compute_cap", "driver_version")
+    gpus = []
+    with contextlib.suppress(FileNotFoundError):
+        command = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        gpus = [dict(zip(query, (part.strip() for part in line.split(",")), strict=True)) for line in listed]
+    return {
+        "protocol": PROTOCOL,
+        "release": tensorrt_llm.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "gpus": gpus,
+    }
+
+
+def build(flags: list[str]) -> dict[str, Any]:
+    """Run trtllm-build; its output goes to stderr. Raises RuntimeError when it fails."""
+    done = subprocess.run([sys.executable, "-m", BUILD_MODULE, *flags], check=False, stdin=subprocess.DEVNULL, stdout=2)
+    if done.returncode != 0:
+        raise RuntimeError(f"trtllm-build ended with {done.returncode}")
+    return {}
+
+
+def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
+    """LLM arguments as the release's own class takes and repeats them."""
+    from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+
+    return {"llm_args": TorchLlmArgs(model=model, **llm_args).model_dump(mode="json")}
+
+
+class Model:
+    """A loaded engine or checkpoint."""
+
+    def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float | None) -> None:
+        if target == "engine":
+            self.llm = importlib.import_module("tensorrt_llm._tensorrt_engine").LLM(model=model, **llm_args)
+            return
+        faulted = [] if key_fault is None else _corrupt_attention(key_fault)
+        self.llm = importlib.import_module("tensorrt_llm").LLM(model=model, **llm_args)
+        if key_fault is not None and not faulted:
+            raise RuntimeError("the fault reached no attention layer: this release keeps the cache's scale elsewhere")
+
+    def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+        """Generate for each {"prompt", "forced", "tokens", "skip"}: `tokens` tokens of which the first are `forced`.
+
+        Logits of steps `skip` and later are in the file named in the answer, float32 (rows, vocabulary), little-endian.
+        """
+        import numpy as np
+        from tensorrt_llm import SamplingParams
+
+        records = [Path(folder, f"record-{i}") for i in range(len(requests))]
+        sampling = [
+            SamplingParams(
+                max_tokens=request["tokens"],
+                end_id=-1,
+                top_k=1,
+                ignore_eos=True,
+                detokenize=False,
+                return_generation_logits=True,
+                logits_processor=kvgate_forcing.ForcedTokens(request["forced"], str(record)),
+            )
+            for request, record in zip(requests, records, strict=True)
+        ]
+        outputs = self.llm.generate([request["prompt"] for request in requests], sampling, use_tqdm=False)
+        answers = []
+        for i, (request, record, output) in enumerate(zip(requests, records, outputs, strict=True)):
+            completion = output.outputs[0]
+            rows = np.array(completion.generation_logits.float().cpu().numpy(), np.float32)
+            rows = restored(rows.reshape(-1, rows.shape[-1]), request, list(completion.token_ids), record)
+            path = Path(folder, f"logits-{i}")
+            rows[request["skip"] :].astype("<f4").tofile(path)
+            shape = [len(rows) - request["skip"], rows.shape[1]]
+            answers.append({"tokens": list(completion.token_ids), "logits": str(path), "shape": shape})
+        return {"answers": answers}
+
+    def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Times of `tokens` tokens for each prompt: to the first one by one, and of every later step of all together."""
+        return asyncio.run(self._load(prompts, tokens))
+
+    async def _load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        first = []
+        for prompt in prompts:
+            started = time.perf_counter()
+            await self._arrivals(prompt, 1)
+            first.append((time.perf_counter() - started) * 1e3)
+        arrivals = await asyncio.gather(*(self._arrivals(prompt, tokens) for prompt in prompts))
+        last = [max(step) for step in zip(*arrivals, strict=True)]  # a step has ended when its last sequence has
+        return {"first_token_ms": first, "step_ms": [(b - a) * 1e3 for a, b in itertools.pairwise(last)]}
+
+    async def _arrivals(self, prompt: list[int], tokens: int) -> list[float]:
+        from tensorrt_llm import SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False)
+        times: list[float] = []
+        async for output in self.llm.generate_async(prompt, params, streaming=True):
+            arrived = len(output.outputs[0].token_ids) - len(times)
+            times += [time.perf_counter()] * arrived
+        if len(times) != tokens:
+            raise RuntimeError(f"{len(times)} tokens arrived, {tokens} were asked for")
+        return times
+
+
+def restored(rows: Any, request: dict[str, Any], tokens: list[int], record: Path) -> Any:
+    """The rows (steps, vocabulary) with what forcing replaced put back.
+
+    Raises RuntimeError unless every row is the one that the processor saw and every known token was taken: otherwise the
+    logits would belong to other positions than the caller thinks.
+    """
+    steps = kvgate_forcing.read_record(record)
+    forced = request["forced"]
+    if not len(rows) == len(tokens) == len(steps) == request["tokens"]:
+        raise RuntimeError(
+            f"{request['tokens']} tokens were asked for: {len(tokens)} came, {len(rows)} rows of logits, and the processor "
+            f"was called {len(steps)} times"
+        )
+    finite = all(map(_finite, rows))
+    for step, (original, high) in enumerate(steps):
+        if step < len(forced):
+            rows[step][forced[step]] = original
+            if finite and tokens[step] != forced[step]:
+                raise RuntimeError(f"step {step}: token {tokens[step]} was taken, {forced[step]} was forced")
+        if finite and float(rows[step].max()) != high:
+            raise RuntimeError(f"step {step}: the logits that came back are not those that the processor saw")
+    return rows
+
+
+def _finite(row: Any) -> bool:
+    """Whether no logit is NaN or +inf; padding of the vocabulary may be -inf."""
+    high = float(row.max())
+    return high == high and high != float("inf")  # noqa: PLR0124  (NaN)
+
+
+def _corrupt_attention(factor: float) -> list[object]:
+    """From now on the cache is read with a scale `factor` times the right one; what is stored stays right.
+
+    The PyTorch runtime keeps both scales of the cache, to and from its codes, in every attention layer and takes neither
+    from the checkpoint (tensorrt_llm/_torch/attention_backend/trtllm.py). Returns the layers as they are made.
+    """
+    kind = importlib.import_module("tensorrt_llm._torch.attention_backend.trtllm").TrtllmAttention
+    original, faulted = kind.__init__, []
+
+    def corrupted(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.kv_scale_quant_orig = self.kv_scale_quant_orig * factor
+        faulted.append(self)
+
+    kind.__init__ = corrupted
+    return faulted
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    requests = os.fdopen(os.dup(0))
+    os.dup2(2, 1)  # TensorRT-LLM and what it starts print to stdout as they like
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    operations: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "build": build, "validate": validate}
+
+    def load_model(**request: Any) -> dict[str, Any]:
+        model = Model(**request)
+        operations.update(run=model.run, load=model.load)
+        return {}
+
+    operations["open"] = load_model
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"ok": operations[request.pop("op")](**request)}
+        except Exception as error:  # the other side decides what it means
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        channel.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""A TensorRT-LLM of a few lines, on which our real worker runs: same names, same arguments, same traps, toy logits."""
+
+import importlib
+import os
+from typing import Any
+
+from tensorrt_llm.facts import MODE
+
+if MODE == "broken install":
+    raise ImportError("libth_common.so: cannot open shared object file")
+
+__version__ = os.environ.get("FAKE_TRTLLM_RELEASE", "1.2.1")
+print("[TensorRT-LLM] TensorRT LLM version:", __version__)  # it really prints, and to stdout
+
+
+def __getattr__(name: str) -> Any:
+    """The rest when it is asked for: only a toy that computes needs numpy."""
+    homes = {"LLM": "tensorrt_llm.served", "SamplingParams": "tensorrt_llm.toy"}
+    if name not in homes:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(homes[name]), name)

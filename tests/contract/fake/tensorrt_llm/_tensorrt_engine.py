@@ -1,0 +1,26 @@
+"""The engine runtime."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorrt_llm.facts import ENGINE, MODE, only
+from tensorrt_llm.toy import Runtime, Toy
+
+
+class LLM(Runtime):
+    def __init__(self, **given: Any) -> None:
+        only(ENGINE["llm"], given, "LLM")
+        only(ENGINE["kv_cache_config"], given["kv_cache_config"], "KvCacheConfig")
+        assert given["gather_generation_logits"]
+        if MODE == "crash while loading":
+            os.abort()
+        folder = Path(given["model"])
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_config"]
+        ranks = [np.load(folder / f"rank{rank}.engine") for rank in range(config["mapping"]["tp_size"])]
+        embedding = np.concatenate([rank["embedding"] for rank in ranks])
+        algorithm = config["quantization"]["kv_cache_quant_algo"]
+        self.toy = Toy(embedding[: config["vocab_size"]], algorithm, float(ranks[0]["rcp"]), float(ranks[0]["scale"]))

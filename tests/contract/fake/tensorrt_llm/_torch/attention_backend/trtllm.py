@@ -1,0 +1,10 @@
+"""Where the PyTorch runtime keeps the scales of an FP8 cache: 1.0, whatever the checkpoint says."""
+
+import numpy as np
+
+
+class TrtllmAttention:
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
+        self.kv_scale_quant_orig = np.ones(1, np.float32)
+        self.kv_scale_orig_quant = 1.0 / self.kv_scale_quant_orig

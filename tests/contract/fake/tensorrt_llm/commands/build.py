@@ -1,0 +1,101 @@
+"""trtllm-build: the recorded flags, the recorded rewrites, an `engine` that the toy loads."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tensorrt_llm
+from tensorrt_llm.facts import ENGINE, MODE
+from tensorrt_llm.toy import read_safetensors
+
+FP8_ATTENTION = ("FP8", "W4A8_AWQ", "NVFP4")
+
+
+def parse(argv: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser("trtllm-build", allow_abbrev=False)
+    for name, flag in ENGINE["flags"].items():
+        if flag["kind"] == "flag":
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            choices = ["enable", "disable"] if flag["kind"] == "switch" else flag.get("choices")
+            kind = int if flag["kind"] == "int" else str
+            parser.add_argument(f"--{name}", type=kind, default=flag.get("default"), choices=choices)
+    return vars(parser.parse_args(argv))
+
+
+def rewrite(plugin: dict[str, Any], build: dict[str, Any], quantization: dict[str, Any]) -> None:
+    """What build() changes without an error (ENGINE["rewrites"])."""
+    weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
+    build["max_input_len"] = min(build["max_input_len"], build["max_seq_len"])
+    if weights not in FP8_ATTENTION:
+        plugin["use_fp8_context_fmha"] = False
+        if cache == "FP8":
+            plugin["use_paged_context_fmha"] = False
+    elif plugin["use_paged_context_fmha"]:
+        plugin["use_fp8_context_fmha"] = cache == "FP8"
+    if cache == "INT8":
+        plugin["use_paged_context_fmha"] = False
+
+
+def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """preprocess_weights and load: the cache's scale and its reciprocal; required tensors must be there."""
+    tensors = read_safetensors(path)
+    for name in [name for name in tensors if name.endswith(".k_cache_scaling_factor")]:
+        value = tensors.pop(name.replace(".k_cache", ".v_cache"))
+        tensors[name.replace(".k_cache", ".kv_cache")] = np.maximum(tensors.pop(name), value)
+    for name in [name for name in tensors if name.endswith(".kv_cache_scaling_factor")]:
+        tensors.setdefault(name.replace("scaling_factor", "rcp_scaling_factor"), 1.0 / tensors[name])
+    quantized = config["quantization"].get("kv_cache_quant_algo") is not None
+    for template in ENGINE["tensors"]["names"]:
+        for layer in range(config["num_hidden_layers"]):
+            name = template.format(layer=layer)
+            needed = ".k_cache" not in name and ".v_cache" not in name and (quantized or ".kv_cache" not in name)
+            if needed and name not in tensors:
+                raise RuntimeError(f"Required but not provided tensors:{{{name!r}}}")
+    return tensors
+
+
+def main() -> None:
+    asked = parse(sys.argv[1:])
+    if MODE == "hang while building":
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+    if MODE == "crash while building":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if MODE == "no memory while building":
+        sys.exit("[TRT] [E] OutOfMemory: requested 12884901888 bytes")
+    source, out = Path(asked["checkpoint_dir"]), Path(asked["output_dir"])
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    unknown = set(config["quantization"]) - set(ENGINE["quantization"]["keys"])
+    if unknown:
+        raise TypeError(f"QuantConfig.__init__() got an unexpected keyword argument {unknown}")
+    build = {**ENGINE["build_config"], **{key: asked[key] for key in ENGINE["build_config"] if key in asked}}
+    plugin = {key: asked.get(key, default) for key, default in ENGINE["plugin_config"].items()}
+    plugin = {key: {"enable": True, "disable": False}.get(str(value), value) for key, value in plugin.items()}
+    rewrite(plugin, build, config["quantization"])
+    if MODE == "cache left out":
+        config["quantization"]["kv_cache_quant_algo"] = None
+    build |= {"plugin_config": plugin, "kv_cache_type": str(build["kv_cache_type"]).upper()}
+    config["logits_dtype"] = asked["logits_dtype"]
+    out.mkdir(parents=True)
+    for rank in range(config["mapping"]["tp_size"]):
+        tensors = weights_of(source / f"rank{rank}.safetensors", config)
+        scale = tensors.get("transformer.layers.0.attention.kv_cache_scaling_factor", np.ones(1))
+        rcp = tensors.get("transformer.layers.0.attention.kv_cache_rcp_scaling_factor", np.ones(1))
+        embedding = np.float32(tensors["transformer.vocab_embedding.weight"])
+        with (out / f"rank{rank}.engine").open("wb") as stream:
+            np.savez(stream, embedding=embedding, scale=scale[0], rcp=rcp[0])
+    written = {"version": tensorrt_llm.__version__, "pretrained_config": config, "build_config": build}
+    (out / "config.json").write_text(json.dumps(written, indent=4), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

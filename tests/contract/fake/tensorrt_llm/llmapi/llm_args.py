@@ -1,0 +1,30 @@
+"""LLM arguments: known keys, known choices, nothing else."""
+
+from typing import Any
+
+from tensorrt_llm.facts import MODE, PYTORCH
+
+
+class TorchLlmArgs:
+    def __init__(self, model: str, **given: Any) -> None:
+        self.values = {"model": model, **given}
+        for key, value in flat(given).items():
+            fact = PYTORCH["llm_args"].get(key)
+            if fact is None or (MODE == "no speculation" and key.startswith("speculative_config")):
+                raise ValueError(f"{key}: Extra inputs are not permitted")
+            if value not in fact.get("choices", [value]):
+                raise ValueError(f"{key}: Input should be one of {fact['choices']}")
+
+    def model_dump(self, mode: str) -> dict[str, Any]:
+        assert mode == "json"
+        dumped = {**self.values, "kv_cache_config": dict(self.values["kv_cache_config"])}
+        if MODE == "rewritten arguments":
+            dumped["kv_cache_config"]["dtype"] = "auto"
+        return dumped
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -1,0 +1,24 @@
+"""The PyTorch runtime: a checkpoint with LLM arguments."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+from tensorrt_llm.toy import Runtime, Toy, read_safetensors
+
+
+class LLM(Runtime):
+    def __init__(self, model: str, **given: Any) -> None:
+        from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
+
+        args = TorchLlmArgs(model=model, **given).values
+        assert args["gather_generation_logits"]
+        tensors = read_safetensors(Path(model, "model.safetensors"))
+        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+        attention, *_ = [TrtllmAttention(layer) for layer in range(config["num_hidden_layers"])]
+        algorithm = "FP8" if args["kv_cache_config"]["dtype"] == "fp8" else None
+        to_codes, from_codes = float(attention.kv_scale_orig_quant[0]), float(attention.kv_scale_quant_orig[0])
+        self.toy = Toy(np.float32(tensors["model.embed_tokens.weight"]), algorithm, to_codes, from_codes)

@@ -1,0 +1,122 @@
+"""A toy with a cache: its logits are a decaying sum over the tokens before, each read back from FP8 or INT8 codes.
+
+The vectors are the checkpoint's own embedding. The prompt's pass sees exact vectors, decoding sees what the cache gives
+back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits, and those only.
+"""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorrt_llm.facts import ENGINE, MODE, only
+
+DECAY, LOUDNESS = 0.8, 6.0
+COPIED_EARLY = 8
+"""Every so many steps the generation logits are copied before the processor runs, else after it."""
+
+
+class Tensor(np.ndarray):  # type: ignore[type-arg]
+    """As much of torch.Tensor as results and processors need."""
+
+    def float(self) -> "Tensor":
+        return self.astype(np.float32)
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def numpy(self) -> Any:
+        return np.asarray(self)
+
+
+class SamplingParams:
+    def __init__(self, **given: Any) -> None:
+        only(ENGINE["sampling_params"], given, "SamplingParams")
+        assert given["ignore_eos"]
+        assert given["end_id"] == -1, "without an end token it asks the tokenizer"
+        self.max_tokens: int = given["max_tokens"]
+        self.processor = given.get("logits_processor")
+        self.logits = given.get("return_generation_logits", False)
+
+
+class Completion:
+    def __init__(self, token_ids: list[int], generation_logits: Tensor | None) -> None:
+        self.token_ids, self.generation_logits = token_ids, generation_logits
+
+
+class RequestOutput:
+    def __init__(self, completion: Completion) -> None:
+        self.outputs = [completion]
+
+
+class Toy:
+    """`to_codes` and `from_codes` are the two scales of the cache; algorithm FP8, INT8 or None."""
+
+    def __init__(self, embedding: Any, algorithm: str | None, to_codes: float, from_codes: float) -> None:
+        self.vectors = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+        codes = rounded(self.vectors * to_codes, algorithm)
+        self.read = codes * from_codes if algorithm else self.vectors.astype(np.float16).astype(np.float32)
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        state = np.zeros(self.vectors.shape[1], np.float32)
+        for token in prompt[:-1]:
+            state = DECAY * (state + self.vectors[token])
+        fresh = state + self.vectors[prompt[-1]]
+        tokens, kept = [prompt[-1]], []
+        state *= 0
+        for token in prompt[:-1]:
+            state = DECAY * (state + self.read[token])
+        for step in range(params.max_tokens):
+            seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
+            row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(Tensor)
+            kept.append(row.copy() if step % COPIED_EARLY == COPIED_EARLY - 1 else row)
+            if params.processor is not None:
+                params.processor(1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
+            state = DECAY * (state + self.read[tokens[-1]])
+            tokens.append(int(row.argmax()))
+        if MODE == "shifted logits":
+            kept = [kept[0], *kept[:-1]]
+        return Completion(tokens[1:], np.stack(kept).view(Tensor) if params.logits else None)
+
+
+class Runtime:
+    """What both LLM classes answer with."""
+
+    toy: Toy
+
+    def generate(self, inputs: Any, sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:  # noqa: ARG002
+        pairs = zip(inputs, sampling_params, strict=True)
+        return [RequestOutput(self.toy.generate(prompt, params)) for prompt, params in pairs]
+
+    async def generate_async(self, inputs: Any, sampling_params: Any, streaming: bool) -> AsyncIterator[RequestOutput]:
+        assert streaming
+        tokens = self.toy.generate(inputs, sampling_params).token_ids
+        for end in range(1, len(tokens) + 1):
+            await asyncio.sleep(1e-4)
+            yield RequestOutput(Completion(tokens[:end], None))
+
+
+def rounded(x: Any, algorithm: str | None) -> Any:
+    """Codes as numbers: 3 bits of mantissa up to 448, or integers up to 127."""
+    if algorithm == "INT8":
+        return np.clip(np.round(x), -127, 127)
+    mantissa, exponent = np.frexp(x)
+    return np.clip(np.ldexp(np.round(mantissa * 16) / 16, exponent), -448, 448)
+
+
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """Float tensors of a file; others as bytes."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    kinds = {"F32": np.float32, "F16": np.float16}
+    found = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            kind = kinds.get(entry["dtype"])
+            found[name] = data[begin:end] if kind is None else np.frombuffer(data[begin:end], kind).reshape(entry["shape"])
+    return found

@@ -1,0 +1,236 @@
+"""Our worker and engine on the fake TensorRT-LLM: forced decode is decoding, from the cache, at the right positions."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_interpreter import make_interpreter
+from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, conf, make_bundle, make_exports, open_engine, scale_of
+
+from pipeline.errors import MissingRequirement, UserError
+from pipeline.kv import KVPolicy, KVShape
+from pipeline.records import OnePassEngine, TimedEngine
+from pipeline.workloads import LoadConfig
+from stages.evaluate.system import measure_system
+from stages.trtllm.engine import LOOKAHEAD, TrtllmEngine
+from stages.trtllm.tensors import read_tensors
+
+PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
+ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trtllm")
+
+
+@pytest.fixture(scope="module")
+def pythons(work: Path) -> dict[str, str]:
+    return {
+        "engine": make_interpreter(work / "engine"),
+        "pytorch": make_interpreter(work / "pytorch", release="1.3.0rc20"),
+    }
+
+
+@pytest.fixture(scope="module")
+def bundles(work: Path, tiny_checkpoint: Path, pythons: dict[str, str]) -> dict[tuple[str, str], Path]:
+    made = {}
+    for kv in ("fp16", "fp8", "int8_tensor"):
+        quantized = make_exports(tiny_checkpoint, work / f"quantized-{kv}", kv)
+        for target, python in pythons.items():
+            if (target, kv) != ("pytorch", "int8_tensor"):
+                made[target, kv] = make_bundle(quantized, work / f"{target}-{kv}", kv, python)
+    return made
+
+
+@pytest.fixture(params=["engine", "pytorch"])
+def engine(request: pytest.FixtureRequest, bundles: dict[tuple[str, str], Path], pythons: dict[str, str]) -> TrtllmEngine:
+    return open_engine(bundles[request.param, "fp8"], pythons[request.param])
+
+
+def toy_logits(kv: str, tokens: list[int], first: int, checkpoint: Path) -> np.ndarray:
+    """The toy's decoded logits, written a second time: read back from codes except for the token itself."""
+    raw = read_tensors(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    vectors = raw.values.view("<f2").astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scale = max(scale_of(kv))
+    mantissa, exponent = np.frexp(vectors / scale)
+    read = np.ldexp(np.round(mantissa * 16) / 16, exponent) * scale
+    if kv == "int8_tensor":
+        read = np.clip(np.round(vectors / scale), -127, 127) * scale
+    rows = []
+    for end in range(first, len(tokens)):
+        past = sum((0.8 ** (end - i) * read[tokens[i]] for i in range(end)), np.zeros(vectors.shape[1]))
+        rows.append(6.0 * vectors @ (past + vectors[tokens[end]]))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8_tensor"])
+def test_forced_decode_returns_the_logits_of_the_decode_path_unchanged_by_the_forcing(
+    kv: str, bundles: dict[tuple[str, str], Path], pythons: dict[str, str], tiny_checkpoint: Path
+) -> None:
+    engine = open_engine(bundles["engine", kv], pythons["engine"])
+    assert isinstance(engine, OnePassEngine)
+    got = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, toy_logits(kv, [*PROMPT, *ANSWER], len(PROMPT), tiny_checkpoint), rtol=1e-4, atol=1e-4)
+    engine.close()
+
+
+def test_stepping_gives_the_rows_of_one_pass_whatever_is_fed(engine: TrtllmEngine) -> None:
+    whole = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
+    other = engine.forced([*PROMPT, *ANSWER[::-1]], len(PROMPT))
+    (a, b), first = engine.prefill([PROMPT, PROMPT])
+    assert first.shape == (2, VOCABULARY)
+    for step, (left, right) in enumerate(zip(ANSWER, ANSWER[::-1], strict=True)):
+        rows = engine.decode([a, b], [left, right])
+        np.testing.assert_array_equal(rows, [whole[step], other[step]])
+    engine.release([a, b])
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", ["engine"], indirect=True)
+def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+    call = TrtllmEngine._call
+
+    def counted(self: TrtllmEngine, op: str, **fields: object) -> object:
+        requests.append(op)
+        return call(self, op, **fields)
+
+    monkeypatch.setattr(TrtllmEngine, "_call", counted)
+    new = LOOKAHEAD + 8
+    ((answer),) = engine.generate([PROMPT], new, None)
+    assert len(answer) == new
+    assert len(requests) == 1 + 2, "the prompt, and twice LOOKAHEAD tokens"
+    rows = engine.forced([*PROMPT, *answer], len(PROMPT))
+    assert rows.argmax(1).tolist()[:-1] == answer[1:], "each token is the greedy choice of the decode path"
+    engine.close()
+
+
+def test_the_canary_reads_a_wrong_scale_and_leaves_the_prompt_alone(engine: TrtllmEngine) -> None:
+    before = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
+    _, prompt_before = engine.prefill([PROMPT])
+    engine.corrupt_key_scale(0.1)
+    after = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
+    _, prompt_after = engine.prefill([PROMPT])
+    np.testing.assert_array_equal(prompt_before, prompt_after)
+    assert np.abs(after - before).max() > 1.0
+    engine.close()
+
+
+def test_a_cache_without_a_scale_has_no_canary(bundles: dict[tuple[str, str], Path], pythons: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="kv=fp16: the cache has no scale"):
+        open_engine(bundles["engine", "fp16"], pythons["engine"]).corrupt_key_scale(0.1)
+
+
+@pytest.mark.parametrize("engine", ["engine"], indirect=True)
+def test_memory_is_the_policys_arithmetic_of_whole_blocks(engine: TrtllmEngine) -> None:
+    handles, _ = engine.prefill([PROMPT, [1] * 100])
+    memory = engine.memory()
+    policy, shape = KVPolicy.model_validate(conf("kv", "fp8")), KVShape(LAYERS, KV_HEADS, 64)
+    assert (memory.pages, memory.live_tokens) == (3, 108)
+    assert memory.pool_bytes == policy.pool_bytes(shape, 3)
+    engine.release(handles)
+    assert engine.memory().pool_bytes == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", ["pytorch"], indirect=True)
+def test_times_are_the_runtimes_own(engine: TrtllmEngine) -> None:
+    assert isinstance(engine, TimedEngine)
+    load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
+    system = measure_system(engine, load)
+    assert system.kib_per_token_allocated == system.kib_per_token
+    assert 0 < system.inter_token_p50_ms <= system.inter_token_p99_ms
+    engine.close()
+
+
+def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pythons: dict[str, str]) -> None:
+    first = open_engine(bundles["engine", "fp8"], pythons["engine"])
+    second = open_engine(bundles["engine", "fp16"], pythons["engine"])
+    tokens = [*PROMPT, *ANSWER]
+    before = first.forced(tokens, len(PROMPT))
+    second.forced(tokens, len(PROMPT))
+    assert first._worker is None
+    np.testing.assert_array_equal(first.forced(tokens, len(PROMPT)), before)
+    assert second._worker is None
+    first.close()
+
+
+@pytest.mark.parametrize("engine", ["engine"], indirect=True)
+def test_what_does_not_fit_the_engine_is_refused_by_its_key(engine: TrtllmEngine) -> None:
+    with pytest.raises(UserError, match=r"backend\.max_seq_len=512"):
+        engine.forced([1] * 512, 400)
+    assert engine._worker is None, "nothing was started for it"
+
+
+def test_logits_of_other_positions_are_noticed(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
+    python = make_interpreter(work / "shifted", mode="shifted logits")
+    engine = open_engine(bundles["engine", "fp8"], python)
+    with pytest.raises(RuntimeError, match="step 1: the logits that came back are not those that the processor saw"):
+        engine.forced([*PROMPT, *ANSWER], len(PROMPT))
+    engine.close()
+
+
+def test_both_targets_leave_the_same_manifest(bundles: dict[tuple[str, str], Path]) -> None:
+    engine, served = (json.loads((bundles[target, "fp8"] / "bundle.json").read_text()) for target in ("engine", "pytorch"))
+    assert engine.keys() == served.keys()
+    assert (engine["target"], served["target"]) == ("engine", "pytorch")
+    assert engine["kv_scales"] == [max(scale_of("fp8"))] * LAYERS, "keys and values share the larger scale"
+    assert served["kv_scales"] == [1.0] * LAYERS
+    assert {"engine/rank0.engine", "engine/config.json", "checkpoint/rank0.safetensors"} <= engine["files"].keys()
+    assert {"llm_args.yaml", "checkpoint/model.safetensors"} <= served["files"].keys()
+
+
+def test_an_engine_for_another_gpu_or_release_is_refused_with_both_named(
+    work: Path, bundles: dict[tuple[str, str], Path]
+) -> None:
+    other = make_interpreter(work / "ada", gpus=("8.9",))
+    with pytest.raises(MissingRequirement, match=r"TensorRT-LLM 1\.2\.1 and SM 9\.0.*TensorRT-LLM 1\.2\.1 and SM 8\.9"):
+        open_engine(bundles["engine", "fp8"], other)
+    newer = make_interpreter(work / "newer", release="1.3.1")
+    with pytest.raises(MissingRequirement, match=r"1\.3\.0rc20.*1\.3\.1"):
+        open_engine(bundles["pytorch", "fp8"], newer)
+    without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())
+    with pytest.raises(MissingRequirement, match="needs 1 NVIDIA GPU"):
+        open_engine(bundles["pytorch", "fp8"], without)
+
+
+def test_a_bundle_that_was_altered_is_refused(
+    bundles: dict[tuple[str, str], Path], pythons: dict[str, str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(bundles["engine", "fp16"], tmp_path / "copy")
+    (copy / "engine" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"engine/config\.json is not the file that was built"):
+        open_engine(copy, pythons["engine"])
+
+
+def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, pythons: dict[str, str]) -> None:
+    quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
+    wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
+    bundle = make_bundle(quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
+    whole = read_tensors(quantized / "tensorrt_llm" / "rank0.safetensors")
+    parts = [read_tensors(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
+    for name, tensor in whole.items():
+        pair = [part[name].values for part in parts]
+        if "qkv" in name:
+            ends = [HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2]
+            sides = zip(*(np.split(part, ends) for part in pair), strict=True)
+            joined = np.concatenate([np.concatenate(side) for side in sides])
+            np.testing.assert_array_equal(joined, tensor.values)
+        elif name.endswith(("dense.weight", "proj.weight")):
+            np.testing.assert_array_equal(np.concatenate(pair, 1), tensor.values)
+        elif tensor.values.ndim == 2:
+            np.testing.assert_array_equal(np.concatenate(pair), tensor.values)
+        else:
+            np.testing.assert_array_equal(pair, [tensor.values] * 2)
+    engine = open_engine(bundle, wide)
+    one = open_engine(make_bundle(quantized, work / "one", "fp8", pythons["engine"]), pythons["engine"])
+    tokens = [*PROMPT, *ANSWER]
+    np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), one.forced(tokens, len(PROMPT)))
+    with pytest.raises(MissingRequirement, match="needs 2 NVIDIA GPU"):
+        open_engine(bundle, pythons["engine"])
+    one.close()

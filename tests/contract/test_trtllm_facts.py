@@ -1,0 +1,192 @@
+"""Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.backends import Serving, Speculation, TrtllmBackend
+from pipeline.kv import KVPolicy
+from pipeline.weights import WeightsFormat
+from stages.quantize.validate import _TENSORRT_LLM, _TENSORRT_LLM_LINEARS
+from stages.trtllm import checkpoint, settings
+from stages.trtllm.interpreter import WORKER
+from stages.trtllm.worker import kvgate_forcing
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = Path(__file__).resolve().parent / "facts"
+ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
+PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
+SWITCHES = ("auto", "enable", "disable")
+ALGORITHMS: dict[WeightsFormat, str | None] = {name: layout.algorithm for name, layout in _TENSORRT_LLM.items()}
+QUANTIZATIONS = [
+    {"quant_algo": weights, "kv_cache_quant_algo": cache}
+    for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
+]
+
+
+def options(**changes: Any) -> TrtllmBackend:
+    shipped = yaml.safe_load((ROOT / "conf" / "backend" / "trtllm.yaml").read_text(encoding="utf-8"))
+    return TrtllmBackend.model_validate({**shipped, **changes})
+
+
+def policy(name: str) -> KVPolicy:
+    return KVPolicy.model_validate(yaml.safe_load((ROOT / "conf" / "kv" / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
+    """Settings for every quantization and every way to set the switches."""
+    for quantization, paged, fp8, context in product(QUANTIZATIONS, SWITCHES, SWITCHES, (False, True)):
+        chosen = options(paged_context_fmha=paged, fp8_context_fmha=fp8, gather_context_logits=context)
+        yield settings.engine_settings(chosen, quantization), quantization
+
+
+def flag_pairs(flags: list[str]) -> dict[str, str | None]:
+    """Name -> value of the arguments, None for those without."""
+    found: dict[str, str | None] = {}
+    for i, flag in enumerate(flags):
+        if flag.startswith("--"):
+            follows = flags[i + 1] if i + 1 < len(flags) else "--"
+            found[flag[2:]] = None if follows.startswith("--") else follows
+    return found
+
+
+def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it() -> None:
+    for wanted, _ in asked():
+        for name, value in flag_pairs(settings.build_flags(wanted, "/in", "/out", 2)).items():
+            fact = ENGINE["flags"][name]
+            assert (value is None) == (fact["kind"] == "flag"), name
+            choices = ["enable", "disable"] if fact["kind"] == "switch" else fact.get("choices")
+            assert choices is None or value in choices, (name, value)
+            assert fact["kind"] != "int" or str(value).isdigit(), (name, value)
+
+
+def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:
+    known = {"version"}
+    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
+    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
+    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
+    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
+    known |= {"pretrained_config.mapping.tp_size"}
+    for wanted, quantization in asked():
+        config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
+        assert set(settings.asked_of_engine(wanted, config, "1.2.1")) <= known
+
+
+def test_what_auto_asks_for_is_what_the_builder_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake"))
+    from tensorrt_llm.commands.build import rewrite
+
+    for quantization in QUANTIZATIONS:
+        wanted = settings.engine_settings(options(), quantization)
+        plugin = {key.removeprefix("plugin_config."): value for key, value in wanted.items() if "plugin" in key}
+        before = dict(plugin)
+        rewrite(plugin, dict(wanted), quantization)
+        assert plugin == before, quantization
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
+    speculations = [
+        None,
+        Speculation(decoding_type="NGram", max_draft_len=4),
+        Speculation(decoding_type="Eagle3", max_draft_len=4, speculative_model="/draft"),
+        Speculation(decoding_type="Draft_Target", max_draft_len=4, speculative_model="/draft"),
+    ]
+    for speculation, name in product(speculations, ("fp16", "fp8")):
+        serving = Serving(
+            enable_block_reuse=True,
+            host_cache_gib=1.5,
+            free_gpu_memory_fraction=0.5,
+            attention_windows=(512, 4096),
+            speculation=speculation,
+        )
+        pinned = settings.llm_args(options(serving=serving.model_dump()), policy(name))
+        for arguments in (pinned, settings.evaluation_of_served(pinned)):
+            for key, value in settings.flatten(arguments).items():
+                assert value in PYTORCH["llm_args"][key].get("choices", [value]), key
+        assert pinned["kv_cache_config"]["host_cache_size"] == 1_610_612_736
+        assert ("speculative_config" in pinned) == (speculation is not None)
+
+
+def test_an_evaluation_neither_reuses_blocks_nor_speculates() -> None:
+    serving = {**options().serving.model_dump(), "speculation": {"decoding_type": "NGram", "max_draft_len": 2}}
+    served = settings.evaluation_of_served(settings.llm_args(options(serving=serving), policy("fp8")))
+    engine = settings.evaluation_of_engine(options())
+    for arguments in (served, engine):
+        assert arguments["kv_cache_config"]["enable_block_reuse"] is False
+        assert arguments["gather_generation_logits"] is True
+        assert "speculative_config" not in arguments
+    assert set(engine) <= set(ENGINE["llm"])
+    assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
+
+
+def test_the_tensors_that_we_name_are_tensorrt_llms() -> None:
+    names = ENGINE["tensors"]["names"]
+    ours = (*checkpoint.BY_HEADS, *checkpoint.BY_ROWS, *checkpoint.BY_COLUMNS, *checkpoint.ADDED_ONCE)
+    for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
+        weight = re.sub("bias$", "weight", ending)  # a bias is named like its weight
+        assert any(name.endswith(weight) for name in names), ending
+    for layout in _TENSORRT_LLM.values():
+        assert set(layout.linear_scales) <= set(ENGINE["tensors"]["linear_suffixes"])
+    for linear in _TENSORRT_LLM_LINEARS:
+        assert f"transformer.layers.{{layer}}.{linear}.weight" in names
+
+
+def test_the_algorithms_that_we_declare_are_tensorrt_llms() -> None:
+    assert set(ALGORITHMS.values()) <= set(ENGINE["quantization"]["quant_algo"])
+    assert set(settings.FP8_ATTENTION_WEIGHTS) <= set(ENGINE["quantization"]["quant_algo"])
+
+
+def worker_calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the worker by the name that is called."""
+    for node in ast.walk(ast.parse(WORKER.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            yield name, node
+
+
+def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
+    for facts in (ENGINE, PYTORCH):
+        for name, call in worker_calls():
+            given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            if name == "SamplingParams":
+                assert given <= set(facts["sampling_params"])
+            elif name in ("generate", "generate_async"):
+                assert given <= set(facts[name])
+            elif name == "LLM":
+                assert given <= set(facts["llm"])
+    signature = list(inspect.signature(kvgate_forcing.ForcedTokens.__call__).parameters)
+    assert signature[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]
+
+
+def test_the_worker_needs_nothing_but_what_tensorrt_llm_brings() -> None:
+    text = WORKER.read_text(encoding="utf-8")
+    known = {*ENGINE["modules"], *PYTORCH["modules"]}
+    assert set(re.findall(r"tensorrt_llm(?:\.\w+)+(?=[\"'. ])|(?<=from )tensorrt_llm(?:\.\w+)*", text)) <= known
+    brought = {"numpy", "tensorrt_llm", "kvgate_forcing", "torch"}
+    for file in (WORKER, Path(kvgate_forcing.__file__)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.partition(".")[0] for name in names} - brought:
+                assert top in sys.stdlib_module_names, (file, top)
+
+
+def test_each_group_of_facts_names_the_file_and_version_that_it_was_read_from() -> None:
+    for facts in (ENGINE, PYTORCH):
+        for source in facts["sources"].values():
+            assert source.keys() >= {"repository", "file"} or "page" in source
+            assert "commit" in source or "note" in source
+        cited = [name for key, names in facts.items() if key.endswith("_from") for name in names]
+        cited += [name for group in facts.values() if isinstance(group, dict) for name in group.get("from", [])]
+        assert set(cited) <= set(facts["sources"])

@@ -1,0 +1,137 @@
+"""`python -m pipeline backend=trtllm` from a checkpoint to a report, with ModelOpt's real exports and the fake TensorRT-LLM.
+
+The toy answers nothing right, so that no verdict is PASS; what is proven is the way through, and that the evaluation reads
+the cache.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fake_interpreter import make_interpreter
+from trtllm_exports import conf, make_bundle, open_engine
+
+from pipeline.chain import check_inputs
+from pipeline.compose import plan
+from pipeline.errors import GateRefusal
+from pipeline.report import load_report
+from pipeline.runner import run
+from pipeline.thresholds import Gates
+from pipeline.trials import canary
+from stages.trtllm import settings
+from stages.trtllm.tensors import read_tensors
+
+FACTS = Path(__file__).resolve().parent / "facts"
+FEW = [
+    "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
+    "workloads.max_scored_tokens=24",
+    "workloads.noise_samples=1",
+    "workloads.canary_samples=1",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "calibration.samples=2",
+    "calibration.max_length=64",
+    "tracking.enabled=false",
+]
+
+
+def arguments(work: Path, *given: str) -> list[str]:
+    return [f"workdir={work}", "backend=trtllm", *FEW, *given]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A work directory after an evaluation, and its candidate."""
+    work = tmp_path_factory.mktemp("trtllm") / "work"
+    python = make_interpreter(work.parent / "bin")
+    # as the command line does it, in this process: torch and ModelOpt are loaded here already
+    (job,) = plan(arguments(work, "kv=fp8", f"backend.python={python}", "stage=evaluate"), multirun=False).jobs
+    check_inputs(job)
+    with pytest.raises(GateRefusal, match="fp8 is not good enough: INCONCLUSIVE"):
+        run(job, "sweep", sweeping=False, changed=[])
+    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    return work, candidate
+
+
+def test_an_engine_of_tensorrt_llm_is_judged_like_any_other(judged: tuple[Path, dict[str, Any]]) -> None:
+    _, candidate = judged
+    assert (candidate["backend"], candidate["verdict"]) == ("trtllm", "INCONCLUSIVE")
+    report = load_report(Path(candidate["report_path"]).parent)
+    assert report.samples == 4
+    assert report.overall.fidelity.kl_mean is not None
+    assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "an FP8 cache of the toy is close to its FP16 one"
+    assert report.overall.fidelity.non_finite_steps == 0
+    assert report.noise.fidelity is not None
+    assert report.noise.fidelity.kl_max == pytest.approx(0.0, abs=1e-6), "stepping and one pass are the same logits"
+    assert report.system.kib_per_token == report.system.kib_per_token_allocated == 1.0
+    gates = Gates.model_validate(conf("gates", "default"))
+    assert canary(report, gates)[0].status == "PASS"
+
+
+def names_in(path: Path) -> set[str]:
+    """Tensors of a file, by the recorded templates."""
+    return {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in read_tensors(path)}
+
+
+def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path, dict[str, Any]]) -> None:
+    facts = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
+    scales = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))["checkpoint"]["scales"]
+    for quantized in (judged[0] / "artifacts" / "quantize").iterdir():
+        if not quantized.is_dir():
+            continue
+        names = {
+            re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
+            for name in read_tensors(quantized / "tensorrt_llm" / "rank0.safetensors")
+        }
+        assert names <= set(facts["tensors"]["names"])
+        config = json.loads((quantized / "tensorrt_llm" / "config.json").read_text())
+        assert set(config["quantization"]) <= set(facts["quantization"]["keys"])
+        served = {
+            re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
+            for name in read_tensors(quantized / "unified_hf" / "model.safetensors")
+        }
+        quantizes = config["quantization"]["kv_cache_quant_algo"] is not None
+        assert {name for name in served if name.endswith("_scale")} == (set(scales) if quantizes else set())
+
+
+def test_the_same_artifact_becomes_a_served_checkpoint_with_pinned_arguments(
+    judged: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    python = make_interpreter(tmp_path / "bin", release="1.3.0")
+    quantized = next(
+        path for path in (judged[0] / "artifacts" / "quantize").iterdir()
+        if path.is_dir() and json.loads((path / "kv_policy.json").read_text())["name"] == "fp8"
+    )  # fmt: skip
+    bundle = make_bundle(quantized, tmp_path / "bundle", "fp8", python)
+    pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+    assert pinned["kv_cache_config"]["dtype"] == "fp8"
+    record = json.loads((bundle / "bundle.json").read_text())
+    assert record["evaluated_with"] == settings.evaluation_of_served(pinned)
+    engine = open_engine(bundle, python)
+    rows = engine.forced([1, 2, 3, 4, 5], 2)
+    assert rows.shape == (3, engine.vocab_size)
+    assert np.isfinite(rows).all()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "expected"),
+    [
+        (["kv=int4"], 2, "kv=int4: backend=trtllm, target engine, cannot hold it"),
+        (["kv=fp8"], 4, "backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line_before_any_work(
+    tmp_path: Path, given: list[str], code: int, expected: str
+) -> None:
+    command = [sys.executable, "-m", "pipeline", *arguments(tmp_path / "work", *given)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert result.stderr.startswith(f"pipeline: error: {expected}")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "work").exists()

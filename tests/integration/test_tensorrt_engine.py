@@ -1,0 +1,161 @@
+"""The engine over TensorRT plans: its pages, shapes and bindings, with TensorRT's runtime replaced by ONNX Runtime."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
+from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+
+from pipeline.errors import UserError
+from stages.onnx.engine import OnnxEngine
+from stages.onnx.engine import load_engine as load_onnx
+from stages.tensorrt.build import build_bundle
+from stages.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.tensorrt.engine import PlanEngine, open_session
+from stages.tensorrt.plan import Plan
+
+POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
+BATCH, TOKENS = 3, 320
+
+
+class Pair:
+    """A policy's embedded engine, and the TensorRT engine of its graphs on a fake runtime."""
+
+    def __init__(self, twin: Path, plans: Path) -> None:
+        self.twin, self.plans = twin, plans
+        self.record, self.policy, self.scales = open_bundle(plans, "tensorrt_rtx")
+
+    def onnx(self) -> OnnxEngine:
+        return load_onnx(self.twin, threads=1)
+
+    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[str, FakeEngine]]:
+        device = FakeDevice()
+        engines = {mode: FakeEngine(self.twin / f"{mode}.onnx", self.record, mode) for mode in PLANS}
+        sessions = {
+            mode: open_session(LIBRARY, engines[mode], device, self.record, mode, cuda_graphs=cuda_graphs) for mode in PLANS
+        }
+        return PlanEngine(self.record, self.record.limits(self.policy), self.scales, sessions, device), device, engines
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    root, decoder = tmp_path_factory.mktemp("plans"), shared_decoder(tmp_path_factory, "float32")
+    found = {}
+    for name in POLICIES:
+        twin, out = make_bundle(decoder, root / name, BY_NAME[name]), root / f"{name}_plans"
+        out.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
+            patch.setattr("stages.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs))
+            build_bundle(
+                twin, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx", targets=[89],
+                max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
+            )  # fmt: skip
+        found[name] = Pair(twin, out)
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: dict[str, Pair]) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 130, 65)]
+    engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
+    handles, logits = engine.prefill(prompts)
+    others, wanted = expected.prefill(prompts)
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
+    for step in range(70):
+        live = slice(0, 3 if step < 40 else 2)
+        tokens = rng.integers(0, 256, len(handles[live])).tolist()
+        if step == 20:
+            for one in (engine, expected):
+                one.corrupt_key_scale(0.5)
+        got, want = engine.decode(handles[live], tokens), expected.decode(others[live], tokens)
+        np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_prompts_longer_than_a_chunk_attend_over_the_pool(pairs: dict[str, Pair]) -> None:
+    engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
+    engine._chunk = expected._chunk = 100
+    prompt = np.random.default_rng(1).integers(0, 256, 250).tolist()
+    np.testing.assert_allclose(engine.prefill([prompt])[1], expected.prefill([prompt])[1], atol=2e-4)
+
+
+def test_each_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, Pair]) -> None:
+    engine, device, fakes = pairs["int8_asym"].tensorrt()
+    handles, _ = engine.prefill([[1] * 3, [2] * 5])
+    for _ in range(10):
+        engine.decode(handles, [1, 2])
+    assert (len(fakes["decode"].contexts), device.captured, device.replayed) == (1, 1, 9)
+    for _ in range(70):  # the second page, then the third: padded to four
+        engine.decode(handles[:1], [3])
+    assert len(fakes["decode"].contexts) == 3  # one row of one page, then of two
+    assert len(fakes["prefill"].contexts) == 2  # 3 tokens, padded to 4, and 5, padded to 8
+
+
+def test_without_cuda_graphs_nothing_is_captured(pairs: dict[str, Pair]) -> None:
+    engine, device, _ = pairs["int8_asym"].tensorrt(cuda_graphs=False)
+    handles, _ = engine.prefill([[1] * 3])
+    for _ in range(3):
+        engine.decode(handles, [1])
+    assert device.captured == 0
+
+
+def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:
+    engine, _, fakes = pairs["ages"].tensorrt()
+    before = {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()}
+    handles, _ = engine.prefill([[7] * 200, [8] * 300])
+    engine.decode(handles, [1, 2])
+    assert {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()} == before
+    for fake in fakes.values():
+        for context in fake.contexts:
+            assert {name: context.addresses[name] for name in before} == before
+
+
+def test_memory_is_what_the_policy_says_of_the_whole_pool(pairs: dict[str, Pair]) -> None:
+    engine, policy = pairs["ages"].tensorrt()[0], BY_NAME["ages"]
+    memory = engine.memory()
+    assert memory.pages == BATCH * TOKENS // 64
+    assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages)
+    assert memory.exact_bytes == policy.exact_bytes(engine.shape, BATCH)
+
+
+def test_more_sequences_or_tokens_than_the_plans_were_built_for_name_the_key(pairs: dict[str, Pair]) -> None:
+    engine = pairs["int8_asym"].tensorrt()[0]
+    with pytest.raises(UserError, match=rf"backend\.max_tokens={TOKENS}: a sequence would get 321 tokens"):
+        engine.prefill([[1] * (TOKENS + 1)])
+    engine.prefill([[1]] * BATCH)
+    with pytest.raises(UserError, match=rf"backend\.max_batch={BATCH}"):
+        engine.prefill([[1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "HALF"}, r"has input lengths of INT32, its bundle\.json input of HALF"),
+        ({"name": "length"}, "nothing of that name"),
+    ],
+)
+def test_a_plan_that_is_not_what_its_bundle_describes_is_refused(
+    change: dict[str, str], message: str, pairs: dict[str, Pair]
+) -> None:
+    pair, mode = pairs["int8_asym"], "decode"
+    fake = FakeEngine(pair.twin / "decode.onnx", pair.record, mode)
+    inputs = [t.model_copy(update=change if t.name == "lengths" else {}) for t in pair.record.inputs[mode]]
+    altered: PlanRecord = pair.record.model_copy(update={"inputs": {mode: inputs}})
+    with pytest.raises(UserError, match=message):
+        open_session(LIBRARY, fake, FakeDevice(), altered, mode, cuda_graphs=True)
+
+
+def test_a_run_that_tensorrt_refuses_is_an_error_with_its_reason(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = pairs["int8_asym"].tensorrt()
+
+    def refuse(*_: object) -> bool:
+        LIBRARY.log.lines.append("out of patience")
+        return False
+
+    monkeypatch.setattr("fake_tensorrt.FakeContext.execute_async_v3", refuse)
+    with pytest.raises(RuntimeError, match=r"TensorRT for RTX 1\.7\.1\.116 refuses a run: out of patience"):
+        engine.prefill([[1]])

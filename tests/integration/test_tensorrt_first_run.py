@@ -1,0 +1,104 @@
+"""`python -m stages.tensorrt_first_run`: a verdict a line, whatever happens to the process of a check."""
+
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorrt_stubs_builder as builder
+from tensorrt_stubs_builder import Tensor
+
+from stages import tensorrt_first_run as first_run
+from stages.tensorrt.checks import CHECKS
+from stages.tensorrt.library import Library
+from stages.tensorrt.probes import FAR_SHARED, declare_far_shared
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_without_a_gpu_no_check_can_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(first_run, "gpus", list)
+    assert first_run.main([]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CHECKS)
+    assert all(line.startswith("CANNOT RUN") and "no NVIDIA GPU with a driver here" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [(["PASS"], 0), (["PASS", "CANNOT RUN"], 4), (["CANNOT RUN", "FAIL", "PASS"], 3)],
+)
+def test_the_worst_verdict_is_the_exit_code(
+    verdicts: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_run, "gpus", lambda: [{"name": "NVIDIA L40S"}])
+    given = dict(zip(CHECKS, verdicts + ["PASS"] * len(CHECKS), strict=False))
+    assert first_run.run_all(lambda name: (given[name], f"said {name}")) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:11].strip() for line in lines] == list(given.values())
+    assert lines[0].endswith("said plugin load")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('building'); print('it works')", ("PASS", "it works")),
+        ("print('it does not'); exit(3)", ("FAIL", "it does not")),
+        ("print('nothing here'); exit(4)", ("CANNOT RUN", "nothing here")),
+        ("import os; os.abort()", ("FAIL", "the process was killed by signal 6")),
+        ("exit(1)", ("FAIL", "the process ended with exit code 1")),
+        ("exit(0)", ("FAIL", "the process ended with exit code 0")),
+        ("import time; time.sleep(60)", ("FAIL", "no verdict after 2 s")),
+    ],
+    ids=["pass", "fail", "cannot_run", "crash", "defect", "silence", "hang"],
+)
+def test_a_check_has_a_process_of_its_own(program: str, expected: tuple[str, str]) -> None:
+    assert first_run.run_apart([sys.executable, "-c", program], seconds=2) == expected
+
+
+def test_a_check_without_tensorrt_says_how_to_get_it() -> None:
+    command = [sys.executable, "-m", "stages.tensorrt_first_run", "--check", "launch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 4
+    assert "pip install 'tensorrt-cu13>=10.14" in done.stdout.splitlines()[-1]
+
+
+def test_what_a_library_throws_is_a_failure_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setitem(sys.modules, "stages.tensorrt.bench", SimpleNamespace(GpuBench=broken))
+    assert first_run.main(["--check", "launch"]) == 3
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
+    assert "Traceback" in said.err
+
+
+def far_shared_plan(size: int) -> Any:
+    """In the process that has NVIDIA's package: the probe's declaration, and what a builder makes of it."""
+    import tensorrt as trt
+
+    declare_far_shared(Library("tensorrt", trt, SimpleNamespace(lines=[])), size)
+    return builder.build("kvgate_check::far_shared", {"x": Tensor("FLOAT", (32,))}, {})
+
+
+def test_the_shared_memory_probe_is_a_plugin_whose_kernel_assembles() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(builder.prepare).result(timeout=120)
+        plan = pool.submit(far_shared_plan, 64 * 1024).result(timeout=120)
+    assert plan.outputs == [("FLOAT", ((32, 32, 32),))]
+    assert (plan.shared_bytes, plan.extras) == ((65536,) * 3, [(65536 - 128,) * 3])
+    assert plan.parameters == ["u64", "u32", "u64"]
+    from plugins.kv_attention.aot import assemble
+
+    cubin, registers, spilled = assemble(FAR_SHARED, 80)
+    assert cubin
+    assert registers > 0
+    assert spilled == 0

@@ -1,0 +1,252 @@
+"""The decode graph with the attention plugin in it, against NVIDIA's own reading of the plugin's declarations: no GPU."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import tensorrt_stubs_builder as builder
+from onnx import helper
+from onnx_fixtures import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, nothing, shared_decoder
+from tensorrt_stubs_builder import Plan, Tensor
+
+from pipeline.errors import MissingRequirement
+from pipeline.kv import KVPolicy, LayerOverride
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES
+from stages.onnx.bundle import WEIGHTS_FILE, Bundle
+from stages.onnx.bundle import open_bundle as open_twin
+from stages.tensorrt import build as build_module
+from stages.tensorrt.bundle import open_bundle
+from stages.tensorrt.library import Library, load
+from stages.tensorrt.plan import Parsed, build, parse
+from stages.tensorrt.plan import Plan as BuiltPlan
+from stages.tensorrt.plugin import kernel_digests, splits_here
+from stages.tensorrt.shapes import Limits
+from stages.tensorrt.surgery import PLUGIN_VERSION, Replaced, use_plugin
+
+SPLITS, SM = 3, 89
+TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
+REAL = {"float32": "FLOAT", "float16": "HALF"}
+
+AGED = KVPolicy(
+    name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
+    overrides=(LayerOverride(layers=(1,), key=INT4),),
+)  # fmt: skip
+"""Sinks and recent tokens; keys of the second layer in a format that the kernels do not hold."""
+
+Run = Callable[..., Any]
+
+
+@dataclass
+class Surgery:
+    """A policy's decode graph after the plugin took its place."""
+
+    twin: Path
+    bundle: Bundle
+    model: onnx.ModelProto
+    replaced: Replaced
+    limits: Limits
+
+    def node(self, name: str) -> onnx.NodeProto:
+        (found,) = (node for node in self.model.graph.node if node.name == name)
+        return found
+
+    def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
+        """In the order of the declaration: ONNX sorts them."""
+        found = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
+        return {name: found[name] for name in ATTRIBUTES[node.name.partition(".")[0]] if name in found}
+
+    def tensors(self, node: onnx.NodeProto, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
+        info, ranges = self.bundle.model, self.limits.ranges("decode")
+        known = {value.name: value.type.tensor_type for value in self.model.graph.input}
+        activations = [info.q_heads, info.kv_heads, info.kv_heads]
+        found = {}
+        for position, name in enumerate(node.input):
+            if name in made:
+                found[name] = made[name]
+                continue
+            dims: list[int | str]
+            if name in known:
+                dtype = TYPES[onnx.TensorProto.DataType.Name(known[name].elem_type)]
+                dims = [dim.dim_param or dim.dim_value for dim in known[name].shape.dim]
+            else:
+                dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
+            triples = [d if isinstance(d, int) else tuple(ranges[d].model_dump().values()) for d in dims]
+            found[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
+        return found
+
+
+def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
+    twin = make_bundle(decoder, root / policy.name, policy)
+    described, _, _ = open_twin(twin)
+    model = onnx.load(twin / "decode.onnx", load_external_data=False)
+    replaced = use_plugin(model, described.model, policy, splits=SPLITS, sm=SM)
+    return Surgery(twin, described, model, replaced, Limits(policy, 4, 512))
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
+    root = tmp_path_factory.mktemp("surgery")
+    return {
+        policy.name: operate(root, shared_decoder(tmp_path_factory, dtype), policy)
+        for policy, dtype in ((BY_NAME["fp8k_int4v"], "float16"), (AGED, "float32"))
+    }
+
+
+@pytest.fixture(scope="module")
+def tensorrt() -> Iterator[Run]:
+    """Runs a function in the process that has NVIDIA's package, and returns what it returns."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(builder.prepare).result(timeout=120)
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
+
+
+def test_layers_that_the_kernels_hold_get_two_plugins_and_the_others_keep_their_function(graphs: dict[str, Surgery]) -> None:
+    both, one = graphs["fp8k_int4v"], graphs["aged"]
+    assert (list(both.replaced.layouts), both.replaced.native) == ([0, 1], {})
+    assert list(one.replaced.layouts) == [0]
+    assert one.replaced.native == {1: "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"}
+    for surgery in (both, one):
+        functions = {function.name for function in surgery.model.functions}
+        for layer in range(LAYERS):
+            taken = layer in surgery.replaced.layouts
+            assert (f"PagedAttention_{layer}" in functions) == (not taken)
+            assert any(node.op_type == f"PagedAttention_{layer}" for node in surgery.model.graph.node) == (not taken)
+            assert f"QuantizeKey_{layer}" in functions
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (BY_NAME["fp8k_int4v_aged"], "a window keeps a second copy"),
+        (BY_NAME["int4_hadamard"], "the kernels do not rotate keys"),
+        (BY_NAME["int8_asym"], "the kernels have no zero points of keys"),
+        (BY_NAME["int8_channel"], "granularity of dtype int8 must be one of"),
+    ],
+    ids=lambda value: value.name if isinstance(value, KVPolicy) else "",
+)
+def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
+    policy: KVPolicy, reason: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    surgery = operate(tmp_path, shared_decoder(tmp_path_factory, "float32"), policy)
+    assert surgery.replaced.layouts == {}
+    assert all(said.startswith(reason) for said in surgery.replaced.native.values())
+    assert surgery.model == onnx.load(surgery.twin / "decode.onnx", load_external_data=False)
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: dict[str, Surgery], tensorrt: Run) -> None:
+    """Name, namespace, version, attributes and the number of tensors, as the parser looks them up."""
+    surgery, declared = graphs[name], tensorrt(builder.declared)
+    nodes = [n for n in surgery.model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)]
+    assert len(nodes) == 2 * len(surgery.replaced.layouts)
+    for node in nodes:
+        said = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+        assert said == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
+        inputs, attributes, _, outputs = declared[f"{node.domain}::{node.op_type}"]
+        assert (len(node.input), len(node.output)) == (len(inputs), outputs)
+        assert dict.fromkeys(surgery.attributes(node), "int") == attributes
+        for given, expected in zip(node.input, inputs, strict=True):
+            # the cache's tensors carry their names, activations those of the decoder
+            assert given.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, given)
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
+    name: str, graphs: dict[str, Surgery], tensorrt: Run
+) -> None:
+    surgery = graphs[name]
+    info = surgery.bundle.model
+    for layer, layout in surgery.replaced.layouts.items():
+        attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
+        partial: Plan = tensorrt(
+            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, {}), surgery.attributes(attend)
+        )
+        parts = SPLITS + (1 if layout.exact_tokens else 0)
+        assert [dims[1:3] for _, dims in partial.outputs] == [((info.q_heads,) * 3, (parts,) * 3)] * 2
+        sums = {
+            out: Tensor(dtype, tuple(d[0] if len(set(d)) == 1 else d for d in dims))
+            for out, (dtype, dims) in zip(attend.output, partial.outputs, strict=True)
+        }
+        reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
+        batch = tuple(surgery.limits.ranges("decode")["B"].model_dump().values())
+        assert reduced.outputs == [(REAL[info.compute_dtype], (batch, (1,) * 3, (info.q_heads,) * 3, (info.head_dim,) * 3))]
+        if layer == 0:
+            digests = tensorrt(kernel_digests, surgery.model, surgery.replaced.layouts, info)
+            assert set(digests) == {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.replaced.layouts}
+        assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
+        assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[str, Surgery], tmp_path: Path) -> None:
+    """Their results become inputs, and what they take outputs: TensorRT for RTX builds the rest of the network."""
+    surgery = graphs[name]
+    info, model = surgery.bundle.model, onnx.ModelProto()
+    model.CopyFrom(surgery.model)
+    dtype = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
+    for layer in surgery.replaced.layouts:
+        attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
+        model.graph.node.remove(attend)
+        model.graph.node.remove(join)
+        out = helper.make_tensor_value_info(join.output[0], dtype, ["B", 1, info.q_heads, info.head_dim])
+        model.graph.input.append(out)
+        # keys and values go to the new codes as well, queries to the plugin alone
+        query = helper.make_tensor_value_info(attend.input[0], dtype, ["B", info.q_heads, 1, info.head_dim])
+        model.graph.output.append(query)
+    used = {taken for node in model.graph.node for taken in node.input}
+    for value in list(model.graph.input):
+        if value.name not in used:
+            model.graph.input.remove(value)
+    onnx.save(model, tmp_path / "rest.onnx")
+    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.twin / WEIGHTS_FILE)
+    parsed = parse(load("tensorrt_rtx"), tmp_path / "rest.onnx")
+    assert not [tensor.name for tensor in parsed.inputs if tensor.name.startswith("key_pool.0")]
+    assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
+
+
+def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but TensorRT itself: the graph that it is given, and the record of what was built."""
+    given: dict[str, list[str]] = {}
+    rtx = load("tensorrt_rtx")
+
+    def parse_like_tensorrt(library: Library, graph: Path) -> Parsed:
+        given[graph.name] = [node.op_type for node in onnx.load(graph, load_external_data=False).graph.node]
+        assert (graph.parent / WEIGHTS_FILE).is_file()
+        return Parsed(library, None, None, None, [], [])
+
+    monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
+    monkeypatch.setattr(build_module, "parse", parse_like_tensorrt)
+    monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
+    monkeypatch.setattr("stages.tensorrt.plugin.splits_here", lambda *_: SPLITS)
+    monkeypatch.setattr("stages.tensorrt.plugin.register", lambda: None)
+    monkeypatch.setattr("stages.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
+    twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", AGED)
+    out = tmp_path / "plans"
+    out.mkdir()
+    build_module.build_bundle(
+        twin, out, policy=AGED, scales=tmp_path / "twin_scales.json", library="tensorrt", max_batch=4, max_tokens=512,
+        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}, progress=nothing,
+    )  # fmt: skip
+    record, _, _ = open_bundle(out, "tensorrt")
+    assert record.plugins == {"decode_partial.0": "a1"}
+    assert record.native == {"1": "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"}
+    assert record.built_for.compute_capabilities == ["8.9"]
+    assert "decode_partial_kstatic_vdynamic_exact" in given["decode.onnx"]
+    assert "PagedAttention_0" in given["prefill.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "twin", "twin_scales.json"]
+
+
+def test_without_a_gpu_the_splits_cannot_be_chosen(graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    surgery = graphs["aged"]
+    with pytest.raises(MissingRequirement, match=r"backend=tensorrt: torch \S+ cannot use a GPU here"):
+        splits_here(surgery.bundle.model, surgery.limits)

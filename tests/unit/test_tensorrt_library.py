@@ -1,0 +1,131 @@
+"""TensorRT's doors, its versions, the shapes of plans, and which key of the configuration a refusal names."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_import_rules import importers
+
+from pipeline.backends import TensorRTBackend, TensorRTRTXBackend
+from pipeline.errors import MissingRequirement
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy, LayerOverride, Window
+from stages.tensorrt import library as library_module
+from stages.tensorrt.library import load
+from stages.tensorrt.plan import Refused
+from stages.tensorrt.refusal import policy_key, refusal
+from stages.tensorrt.shapes import Limits, bucket, padded
+
+INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
+FP16 = Format(dtype="fp16")
+LAYERED = KVPolicy(
+    name="layered",
+    key=INT8,
+    value=INT8,
+    window=Window(tokens=128, key=FP16),
+    overrides=(LayerOverride(layers=(2,), value=FP16),),
+)
+LIBRARY = SimpleNamespace(title="TensorRT for RTX", version="1.7")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    load.cache_clear()
+
+
+def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
+    assert importers("tensorrt_rtx") == ["stages/tensorrt/library.py"]
+    assert set(importers("tensorrt")) <= {"plugins/kv_attention/tensorrt_plugin.py", "stages/tensorrt/library.py"}
+
+
+@pytest.mark.parametrize(("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'kvgate\[rtx\]'")])
+def test_a_library_that_is_not_installed_is_named_with_how_to_get_it(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingRequirement, match=rf"backend={name} needs TensorRT.*{how}"):
+        load(name)  # type: ignore[arg-type]
+
+
+def test_a_tensorrt_that_is_too_old_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(__version__="10.9.0.34", ILogger=object)
+    monkeypatch.setitem(sys.modules, "tensorrt", old)
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", SimpleNamespace())
+    monkeypatch.setattr(library_module, "_collector", lambda _: None)
+    with pytest.raises(MissingRequirement, match=r"needs TensorRT >= 10\.14, found 10\.9\.0\.34"):
+        load("tensorrt")
+
+
+@pytest.mark.parametrize(("size", "largest", "expected"), [(1, 16, 1), (3, 16, 4), (9, 16, 16), (9, 12, 12), (12, 12, 12)])
+def test_sizes_are_rounded_up_to_powers_of_two_within_the_profile(size: int, largest: int, expected: int) -> None:
+    assert bucket(size, largest) == expected
+
+
+@pytest.mark.parametrize("size", [0, 17])
+def test_a_size_outside_the_profile_is_a_defect(size: int) -> None:
+    with pytest.raises(ValueError, match=r"outside 1 \.\. 16"):
+        bucket(size, 16)
+
+
+def test_padding_keeps_the_values_in_the_first_corner() -> None:
+    out = padded(np.ones((2, 3), np.int32), (4, 4))
+    assert out.dtype == np.int32
+    assert out[:2, :3].all()
+    assert out.sum() == 6
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])
+def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
+    limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
+    assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_young
+    assert limits.ranges("decode")["Y"].largest == 3
+    assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
+
+
+def test_the_chunk_of_a_prefill_is_no_longer_than_a_sequence() -> None:
+    assert Limits(LAYERED, 2, 128).ranges("prefill")["S"].largest == 128
+    assert Limits(LAYERED, 2, 1 << 14).ranges("prefill")["S"].largest == 1024
+
+
+@pytest.mark.parametrize(
+    ("side", "layer", "key"),
+    [("key", 0, "kv.key"), ("window_key", 1, "kv.window.key"), ("value", 2, "kv.overrides.0.value"), ("value", 1, "kv.value")],
+)
+def test_a_refused_input_is_traced_to_the_key_that_chose_its_format(side: str, layer: int, key: str) -> None:
+    assert policy_key(LAYERED, side, layer)[0] == key  # type: ignore[arg-type]
+    name = f"{side}_scale_pool.{layer}" if side == "window_key" else f"{side}_pool.{layer}"
+    said = str(refusal(LIBRARY, LAYERED, Refused("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
+    assert said.startswith(f"{key}.dtype=")
+    assert f"TensorRT for RTX 1.7 refuses the graph's input {name}: no such type" in said
+
+
+def test_a_refusal_without_an_input_names_the_policy() -> None:
+    said = str(refusal(LIBRARY, LAYERED, Refused("Some tactics do not have sufficient workspace", []), [89]))  # type: ignore[arg-type]
+    assert said.startswith("kv=layered: TensorRT for RTX 1.7 refuses its graph: Some tactics")
+
+
+def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
+    reason = "Cannot compile for target(s) sm75, because the model contains HW-specific datatypes: fp8_e4m3"
+    said = str(refusal(LIBRARY, LAYERED, Refused(reason, []), [75]))  # type: ignore[arg-type]
+    assert said.startswith("backend.compute_capabilities=[75]: ")
+    assert said.endswith("name a later GPU")
+
+
+def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TensorRTBackend(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
+    monkeypatch.setattr("pipeline.backends.gpus", list)
+    with pytest.raises(MissingRequirement, match=r"none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"):
+        backend.build_options  # noqa: B018
+    gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+    monkeypatch.setattr("pipeline.backends.gpus", lambda: [gpu])
+    assert backend.build_options == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
+
+
+def test_the_order_of_targets_does_not_matter() -> None:
+    def targets(*given: int) -> object:
+        values = {"compute_dtype": "float16", "max_batch": 2, "max_tokens": 128, "cuda_graphs": True}
+        values |= {"name": "tensorrt_rtx", "compute_capabilities": given}
+        return TensorRTRTXBackend.model_validate(values).build_options["targets"]
+
+    assert targets(120, 89) == targets(89, 120) == [89, 120]

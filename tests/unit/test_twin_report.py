@@ -1,0 +1,70 @@
+"""Plans that cannot run here: where their graphs were, or can be, judged as ONNX."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from pipeline.backends import PlanBackend
+from pipeline.chain import Chain
+from pipeline.compose import CONF, to_config
+from pipeline.errors import MissingRequirement
+from pipeline.kv import KVPolicy
+from pipeline.records import Progress
+from pipeline.report import REPORT_FILE
+from pipeline.store import Artifact, Recipe, Store
+
+DIGEST = "d" * 64
+
+
+class _Chain(Chain):
+    """Every bundle is there, and no engine can be loaded."""
+
+    def bundle(self, policy: KVPolicy, config: object = None) -> Artifact:
+        assert config == self.config.backend.twin  # type: ignore[union-attr]
+        recipe = Recipe("build", ("pipeline.kv",), {"kv": policy.name}, {})
+        return replace(self._get(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
+
+    def baseline(self) -> Artifact:
+        raise MissingRequirement("no GPU")
+
+
+def _nothing(_: Path, __: Progress) -> None: ...
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = to_config(compose("config", overrides=["backend=tensorrt_rtx", f"workdir={tmp_path}"]))
+    return _Chain(config, Store(tmp_path / "artifacts"))
+
+
+def test_the_default_profile_fits_the_built_in_workloads(chain: Chain) -> None:
+    backend, workloads = chain.config.backend, chain.config.workloads
+    assert isinstance(backend, PlanBackend)
+    assert backend.max_batch >= max(workloads.batch_size, workloads.load.batch)
+
+
+def test_a_machine_without_a_gpu_is_given_the_command_that_judges_the_graphs(chain: Chain) -> None:
+    with pytest.raises(MissingRequirement, match=r"no GPU\nkv=fp8: .* sha256 a1b2\) can be judged here") as caught:
+        chain.evaluation(chain.config.kv)
+    assert "backend=onnxruntime backend.compute_dtype=float16" in str(caught.value)
+
+
+def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -> None:
+    for seed, engine in enumerate((DIGEST, "e" * 64)):
+        recipe = Recipe("evaluate", ("pipeline.kv",), {"seed": seed}, {"engine": engine})
+        made = chain.store.get(recipe, lambda out: (out / REPORT_FILE).touch())
+        if engine == DIGEST:
+            ours = made
+    with pytest.raises(MissingRequirement, match=rf"was judged as ONNX: {ours.path}/report\.json \(engine {DIGEST}\)"):
+        chain.evaluation(chain.config.kv)
+
+
+def test_an_altered_report_is_not_pointed_to(chain: Chain) -> None:
+    recipe = Recipe("evaluate", ("pipeline.kv",), {}, {"engine": DIGEST})
+    made = chain.store.get(recipe, lambda out: (out / REPORT_FILE).touch())
+    (made.path / REPORT_FILE).write_text("{}")
+    with pytest.raises(MissingRequirement, match="can be judged here"):
+        chain.evaluation(chain.config.kv)

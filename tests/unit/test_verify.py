@@ -1,0 +1,249 @@
+"""stage=verify: whatever was altered, swapped or lost is named, by what it is."""
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judged_engine import config_of, exported, judged_engine
+
+from pipeline.chain import Chain
+from pipeline.digest import file_digest, files_digest, json_digest
+from pipeline.errors import MissingRequirement, UserError, exit_code
+from pipeline.identity import IDENTITY_FILE, read_identity
+from pipeline.runner import Run, verify
+from pipeline.store import Store
+from pipeline.verify import find_evidence, replay
+
+ALL = ("engine", "baseline")
+VERIFYING = config_of("stage=verify", "bundle=.")
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return judged_engine(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def copy(evidence: Path, tmp_path: Path) -> Path:
+    """An engine with its evidence, copied out of the store."""
+    return exported(evidence, tmp_path / "copy", *ALL)
+
+
+def wrong(directory: Path) -> dict[str, str]:
+    return {line.name: line.status for line in replay(directory)[1] if line.status != "same"}
+
+
+def code(directory: Path) -> int:
+    """The exit code of `stage=verify bundle=DIRECTORY`."""
+    config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
+    try:
+        verify(Run(config, Chain(config, Store(config.work)), "", False, ""))
+    except Exception as error:
+        return exit_code(error)
+    return 0
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def member(identity: Any, role: str) -> Any:
+    return next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
+
+
+def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evidence: Path, copy: Path) -> None:
+    engine = evidence.parent.parent / read_identity(evidence / IDENTITY_FILE).link("engine").place
+    assert find_evidence(engine) == [evidence]
+    assert wrong(evidence) == wrong(copy) == {}
+    assert (code(engine), code(evidence), code(copy)) == (0, 0, 0)
+    assert not (copy / "nowhere").exists(), "a verification writes nothing"
+
+
+def test_what_an_identity_binds_is_named(evidence: Path) -> None:
+    binds = read_identity(evidence / IDENTITY_FILE).binds
+    assert binds["built for"] == "TensorRT 10.14.1.48, SM 8.9"
+    assert (binds["graph"], binds["plugin decode_split"], binds["checkpoint"]) == ("a" * 64, "b" * 64, "c" * 64)
+    assert binds["weights"] == files_digest({"model.safetensors": hashlib.sha256(b"weights").hexdigest()})
+    assert binds["verdict"] == "PASS"
+    named = {"recipe", "kv policy", "scales", "calibration texts", "samples", "library numpy", "processor", "gpus"}
+    assert named | {"engine", "baseline", "report", "gates"} <= binds.keys()
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "kv_scales.json", "bundle.json"])
+def test_an_altered_file_of_the_engine_is_named(copy: Path, name: str) -> None:
+    (copy / "engine" / name).write_text("altered")
+    assert wrong(copy)[f"engine: {name}"] == "differs"
+    assert code(copy) == 3
+
+
+def test_a_file_that_was_added_to_the_engine_is_named(copy: Path) -> None:
+    (copy / "engine" / "hook.py").write_text("")
+    assert wrong(copy) == {"engine: hook.py": "differs"}
+
+
+def test_a_file_of_the_engine_that_is_gone_is_named_and_is_something_missing(copy: Path) -> None:
+    (copy / "engine" / "weights.bin").unlink()
+    assert wrong(copy) == {"engine: weights.bin": "missing"}
+    assert code(copy) == 4
+    (copy / "engine" / "kv_scales.json").write_text("altered")
+    assert code(copy) == 3, "what differs weighs more than what is missing"
+
+
+def test_an_altered_report_is_named(copy: Path) -> None:
+    edit(copy / "report.json", lambda r: r["canary"].update(factor=2.0))
+    assert wrong(copy) == {"report: report.json": "differs"}
+
+
+def test_altered_answers_change_the_verdict_too(copy: Path) -> None:
+    text = (copy / "samples.jsonl").read_text()
+    (copy / "samples.jsonl").write_text(text.replace('"candidate_correct":true', '"candidate_correct":false'))
+    assert wrong(copy) == {"report: samples.jsonl": "differs", "verdict, decided again": "differs"}
+
+
+def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:
+    copy = exported(judged_engine(tmp_path / "store", copy=100), tmp_path / "copy", *ALL)
+    assert read_identity(copy / IDENTITY_FILE).verdict.status == "FAIL"
+    assert wrong(copy) == {}, "a refused engine can be verified as well"
+    edit(copy / IDENTITY_FILE, lambda i: (i["verdict"].update(status="PASS"), i["binds"].update(verdict="PASS")))
+    assert wrong(copy) == {"verdict, decided again": "differs"}
+
+
+def test_gates_that_were_relaxed_afterwards_do_not_give_the_same_checks(copy: Path) -> None:
+    def relax(identity: Any) -> None:
+        identity["gates"]["max_mean_kl"] *= 2
+        identity["binds"]["gates"] = json_digest(identity["gates"])
+
+    edit(copy / IDENTITY_FILE, relax)
+    assert wrong(copy) == {"verdict, decided again": "differs"}
+
+
+def test_another_baseline_in_its_place_is_named(copy: Path) -> None:
+    shutil.rmtree(copy / "baseline")
+    shutil.copytree(copy / "engine", copy / "baseline")
+    assert {"baseline: kv_policy.json", "baseline: kv_scales.json"} == wrong(copy).keys()
+
+
+def test_a_baseline_that_was_swapped_consistently_is_named_by_what_cites_it(copy: Path) -> None:
+    def swap(identity: Any) -> None:
+        identity["roles"]["baseline"] = identity["roles"]["engine"]
+        identity["binds"]["baseline"] = member(identity, "engine")["digest"]
+
+    edit(copy / IDENTITY_FILE, swap)
+    shutil.rmtree(copy / "baseline")
+    found = wrong(copy)
+    assert {"chain: evaluate int8", "chain: baseline fp16", "report cites the baseline"} == found.keys()
+
+
+def test_a_report_about_another_data_set_is_found_out_even_when_it_is_sealed_again(copy: Path) -> None:
+    edit(copy / "report.json", lambda r: r.update(workloads_digest="0" * 64))
+
+    def seal(identity: Any) -> None:
+        link = member(identity, "evaluation")
+        link["files"]["report.json"] = file_digest(copy / "report.json")
+        link["digest"] = files_digest(link["files"])
+        cited = {name: link["files"][name] for name in ("report.json", "samples.jsonl")}
+        identity["binds"].update(samples="0" * 64, report=files_digest(cited))
+
+    edit(copy / IDENTITY_FILE, seal)
+    assert wrong(copy) == {"samples, made again": "differs"}
+
+
+def test_another_seed_of_the_samples_is_no_longer_the_evaluations_key(copy: Path) -> None:
+    def reseed(identity: Any) -> None:
+        member(identity, "evaluation")["parts"]["config"]["workloads"]["seed"] += 1
+
+    edit(copy / IDENTITY_FILE, reseed)
+    assert wrong(copy) == {"chain: evaluate int8": "differs", "samples, made again": "differs"}
+
+
+def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> None:
+    def replace(identity: Any) -> None:
+        link = member(identity, "engine")
+        link["parts"]["inputs"]["model"] = "0" * 64
+        key = json_digest(link["parts"])
+        link["key"] = identity["roles"]["engine"] = key
+
+    edit(copy / IDENTITY_FILE, replace)
+    (found,) = wrong(copy)
+    assert found.startswith("chain: build ")
+
+
+def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> None:
+    evidence = judged_engine(tmp_path)
+    edit(evidence / IDENTITY_FILE, lambda i: i["binds"].update(weights="0" * 64))
+    assert wrong(evidence) == {"identity": "differs", "weights": "differs"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_number_or_text_that_is_altered_in_an_identity_is_noticed_and_never_a_defect(copy: Path, seed: int) -> None:
+    """Only what names the identity itself may change unnoticed in a copy, and that changes its digest, which is shown."""
+    chance, original = random.Random(seed), json.loads((copy / IDENTITY_FILE).read_text())
+    names_only = {("kvgate",), ("model",)}
+    places = [p for p in leaves(original) if p not in names_only and p[-1] not in ("title", "reason")]
+    for place in chance.sample(places, 8):
+        identity = json.loads(json.dumps(original))
+        *parents, last = place
+        holder = identity
+        for key in parents:
+            holder = holder[key]
+        value = holder[last]
+        holder[last] = (not value) if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
+        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        assert code(copy) in (2, 3, 4), place
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for key, inner in items for leaf in leaves(inner, (*place, key))]
+    return [place]
+
+
+def test_files_that_cannot_be_read_are_named_and_never_a_defect(copy: Path) -> None:
+    for name in ("report.json", "samples.jsonl", "engine/bundle.json", "engine/tokenizer.json"):
+        kept = (copy / name).read_bytes()
+        (copy / name).write_bytes(b"\xff\x00{")
+        assert code(copy) == 3, name
+        (copy / name).write_bytes(kept)
+    assert code(copy) == 0
+
+
+def test_evidence_without_the_engine_or_its_report_is_missing_something(copy: Path) -> None:
+    shutil.rmtree(copy / "engine")
+    assert wrong(copy) == {"engine": "missing"}
+    (copy / "report.json").unlink()
+    assert wrong(copy) == {"engine": "missing", "report: report.json": "missing"}
+    assert code(copy) == 4
+
+
+def test_a_copy_without_its_identity_is_told_what_is_missing(copy: Path) -> None:
+    (copy / IDENTITY_FILE).unlink()
+    with pytest.raises(MissingRequirement, match=r"identity\.json is missing, .*run stage=evaluate"):
+        find_evidence(copy)
+
+
+def test_a_directory_that_is_no_engine_and_an_identity_that_cannot_be_read_are_users_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds neither identity\.json nor bundle\.json"):
+        find_evidence(tmp_path)
+    (tmp_path / IDENTITY_FILE).write_text("{}")
+    with pytest.raises(UserError, match=r"identity\.json: schema_version: Field required"):
+        replay(tmp_path)
+
+
+def test_the_users_own_samples_travel_with_the_evidence_and_are_compared(tmp_path: Path) -> None:
+    own = tmp_path / "mine.jsonl"
+    own.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
+    copy = exported(judged_engine(tmp_path / "store", jsonl=own), tmp_path / "copy", *ALL)
+    own.unlink()
+    assert wrong(copy) == {}
+    (copy / "workloads" / "mine.jsonl").write_text('{"prompt": "2 + 3 =", "reference": "5"}\n')
+    assert wrong(copy) == {"samples, made again": "differs"}
+    (copy / "workloads" / "mine.jsonl").unlink()
+    assert wrong(copy) == {"samples, made again": "missing"}
