@@ -5,8 +5,11 @@
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG TRTLLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 
+# Two variables: for what builds a wheel (setuptools) pip 24 heeds the first, pip 26 the second alone.
 FROM ${PYTHON_IMAGE} AS wheel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt
+COPY docs/docker/constraints.txt /build/
 WORKDIR /src
 COPY pyproject.toml README.md ./
 COPY pipeline pipeline
@@ -16,7 +19,8 @@ COPY conf conf
 RUN pip wheel --no-deps --wheel-dir /dist .
 
 FROM ${PYTHON_IMAGE} AS cpu-venv
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CONSTRAINT=/build/constraints.txt
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt
 COPY docs/docker/constraints.txt /build/
 COPY --from=wheel /dist /build/dist
 RUN python -m venv /opt/kvgate
@@ -47,9 +51,10 @@ COPY --from=wheel /dist /build/dist
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN PIP_CONSTRAINT='' /usr/bin/python3 -m pip install --target /build/virtualenv virtualenv==20.35.4 \
     && PYTHONPATH=/build/virtualenv /usr/bin/python3 -m virtualenv /opt/kvgate \
-    && PIP_CONSTRAINT=/build/constraints.txt /opt/kvgate/bin/pip install \
+    && export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt \
+    && /opt/kvgate/bin/pip install \
         torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu \
-    && PIP_CONSTRAINT=/build/constraints.txt /opt/kvgate/bin/pip install "$(echo /build/dist/kvgate-*.whl)[postgres]" \
+    && /opt/kvgate/bin/pip install "$(echo /build/dist/kvgate-*.whl)[postgres]" \
     && rm -r /build
 RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work
 # backend.python is TensorRT-LLM's interpreter unless the command line says otherwise.

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from attention_cases import Case
+from attention_cases import STORAGES, Case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -82,8 +82,8 @@ class Step:
 class Candidate:
     """One way to run a kernel; of several, the fastest counts."""
 
-    run: Callable[[], Tensor]
-    """(B, Hq, D)."""
+    prepare: Callable[[], Callable[[], Tensor]]
+    """Makes what runs the kernel and gives (B, Hq, D). A peer's may fail here, and its other ways still count."""
     chosen: dict[str, Any]
     """What tells it from the kernel's other ways."""
 
@@ -102,13 +102,35 @@ class Kernel:
     """Whether it attends to the new token besides the cached ones: one in thousands."""
     extra_copies: int = 0
     """Of the storage, which it makes for itself."""
+    peer: bool = False
+    """Whether it is somebody else's: where that fails, it is left out with its reason. Ours must not fail."""
 
 
 def _ours(step: Step) -> Iterator[Candidate]:
+    """What is shipped: the operator, which chooses for itself."""
+    device, case = step.query.device, step.case
+    sm = launch.compute_capability(device)
+    variant = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
+    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages, variant.resident)
+    run = partial(
+        ops.decode_attention,
+        step.query,
+        step.key_new,
+        step.value_new,
+        step.page_table,
+        step.lengths,
+        **step.cache,
+        scaling=step.scaling,
+    )
+    yield Candidate(lambda: run, _described(variant, splits))
+
+
+def _tuned(step: Step) -> Iterator[Candidate]:
+    """The same kernels with other warps, stages and splits: what choosing better would gain."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     default = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
-    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages)
+    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages, default.resident)
     yield _our(step, default, splits)
     if device.type == "cpu":
         return
@@ -138,7 +160,11 @@ def _our(step: Step, variant: Variant, splits: int) -> Candidate:
             variant=variant,
         )
 
-    return Candidate(run, {"splits": splits, "warps": variant.num_warps, "stages": variant.num_stages})
+    return Candidate(lambda: run, _described(variant, splits))
+
+
+def _described(variant: Variant, splits: int) -> dict[str, int]:
+    return {"splits": splits, "warps": variant.num_warps, "stages": variant.num_stages}
 
 
 def _sdpa(step: Step) -> Iterator[Candidate]:
@@ -153,13 +179,15 @@ def _sdpa(step: Step) -> Iterator[Candidate]:
     keys, values = contiguous("key_pool"), contiguous("value_pool")
     heads = step.query[:, :, None]
     rows = step.query.view(case.batch, case.kv_heads, case.group, case.head_dim)
-    yield Candidate(
-        lambda: scaled_dot_product_attention(heads, keys, values, scale=step.scaling, enable_gqa=True)[:, :, 0],
-        {"heads": "grouped"},
-    )
-    yield Candidate(
-        lambda: scaled_dot_product_attention(rows, keys, values, scale=step.scaling).flatten(1, 2), {"heads": "as rows"}
-    )
+
+    def grouped() -> Tensor:
+        return scaled_dot_product_attention(heads, keys, values, scale=step.scaling, enable_gqa=True)[:, :, 0]
+
+    def as_rows() -> Tensor:
+        return scaled_dot_product_attention(rows, keys, values, scale=step.scaling).flatten(1, 2)
+
+    yield Candidate(lambda: grouped, {"heads": "grouped"})
+    yield Candidate(lambda: as_rows, {"heads": "as rows"})
 
 
 def _flashinfer(step: Step) -> Iterator[Candidate]:
@@ -173,7 +201,8 @@ def _flashinfer(step: Step) -> Iterator[Candidate]:
     scales = {
         f"{side[0]}_scale": float(step.cache[f"{side}_scale"]) for side in ("key", "value") if f"{side}_scale" in step.cache
     }
-    for tensor_cores in (True, False):
+
+    def prepare(tensor_cores: bool) -> Callable[[], Tensor]:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
         wrapper.plan(
@@ -188,17 +217,20 @@ def _flashinfer(step: Step) -> Iterator[Candidate]:
             kv_data_type=pools[0].dtype,
             sm_scale=step.scaling,
         )
-        yield Candidate(partial(wrapper.run, step.query, pools, **scales), {"tensor_cores": tensor_cores})
+        return partial(wrapper.run, step.query, pools, **scales)
+
+    for tensor_cores in (True, False):
+        yield Candidate(partial(prepare, tensor_cores), {"tensor_cores": tensor_cores})
 
 
 KERNELS = (
-    Kernel("fp8k_int4v", "fp8k_int4v", _ours, 4e-3, with_new=True),
-    Kernel("fp8", "fp8", _ours, 4e-3, with_new=True),
-    Kernel("bf16", "bf16", _ours, 4e-3, with_new=True),
-    Kernel("flashinfer fp8", "fp8", _flashinfer, 3e-2),
-    Kernel("flashinfer bf16", "bf16", _flashinfer, 1e-2),
-    Kernel("sdpa bf16", "bf16", _sdpa, 1e-2, extra_copies=2),
+    *(Kernel(storage, storage, _ours, 4e-3, with_new=True) for storage in STORAGES),
+    *(Kernel(f"{storage} tuned", storage, _tuned, 4e-3, with_new=True) for storage in STORAGES),
+    Kernel("flashinfer fp8", "fp8", _flashinfer, 3e-2, peer=True),
+    Kernel("flashinfer bf16", "bf16", _flashinfer, 1e-2, peer=True),
+    Kernel("sdpa bf16", "bf16", _sdpa, 1e-2, extra_copies=2, peer=True),
 )
+"""The first three are shipped, and what the targets are about; the next three are what tuning them would give."""
 
 
 def why_not(kernel: Kernel) -> str | None:

@@ -23,8 +23,9 @@ FLUSHED_L2 = 4
 ROOM_BYTES = 4 << 30
 """Left free: workspaces, partial sums, memory in pieces."""
 
-Timer = Callable[[Callable[[], Tensor], int | None], float]
-"""Median microseconds of a kernel; None runs are chosen by what one takes."""
+Timer = Callable[[Callable[[], Tensor], int | None], tuple[float, Tensor]]
+"""Median microseconds of a kernel that gives floating-point numbers, and what its last timed run gave; None runs are chosen
+by what one takes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class GpuTimer:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._other = torch.zeros(FLUSHED_L2 * l2_bytes // 4, dtype=torch.int32, device=device)
 
-    def __call__(self, run: Callable[[], Tensor], runs: int | None = None) -> float:
+    def __call__(self, run: Callable[[], Tensor], runs: int | None = None) -> tuple[float, Tensor]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -55,11 +56,14 @@ class GpuTimer:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run()
+            out = run()
         if runs is None:
             first = self._times(graph, TUNING_RUNS)
             runs = int(min(MAX_RUNS, max(MIN_RUNS, TIMED_MICROSECONDS / first)))
-        return self._times(graph, runs)
+        # What is there afterwards, the replays have written. The graph's memory goes with the graph: hence the copy.
+        out.fill_(torch.nan)
+        microseconds = self._times(graph, runs)
+        return microseconds, out.clone()
 
     def _times(self, graph: torch.cuda.CUDAGraph, runs: int) -> float:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
@@ -74,9 +78,12 @@ class GpuTimer:
 
 def copy_rate(timer: Timer, device: torch.device) -> float:
     """Bytes per second of a device-to-device copy, read and written ones together."""
-    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (timer(lambda: target.copy_(source), COPY_RUNS) * 1e-6)
+    microseconds, copied = timer(lambda: target.copy_(source), COPY_RUNS)
+    if not torch.equal(copied, source):
+        raise RuntimeError("the copy that was timed did not copy: nothing can be measured against it")
+    return 2 * COPY_BYTES / (microseconds * 1e-6)
 
 
 def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, place: Place, seed: int) -> list[Row]:
@@ -98,23 +105,51 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, place: Place, 
 
 
 def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
-    """The fastest of the kernel's candidates, checked, and timed again with more runs."""
-    tried: list[tuple[float, Candidate]] = []
-    too_large = []
-    for candidate in kernel.candidates(step):
+    """The fastest of the kernel's candidates, timed again with more runs, of which the last one's output is checked.
+
+    A peer that fails, when it is made or when it runs, has a reason instead; ours raise.
+    """
+    tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
+    failed: list[Row] = []
+    candidates = kernel.candidates(step)
+    while True:
+        chosen: Row = {}
         try:
-            tried.append((timer(candidate.run, TUNING_RUNS), candidate))
-        except OutOfResources:  # more shared memory or registers than the GPU has
-            too_large.append(candidate.chosen)
-    _, best = min(tried, key=lambda pair: pair[0])
-    error = relative_error(kernel, step, best.run())
-    return attention_cases.measured(step.case, step.storage, timer(best.run, None), copy_bytes_per_s) | {
+            candidate = next(candidates, None)
+            if candidate is None:
+                break
+            chosen = candidate.chosen
+            run = candidate.prepare()
+            tried.append((timer(run, TUNING_RUNS)[0], run, candidate))
+        except Exception as failure:
+            # Ours are tuned beyond what a GPU's shared memory and registers hold; what is shipped must run.
+            tuning = isinstance(failure, OutOfResources) and tried
+            if not kernel.peer and not tuning:
+                raise
+            failed.append({**chosen, "reason": _reason(failure)})
+    if not tried:
+        return {"skipped": f"failed: {failed[0]['reason']}", "failed": failed}
+    _, run, best = min(tried, key=lambda one: one[0])
+    try:
+        microseconds, out = timer(run, None)
+    except Exception as failure:
+        if not kernel.peer:
+            raise
+        failed.append({**best.chosen, "reason": _reason(failure)})
+        return {"skipped": f"failed: {_reason(failure)}", "failed": failed}
+    error = relative_error(kernel, step, out)
+    return attention_cases.measured(step.case, step.storage, microseconds, copy_bytes_per_s) | {
         "relative_error": error,
         "correct": error <= kernel.tolerance,
         "chosen": best.chosen,
-        "tried": [{**candidate.chosen, "microseconds": time} for time, candidate in tried],
-        "too_large": too_large,
+        "tried": [{**candidate.chosen, "microseconds": time} for time, _, candidate in tried],
+        "failed": failed,
     }
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 
 def _does_not_fit(case: Case, needed: int, device: torch.device) -> str | None:

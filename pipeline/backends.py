@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.errors import MissingRequirement
 from pipeline.hardware import gpus
@@ -86,15 +87,20 @@ class TensorRTBackend(PlanBackend):
     name: Literal["tensorrt"]
 
     @property
-    def build_options(self) -> dict[str, object]:
-        """Raises MissingRequirement without a GPU: plans are tuned on the one that they are for, so it is part of the key."""
+    def gpu(self) -> dict[str, str]:
+        """The one that plans are built on and for, the driver's first. Raises MissingRequirement without one."""
         found = gpus()
         if not found:
             raise MissingRequirement(
                 "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
                 "(nvidia-smi); backend=tensorrt_rtx builds without one"
             )
-        return {**super().build_options, "gpu": found[0]}
+        return found[0]
+
+    @property
+    def build_options(self) -> dict[str, object]:
+        """Raises MissingRequirement without a GPU: plans are tuned on the one that they are for, so it is part of the key."""
+        return {**super().build_options, "gpu": self.gpu}
 
 
 RTX_TARGETS = (75, 80, 86, 89, 120, 121)
@@ -107,6 +113,13 @@ class TensorRTRTXBackend(PlanBackend):
     name: Literal["tensorrt_rtx"]
     compute_capabilities: Annotated[tuple[int, ...], Field(strict=False)]
     """GPUs that the plans have code for: 89 is SM 8.9."""
+
+    @field_validator("compute_capabilities", mode="before")
+    @classmethod
+    def _is_a_list(cls, given: object) -> object:
+        if type(given) is int:
+            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": given})
+        return given
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:
@@ -185,6 +198,13 @@ class TrtllmBackend(_Backend):
             raise ValueError(f"max_input_len={self.max_input_len}: must be below max_seq_len={self.max_seq_len}")
         if self.max_input_len > self.max_num_tokens:
             raise ValueError(f"max_num_tokens={self.max_num_tokens}: must hold a prompt of max_input_len={self.max_input_len}")
+        # TensorRT-LLM builds with the bound instead, without an error (tensorrt_llm/builder.py).
+        largest = self.max_batch_size * self.max_seq_len
+        if not PAGE_TOKENS <= self.max_num_tokens <= largest:
+            raise ValueError(
+                f"max_num_tokens={self.max_num_tokens}: must be {PAGE_TOKENS} (a block of the cache) to {largest} "
+                f"(max_batch_size * max_seq_len)"
+            )
         return self
 
     @property

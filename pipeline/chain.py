@@ -14,7 +14,7 @@ from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.config import Config
 from pipeline.digest import FIRST_PARTY, file_digest, files_digest, json_digest
 from pipeline.errors import MissingRequirement, UserError
-from pipeline.identity import Link, Role, make_identity, write_identity
+from pipeline.identity import Link, Role, make_identity, read_bundle, write_identity
 from pipeline.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.records import Engine, Progress
 from pipeline.report import REPORT_FILE, EvaluationReport
@@ -44,8 +44,8 @@ def entry(module: str, function: str) -> Callable[..., Any]:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise UserError for files that the configuration names and that cannot be used, MissingRequirement for a library that
-    plans are built with and that is not installed; cheap, reads no weights."""
+    """Raise UserError for files that the configuration names and that cannot be used, MissingRequirement for what plans are
+    built with, a library or the GPU, and that is not here; cheap, reads no weights."""
     if config.work.exists() and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
@@ -56,7 +56,7 @@ def check_inputs(config: Config) -> None:
     config.kv.check_shape(info.shape)
     _check_device(config, info)
     if isinstance(config.backend, PlanBackend) and config.stage != "quantize":
-        entry("stages.tensorrt.library", "load")(config.backend.name)
+        entry("stages.tensorrt.requirements", "check_inputs")(config, info)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
@@ -171,11 +171,12 @@ class Chain:
         backend = BACKENDS[config.name]
         model, digest = backend.model(self, policy, config)
         inputs = {"model": digest, "scales": quantized.files[SCALES_FILE]}
-        code = f"{backend.package}.build"
+        code = f"{backend.package}.{backend.builder}"
         options = config.build_options
         if backend.elsewhere is not None:
             options = {**options, **entry(backend.elsewhere, "found")(config)}
-        recipe = Recipe("build", (code,), {"kv": policy.model_dump(), **options}, inputs, backend.libraries)
+        content = {"kv": policy.model_dump(), **options, **_versions(config)}
+        recipe = Recipe("build", (code,), content, inputs, backend.libraries)
 
         def make(out: Path, progress: Progress) -> None:
             scales = quantized.path / SCALES_FILE
@@ -208,10 +209,13 @@ class Chain:
     def twin_report(self, policy: KVPolicy, config: PlanBackend) -> str:
         """Where the ONNX engine of a plan's own graphs was judged, or the command that judges it."""
         twin = self.bundle(policy, config.twin)
-        graph = f"kv={policy.name}: the plan's own graph (decode.onnx, sha256 {twin.files['decode.onnx']})"
-        reports = self.store.made_from("evaluate", "engine", twin.digest)
+        digest = twin.files["decode.onnx"]
+        graph = f"kv={policy.name}: the plan's own graph (decode.onnx, sha256 {digest})"
+        made = (directory / REPORT_FILE for directory in self.store.made_from("evaluate", "engine", twin.digest))
+        # as JSON: a report that an older release left may lack what load_report wants
+        reports = [path for path in made if json.loads(path.read_text(encoding="utf-8")).get("graph_digest") == digest]
         if reports:
-            return f"{graph} was judged as ONNX: {reports[-1] / REPORT_FILE} (engine {twin.digest})"
+            return f"{graph} was judged as ONNX: {reports[-1]} cites it (engine {twin.digest})"
         options = f"backend=onnxruntime backend.compute_dtype={config.compute_dtype}"
         return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
 
@@ -230,6 +234,7 @@ class Chain:
                 config=self.config.workloads,
                 engine_digest=bundle.digest,
                 baseline_digest=reference.digest,
+                graph_digest=read_bundle(bundle.path).get("graph_digest"),
                 progress=progress,
             )
 
@@ -258,9 +263,11 @@ class Chain:
         workloads, backend = self.config.workloads, self.config.backend
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
-        config: dict[str, object] = {"workloads": workloads.model_dump(), **backend.run_options}
+        config: dict[str, object] = {"workloads": workloads.model_dump(), **backend.run_options, **_versions(backend, run=True)}
         code = ("stages.evaluate", f"{self.backend.package}.engine")
         libraries = (*self.backend.libraries, "transformers", "tokenizers", "safetensors", "numpy", "scipy")
+        if isinstance(backend, PlanBackend):
+            libraries += ("torch",)  # it writes the pool and captures CUDA graphs
         if isinstance(backend, TorchBackend):
             # What `auto` is here, and which GPU: what was measured on one device is not taken for another's.
             config |= entry("stages.oracle.device", "device_identity")(backend.device)
@@ -297,6 +304,14 @@ class Chain:
         return artifact
 
 
+def _versions(config: BackendConfig, run: bool = False) -> dict[str, object]:
+    """What a recipe says of TensorRT, whose distribution has several names; running a plan takes nothing else of building."""
+    if not isinstance(config, PlanBackend):
+        return {}
+    found = entry("stages.tensorrt.requirements", "versions")(config.name)
+    return {"versions": {config.name: found[config.name]} if run else found}
+
+
 def _exported(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[Path, str]:
     assert isinstance(config, GraphBackend)
     decoder = chain.decoder(chain.quantized(policy), config.compute_dtype)
@@ -321,7 +336,7 @@ def _quantized(chain: Chain, policy: KVPolicy, config: BackendConfig) -> tuple[P
 
 @dataclass(frozen=True)
 class Backend:
-    """What builds and runs the engines of a backend: `build_bundle` in PACKAGE.build, `load_engine` in PACKAGE.engine."""
+    """What builds and runs the engines of a backend: `build_bundle` in PACKAGE.BUILDER, `load_engine` in PACKAGE.engine."""
 
     package: str
     libraries: tuple[str, ...]
@@ -330,12 +345,13 @@ class Backend:
     elsewhere: str | None = None
     """For what runs outside of this process, the module whose `check_inputs` refuses, before any work, what cannot be built
     or is not here, and whose `found` gives the build's further options: the release and what follows from it."""
+    builder: str = "build"
 
 
 BACKENDS: dict[str, Backend] = {
     "onnxruntime": Backend("stages.onnx", ONNX, _exported),
     "torch": Backend("stages.oracle", TORCH, _checkpoint),
-    "tensorrt_rtx": Backend("stages.tensorrt", ("onnx", "numpy", "tensorrt-rtx-cu13"), _onnx_twin),
-    "tensorrt": Backend("stages.tensorrt", ("onnx", "numpy", "tensorrt", "triton"), _onnx_twin),
+    "tensorrt_rtx": Backend("stages.tensorrt", ("onnx", "numpy"), _onnx_twin),
+    "tensorrt": Backend("stages.tensorrt", ("onnx", "numpy"), _onnx_twin, builder="plugin"),
     "trtllm": Backend("stages.trtllm", ("numpy",), _quantized, "stages.trtllm.targets"),
 }

@@ -4,6 +4,8 @@ import ast
 import hashlib
 import importlib.util
 import json
+import os
+import stat
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,30 @@ def tree_files(root: Path) -> dict[str, str]:
     paths = (p for p in sorted(root.rglob("*")) if p.is_file())
     relative = ((p, p.relative_to(root)) for p in paths)
     return {r.as_posix(): file_digest(p) for p, r in relative if not any(part.startswith(".") for part in r.parts)}
+
+
+def tree_entries(root: Path, but: str) -> dict[str, str]:
+    """Relative POSIX path -> kind of everything below `root` but directories and the file `but`; hidden or not.
+
+    What `tree_files` leaves out is here. Links are not followed, except that `root` itself may be one.
+    """
+    found: dict[str, str] = {}
+    todo = [""]
+    while todo:
+        under = todo.pop()
+        for name in (f"{under}{inner}" for inner in os.listdir(root / under)):
+            kind = kind_of(root / name)
+            if kind == "directory":
+                todo.append(f"{name}/")
+            elif (name, kind) != (but, "file"):
+                found[name] = kind
+    return found
+
+
+def kind_of(path: Path) -> str:
+    """What `path` itself is, wherever a link may lead: `file`, `directory`, `link` or `special file`."""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+    return kinds.get(stat.S_IFMT(path.lstat().st_mode), "special file")
 
 
 def files_digest(files: Mapping[str, str], under: str = "") -> str:

@@ -7,6 +7,7 @@ names the digests of its inputs, so that the chain is closed: no member can be e
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,15 @@ Role = Literal["calibration", "quantized", "engine", "baseline", "answers", "eva
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-PARTS = {"stage": str, "config": dict, "inputs": dict, "libraries": dict}
+PARTS: dict[str, type] = {"stage": str, "config": dict, "inputs": dict, "libraries": dict}
 """What of an artifact's parts is read here."""
+TEXTS = ("inputs", "libraries")
+"""Those of them that are texts by name."""
+
+# An identity may come from anyone. These become paths, which must stay in the store and beside the identity.
+STAGE = re.compile("[a-z_]+")
+KEY = re.compile("[0-9a-f]{64}")
+WORKLOADS_FILE = re.compile(r"workloads/(?!\.{1,2}$)[^/\0]+")
 
 
 class Link(StrictModel):
@@ -89,20 +97,44 @@ class Identity(StrictModel):
 
 
 def read_identity(path: Path) -> Identity:
-    """Raises UserError when the file is not an identity; its first problem is named."""
+    """Raises UserError when the file is not an identity, or one that names files elsewhere; its first problem is named."""
     try:
         identity = Identity.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from None
     for link in identity.chain:
-        for name, kind in PARTS.items():
-            if not isinstance(link.parts.get(name), kind):
-                raise UserError(f"{path}: chain: {link.title}: parts.{name} is missing or no {kind.__name__}")
+        problem = _problem(link)
+        if problem is not None:
+            raise UserError(f"{path}: chain: {link.title}: {problem}")
+    if identity.workloads_file is not None and not WORKLOADS_FILE.fullmatch(identity.workloads_file):
+        raise UserError(f"{path}: workloads_file: must be null or workloads/NAME, a file beside this one")
     lost = [role for role in ROLES if identity.roles.get(role) not in {link.key for link in identity.chain}]
     if lost:
         raise UserError(f"{path}: roles.{lost[0]}: names no artifact of the chain")
     return identity
+
+
+def _problem(link: Link) -> str | None:
+    """What in a link of the chain cannot be read or cannot be used, None when all can."""
+    for name, kind in PARTS.items():
+        if not isinstance(link.parts.get(name), kind):
+            return f"parts.{name} is missing or no {kind.__name__}"
+    for name in TEXTS:
+        for key, value in link.parts[name].items():
+            if not isinstance(value, str):
+                return f"parts.{name}.{key} is no text"
+    if not STAGE.fullmatch(link.parts["stage"]):
+        return "parts.stage must be lower-case letters and _"
+    if not KEY.fullmatch(link.key):
+        return "key must be a sha256, 64 hexadecimal digits"
+    try:
+        json_digest(link.parts)
+    except ValueError:  # NaN and infinity, which JSON parsers let through
+        return "parts holds a number that JSON has no form for"
+    return None
 
 
 def make_identity(
@@ -149,7 +181,7 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     path = engine / BUNDLE_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not isinstance(record, dict):
         raise UserError(f"{path}: must hold a JSON object")

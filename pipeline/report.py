@@ -157,6 +157,8 @@ class EvaluationReport(_Record):
     schema_version: int
     policy: str
     engine_digest: str
+    graph_digest: str | None = None
+    """sha256 of the decode graph that the engine runs, or that its plan was built from; null for engines without a graph."""
     baseline_digest: str
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""

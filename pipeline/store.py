@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from pipeline.digest import code_digest, files_digest, json_digest, tree_files
+from pipeline.errors import MissingRequirement
 from pipeline.hardware import hardware
 
 MANIFEST = ".manifest.json"
@@ -47,7 +49,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the bytes of an artifact."""
+    """What decides the bytes of an artifact. Raises MissingRequirement for a library that is not installed."""
 
     stage: str
     code: tuple[str, ...]
@@ -68,7 +70,7 @@ class Recipe:
             "config": dict(self.config),
             "inputs": dict(self.inputs),
             "code": {module: code_digest(module) for module in self.code},
-            "libraries": {name: metadata.version(name) for name in self.libraries},
+            "libraries": {name: _version(name) for name in self.libraries},
             "hardware": hardware() if self.measures_time else platform.machine(),
         }
         object.__setattr__(self, "parts", parts)
@@ -117,11 +119,13 @@ class Store:
     def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
         """Directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
         found = []
-        for path in (self.root / stage).glob(f"*/{MANIFEST}"):
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-            if manifest["parts"]["inputs"].get(name) == digest and tree_files(path.parent) == manifest["files"]:
-                found.append(path)
-        return [path.parent for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+        for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
+            manifest = _manifest(path.parent)
+            if manifest is None or manifest["parts"]["inputs"].get(name) != digest:
+                continue
+            if tree_files(path.parent) == manifest["files"]:
+                found.append((path.stat().st_mtime, path.parent))
+        return [directory for _, directory in sorted(found)]
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
@@ -131,13 +135,27 @@ class Store:
 
     def _verified(self, target: Path, recipe: Recipe, reused: bool = True) -> Artifact | None:
         """The artifact at `target` if its manifest has this very key and every file still has its digest."""
-        try:
-            manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
-        if manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
+        manifest = _manifest(target)
+        if manifest is None or manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
             return None
         files = manifest["files"]
         return Artifact(
             target, recipe.stage, recipe.key, files_digest(files), files, manifest["parts"], reused, manifest["seconds"]
         )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError as error:
+        raise MissingRequirement(f"{name} is not installed: pip install {name}") from error
+
+
+def _manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of an artifact; None where it is not there, cannot be read, or is none: then the artifact is not used."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return manifest if complete else None

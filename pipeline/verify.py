@@ -11,6 +11,7 @@ second is how MLflow stores a model version.
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from pydantic import ValidationError
 
 from pipeline.chain import entry
 from pipeline.checkpoint import TOKENIZER_FILES
-from pipeline.digest import file_digest, files_digest, json_digest, tree_files
-from pipeline.errors import MissingRequirement, UserError
+from pipeline.digest import file_digest, files_digest, json_digest, kind_of, tree_entries
+from pipeline.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.gates import decide
 from pipeline.identity import BUNDLE_FILE, IDENTITY_FILE, Identity, Role, binds, read_bundle, read_identity
 from pipeline.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -76,7 +77,15 @@ def find_evidence(directory: Path) -> list[Path]:
     store = directory.resolve().parent.parent
     found = [path.parent for path in sorted(store.glob(f"identity/*/{IDENTITY_FILE}"))]
     place = directory.resolve().relative_to(store).as_posix()
-    about = [path for path in found if read_identity(path / IDENTITY_FILE).link("engine").place == place]
+    about, unreadable = [], []
+    for path in found:
+        try:
+            if read_identity(path / IDENTITY_FILE).link("engine").place == place:
+                about.append(path)
+        except UserError as error:  # of some other engine, perhaps, which this one must not wait for
+            unreadable.append(str(error))
+    if not about and unreadable:
+        raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:
         raise MissingRequirement(
             f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: nobody judged this engine; "
@@ -97,7 +106,7 @@ def replay(evidence: Path) -> tuple[Identity, list[Finding]]:
         findings += _files("baseline", baseline, identity.link("baseline").files)
     cited = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
     findings += _files("report", evidence, cited, only=True)
-    if all((evidence / name).is_file() for name in cited):
+    if all((evidence / name).is_file() and kind_of(evidence / name) == "file" for name in cited):
         altered = {line.name for line in of_engine if line.status != "same"}
         intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
         findings += _evidence(identity, evidence, engine, intact)
@@ -117,7 +126,7 @@ def _seal(evidence: Path) -> list[Finding]:
     if manifest.is_file():
         try:
             sealed = json.loads(manifest.read_text(encoding="utf-8"))["files"][IDENTITY_FILE]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             sealed = "nothing that can be read"
         if sealed != digest:
             return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
@@ -169,11 +178,20 @@ def _files(what: str, folder: Path | None, files: Mapping[str, str], only: bool 
     """The files of `folder` against their digests; with `only`, other files beside them are not looked at."""
     if folder is None:
         return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}")]
-    found = {name: file_digest(folder / name) for name in files if (folder / name).is_file()} if only else tree_files(folder)
+    if only:
+        entries = {name: kind_of(folder / name) for name in files if os.path.lexists(folder / name)}
+    else:
+        entries = tree_entries(folder, but=MANIFEST)
     place = f"{folder.parent.name}/{folder.name}"
-    wrong = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(files.keys() - found.keys())]
-    wrong += [Finding(f"{what}: {name}", "differs", "is no part of it") for name in sorted(found.keys() - files.keys())]
-    wrong += [_compare(f"{what}: {n}", d, found[n]) for n, d in files.items() if n in found and found[n] != d]
+    wrong = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(files.keys() - entries.keys())]
+    for name, kind in sorted(entries.items()):
+        shown = f"{what}: {name if name.isprintable() else ascii(name)}"
+        if kind != "file":  # not opened: a link may lead anywhere, and a pipe never ends
+            wrong.append(Finding(shown, "differs", f"is a {kind}, no file"))
+        elif name not in files:
+            wrong.append(Finding(shown, "differs", "is no part of it"))
+        elif (found := _compare(shown, files[name], file_digest(folder / name))).status != "same":
+            wrong.append(found)
     return wrong or [Finding(f"{what} files", "same", f"{len(files)} in {place}")]
 
 
@@ -203,25 +221,42 @@ def _evidence(identity: Identity, evidence: Path, engine: Path | None, intact: b
 
 def _samples(identity: Identity, evidence: Path, engine: Path, report: EvaluationReport) -> Finding:
     """The data set made again from its seeds, or read from the user's file, and encoded with the engine's tokenizer."""
-    name, link = "samples, made again", identity.link("evaluation")
+    name = "samples, made again"
     try:
-        config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
-    except (KeyError, ValidationError) as error:
-        return Finding(name, "differs", f"what was asked cannot be read: {str(error).splitlines()[0]}")
-    if identity.workloads_file is not None:
-        path = evidence / identity.workloads_file
-        if not path.is_file():
-            return Finding(name, "missing", f"the samples of workloads.jsonl, {path}")
-        if file_digest(path) != link.inputs.get("jsonl"):
-            return Finding(name, "differs", f"{path} is not the file that was asked")
-        config = config.model_copy(update={"jsonl": str(path)})
-    try:
-        digest: str = entry("stages.evaluate", "samples_digest")(config, engine)
+        config, encode = _asked(identity, evidence), entry("stages.evaluate", "samples_digest")
+        try:
+            digest: str = encode(config, engine)
+        except REFUSALS:
+            raise
+        except Exception as error:  # tokenizers raises bare ones: its file is as altered as whoever sealed it again wished
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
     except MissingRequirement as error:
         return Finding(name, "missing", str(error))
     except UserError as error:
         return Finding(name, "differs", str(error))
     return _compare(name, report.workloads_digest, digest)
+
+
+def _asked(identity: Identity, evidence: Path) -> WorkloadsConfig:
+    """What was asked, the user's samples as the evidence has them; UserError when that is something else."""
+    link = identity.link("evaluation")
+    try:
+        config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
+    except (KeyError, ValidationError) as error:
+        raise UserError(f"what was asked cannot be read: {str(error).splitlines()[0]}") from None
+    if identity.workloads_file is None:
+        if config.jsonl is not None:  # a path of whoever judged it, or of whoever wrote this identity: not opened
+            raise UserError("workloads.jsonl was asked, and no copy of it is part of the evidence")
+        return config
+    path = evidence / identity.workloads_file
+    if path.is_symlink() or path.parent.is_symlink():
+        raise UserError(f"{path} is a link, no file")
+    if not path.is_file():
+        raise MissingRequirement(f"the samples of workloads.jsonl, {path}")
+    if file_digest(path) != link.inputs.get("jsonl"):
+        raise UserError(f"{path} is not the file that was asked")
+    return config.model_copy(update={"jsonl": str(path)})
 
 
 def _verdict(identity: Identity, report: EvaluationReport, rows: list[SampleRow]) -> Finding:

@@ -94,10 +94,14 @@ def open_record(directory: Path, record: type[B], backend: str) -> B:
     return bundle
 
 
-def check_built_for(directory: Path, built: BuiltFor, found: BuiltFor) -> None:
-    """Raise MissingRequirement, naming both sides, unless the engine in `directory` can run on what was found here."""
+def check_built_for(directory: Path, built: BuiltFor, found: BuiltFor, *, exactly: bool = False) -> None:
+    """Raise MissingRequirement, naming both sides, unless the engine in `directory` can run on what was found here.
+
+    `exactly`: the engine has code for one kind of GPU, and all of its ranks' GPUs were found; otherwise one of several.
+    """
     same_library = (built.library, built.version) == (found.library, found.version)
-    if same_library and set(built.compute_capabilities) & set(found.compute_capabilities):
+    targets, devices = set(built.compute_capabilities), set(found.compute_capabilities)
+    if same_library and devices and (devices == targets if exactly else devices <= targets):
         return
     raise MissingRequirement(
         f"{directory}: this engine was built for {built}, this machine has {found}: build it here with stage=build, or load it "

@@ -64,12 +64,13 @@ def run_here(name: str, model: str, policy: str, workdir: str) -> int:
         load("tensorrt")  # before torch is imported for nothing
         from stages.tensorrt.bench import GpuBench
 
-        return GpuBench(model, policy, Path(workdir))
+        try:
+            return GpuBench(model, policy, Path(workdir))
+        except UserError as error:
+            raise MissingRequirement(str(error)) from error  # --model or --kv; what TensorRT refuses later is a failure
 
     try:
         verdict, reason = judge(name, bench)
-    except UserError as error:
-        verdict, reason = "CANNOT RUN", str(error)
     except Exception as error:
         # Whatever TensorRT or CUDA throw is what this script is for: shown in full, judged a failure, and the process ends.
         traceback.print_exc()

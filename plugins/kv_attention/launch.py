@@ -1,6 +1,10 @@
 """Plain functions that run the kernels on torch tensors: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, P pages a sequence, S splits, E exact slots.
+Kernels compute addresses from shapes, and the appending one writes: what does not fit the layout is refused first, by shapes,
+types, strides and addresses alone, so that a CUDA graph can hold the launch.
+
+Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, M exact buffers, P pages a sequence, S splits,
+E exact slots.
 """
 
 from collections.abc import Mapping
@@ -12,18 +16,25 @@ from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
-from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Spec
 
 MIN_SPLIT_TOKENS = 512
 """A split shorter than this costs more in the reduce than it gains."""
 
+ALIGNMENT = 16
+"""Bytes. Kernels load pools in words of this size, and promise the compiler that pools begin at a multiple of it."""
+
+INPUTS = (torch.float32, torch.float16, torch.bfloat16)
+"""Types of queries, and of new keys and values."""
+
 
 def choose_splits(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Splits of the pages so that every SM has `resident` programs, none shorter than MIN_SPLIT_TOKENS.
+    """Splits of the pages so that every SM has `resident` programs at most, none shorter than MIN_SPLIT_TOKENS.
 
-    max_pages: page table columns, P. The result depends on shapes only, so that a CUDA graph can hold it.
+    Rounded down: a few programs more than run at once would double the time. max_pages: page table columns, P. The result
+    depends on shapes only, so that a CUDA graph can hold it.
     """
-    wanted = -(-sm_count * resident // (batch * kv_heads))
+    wanted = sm_count * resident // (batch * kv_heads)
     return max(1, min(wanted, max_pages * PAGE_TOKENS // MIN_SPLIT_TOKENS))
 
 
@@ -45,7 +56,7 @@ def decode_attention(
 
     cache: the tensors of layout.pools, static_scales and exact_buffers by name. page_table (B, P), lengths (B) and
     exact_slots (B) int32; lengths count the tokens before the current one. Softmax of scores times `scaling`.
-    variant: of decode_partial, for who tunes it.
+    variant: of decode_partial, for who tunes it. Raises ValueError for what does not fit the layout.
     """
     partial_acc, partial_ml = decode_partials(
         layout,
@@ -78,9 +89,16 @@ def decode_partials(
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The first kernel: partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2) float32, S = partial_splits(layout, splits)."""
-    batch, q_heads, dim = query.shape
-    if dim != layout.head_dim or q_heads % layout.kv_heads:
+    if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
         raise ValueError(f"query must be (B, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
+    batch, q_heads, dim = query.shape
+    new = {"key_new": key_new, "value_new": value_new}
+    _check_inputs({"query": query} | new, query.device)
+    for name, tensor in new.items():
+        _check_shape(name, tensor, (batch, layout.kv_heads, dim))
+    _check_cache(layout, cache, (), query.device)
+    exact = layout.exact_tokens > 0
+    _check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
     if splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
     if variant is None:
@@ -94,9 +112,6 @@ def decode_partials(
     parts = partial_splits(layout, splits)
     partial_acc = query.new_empty((batch, q_heads, parts, dim), dtype=torch.float32)
     partial_ml = query.new_empty((batch, q_heads, parts, 2), dtype=torch.float32)
-    exact = layout.exact_tokens > 0
-    if exact and exact_slots is None:
-        raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
     arguments = (
         query.contiguous(),
         key_new.contiguous(),
@@ -107,14 +122,16 @@ def decode_partials(
         lengths,
         *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
     )
-    decode_partial[(parts, layout.kv_heads, batch)](
-        *arguments,
-        page_table.shape[1],
-        partial_acc,
-        partial_ml,
-        **variant.constants,
-        **variant.options,
-    )
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        decode_partial[(parts, layout.kv_heads, batch)](
+            *arguments,
+            page_table.shape[1],
+            partial_acc,
+            partial_ml,
+            **variant.constants,
+            **variant.options,
+        )
     return partial_acc, partial_ml
 
 
@@ -124,7 +141,8 @@ def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor
     sm = compute_capability(partial_acc.device)
     variant = reduce_variant(layout, splits=parts, out_dtype=str(dtype).removeprefix("torch."), sm=sm)
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
-    decode_reduce[(batch * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
+    with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
+        decode_reduce[(batch * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
     return out
 
 
@@ -141,32 +159,104 @@ def append(
     """Quantize one new token of every sequence, key_new and value_new (L, B, H, D), into the caches of L layers.
 
     cache: as in decode_attention, each tensor with a leading L. Token b is written at position lengths[b], which the table
-    must reach; lengths stay as they are. No two sequences write to the same page and row.
+    must reach; lengths stay as they are. No two sequences write to the same page and row. Raises ValueError for what does
+    not fit the layout, before anything is written.
     """
-    layers, batch, heads, dim = key_new.shape
-    if (heads, dim) != (layout.kv_heads, layout.head_dim):
+    if key_new.dim() != 4 or key_new.shape[2:] != (layout.kv_heads, layout.head_dim):
         raise ValueError(f"key_new must be (L, B, {layout.kv_heads}, {layout.head_dim}), got {tuple(key_new.shape)}")
+    layers, batch, heads, _ = key_new.shape
+    _check_inputs({"key_new": key_new, "value_new": value_new}, key_new.device)
+    _check_shape("value_new", value_new, tuple(key_new.shape))
+    _check_cache(layout, cache, (layers,), key_new.device)
     exact = layout.exact_tokens > 0
-    if exact and exact_slots is None:
-        raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
+    _check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
     variant = append_variant(layout, sm=compute_capability(key_new.device))
     written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
-    append_kernel[(-(-heads // variant.constants["R"]), batch, layers)](
-        key_new.contiguous(),
-        value_new.contiguous(),
-        page_table,
-        lengths,
-        exact_slots if exact else None,
-        key_scale=cache.get("key_scale"),
-        value_scale=cache.get("value_scale"),
-        pages=cache["key_pool"].shape[1],
-        table_width=page_table.shape[1],
-        buffers=cache["key_exact"].shape[1] if exact else None,
-        **dict.fromkeys((f"{name}_in" for name in written), None),
-        **{name: as_bytes(cache[name]) if name in cache else None for name in written},
-        **variant.constants,
-        **variant.options,
-    )
+    with torch.cuda.device_of(key_new):  # type: ignore[no-untyped-call]
+        append_kernel[(-(-heads // variant.constants["R"]), batch, layers)](
+            key_new.contiguous(),
+            value_new.contiguous(),
+            page_table,
+            lengths,
+            exact_slots if exact else None,
+            key_scale=cache.get("key_scale"),
+            value_scale=cache.get("value_scale"),
+            pages=cache["key_pool"].shape[1],
+            table_width=page_table.shape[1],
+            buffers=cache["key_exact"].shape[1] if exact else None,
+            **dict.fromkeys((f"{name}_in" for name in written), None),
+            **{name: as_bytes(cache[name]) if name in cache else None for name in written},
+            **variant.constants,
+            **variant.options,
+        )
+
+
+def _check_inputs(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in INPUTS:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, INPUTS))}, got {tensor.dtype}")
+        _check_device(name, tensor, device)
+
+
+def _check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tuple[int, ...], device: torch.device) -> None:
+    """That the cache has the layout's tensors and no others, each (*leading, *shape), contiguous and aligned; the first pool
+    says how many pages there are, the first exact buffer how many buffers."""
+    counts = [
+        cache[name].shape[len(leading)] if name in cache and cache[name].dim() > len(leading) else 0
+        for name in ("key_pool", "key_exact")
+    ]
+    specs: dict[str, Spec] = layout.pools(counts[0]) | layout.exact_buffers(counts[1]) | layout.static_scales()
+    if cache.keys() != specs.keys():
+        names = " and ".join(", ".join(sorted(found)) or "nothing" for found in (specs, cache))
+        raise ValueError(f"the cache's tensors must be those of the layout; wanted and got: {names}")
+    for name, (dtype, shape) in specs.items():
+        tensor = cache[name]
+        if tensor.dtype != getattr(torch, dtype):
+            raise ValueError(f"{name} must be torch.{dtype}, got {tensor.dtype}")
+        _check_shape(name, tensor, (*leading, *shape))
+        _check_contiguous(name, tensor)
+        _check_device(name, tensor, device)
+        if name in ("key_pool", "value_pool") and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes, got {tensor.data_ptr():#x}: clone() it")
+
+
+def _check_tables(
+    layout: CacheLayout,
+    batch: int,
+    page_table: Tensor,
+    lengths: Tensor,
+    exact_slots: Tensor | None,
+    device: torch.device,
+) -> None:
+    if layout.exact_tokens and exact_slots is None:
+        raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
+    if page_table.dim() != 2 or len(page_table) != batch:
+        raise ValueError(f"page_table must be ({batch}, P), a row of every sequence, got {tuple(page_table.shape)}")
+    for name, tensor in (("page_table", page_table), ("lengths", lengths), ("exact_slots", exact_slots)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be torch.int32, got {tensor.dtype}")
+        if tensor is not page_table:
+            _check_shape(name, tensor, (batch,))
+        _check_contiguous(name, tensor)
+        _check_device(name, tensor, device)
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        strides, shape = tensor.stride(), tuple(tensor.shape)
+        raise ValueError(f"{name} must be contiguous, got strides {strides} of shape {shape}: make it so with contiguous()")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, where the other tensors are, got {tensor.device}")
 
 
 def as_bytes(pool: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ import triton
 from torch import Tensor
 
 from plugins.kv_attention import launch
+from plugins.kv_attention.kernels.variants import GROUP_LIMIT, decode_variant
 from plugins.kv_attention.layout import CacheLayout, Dtype, SideLayout
 
 DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 
 RESIDENT = 8
-"""Programs of the decode kernel that one SM runs at once: what splits are chosen for."""
+"""Programs of one warp of the decode kernel that one SM runs at once, of which splits are chosen where no variant is known."""
 
 INTERPRETED_PROGRAMS = 4
 """The interpreter runs one program after the other: a few splits, so that there is something to join."""
@@ -73,7 +74,8 @@ def decode_attention(
     )  # fmt: skip
     layout = layout_of(query.shape[-1], cache, sink_tokens)
     if splits is None:
-        splits = default_splits(query.device, query.shape[0], layout.kv_heads, page_table.shape[1])
+        resident = _resident(layout, query, scaling)
+        splits = default_splits(query.device, query.shape[0], layout.kv_heads, page_table.shape[-1], resident)
     return launch.decode_attention(
         layout,
         query,
@@ -125,7 +127,7 @@ def append(
         key_pool=key_pool, value_pool=value_pool, key_scale=key_scale, value_scale=value_scale,
         key_scale_pool=key_scale_pool, value_scale_pool=value_scale_pool, key_exact=key_exact, value_exact=value_exact,
     )  # fmt: skip
-    layout = layout_of(key_new.shape[-1], {name: tensor[0] for name, tensor in cache.items()}, sink_tokens)
+    layout = layout_of(key_new.shape[-1], {name: _first_layer(name, tensor) for name, tensor in cache.items()}, sink_tokens)
     launch.append(
         layout,
         key_new,
@@ -143,16 +145,24 @@ def _(*_: object, **__: object) -> None:
 
 
 def _cache(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """The tensors that are there. Kernels address them as contiguous."""
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in found.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} of shape {tuple(tensor.shape)}")
-    return found
+    """The tensors that are there."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _first_layer(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.dim() or not len(tensor):
+        raise ValueError(f"{name} must begin with the dimension of the layers, got {tuple(tensor.shape)}")
+    return tensor[0]
 
 
 def layout_of(head_dim: int, cache: Mapping[str, Tensor], sink_tokens: int) -> CacheLayout:
-    """The layout of one layer's tensors. int4 with one scale a token is `per_token`, whatever its group size is called."""
+    """The layout of one layer's tensors. int4 with one scale a token is `per_token`, whatever its group size is called.
+
+    Raises ValueError where there is none; that all shapes are those of the layout is checked at the launch.
+    """
+    for name, tensor in cache.items():
+        if tensor.dim() != (1 if name in ("key_scale", "value_scale") else 4):
+            raise ValueError(f"{name} has the wrong number of dimensions, got {tuple(tensor.shape)} in one layer")
     exact = cache["key_exact"].shape[2] if "key_exact" in cache else 0
     key, value = (_side(head_dim, cache, side) for side in ("key", "value"))
     return CacheLayout(cache["key_pool"].shape[1], head_dim, key, value, sink_tokens, exact - sink_tokens)
@@ -161,6 +171,8 @@ def layout_of(head_dim: int, cache: Mapping[str, Tensor], sink_tokens: int) -> C
 def _side(head_dim: int, cache: Mapping[str, Tensor], side: str) -> SideLayout:
     pool, scale, scale_pool = (cache.get(f"{side}_{name}") for name in ("pool", "scale", "scale_pool"))
     assert pool is not None
+    if pool.dtype not in DTYPES:
+        raise ValueError(f"{side}_pool must be one of {', '.join(map(str, DTYPES))}, got {pool.dtype}")
     dtype = DTYPES[pool.dtype]
     if dtype == "int8" and pool.shape[-1] == head_dim // 2:
         dtype = "int4"
@@ -169,14 +181,23 @@ def _side(head_dim: int, cache: Mapping[str, Tensor], side: str) -> SideLayout:
     if scale_pool is None:
         return SideLayout(dtype)
     groups = scale_pool.shape[-1]
-    return SideLayout(dtype, "per_token") if groups == 1 else SideLayout(dtype, "per_group", head_dim // groups)
+    return SideLayout(dtype, "per_token") if groups == 1 else SideLayout(dtype, "per_group", head_dim // max(1, groups))
 
 
-def default_splits(device: torch.device, batch: int, kv_heads: int, max_pages: int) -> int:
-    """Splits that fill this device, from shapes alone."""
+def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
+    """Programs that an SM runs at once, of the variant that is launched; the launch says what is wrong with a query."""
+    if query.dim() != 3 or query.dtype not in launch.INPUTS or not 1 <= query.shape[1] // layout.kv_heads <= GROUP_LIMIT:
+        return RESIDENT
+    group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
+    sm = launch.compute_capability(query.device)
+    return decode_variant(layout, group=group, query_dtype=dtype, scaling=scaling, sm=sm).resident
+
+
+def default_splits(device: torch.device, batch: int, kv_heads: int, max_pages: int, resident: int = RESIDENT) -> int:
+    """Splits that fill this device, from shapes alone. resident: of the variant, Variant.resident."""
     if device.type == "cpu":
         return launch.choose_splits(batch, kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
-    return launch.choose_splits(batch, kv_heads, max_pages, sm_count=_sm_count(device), resident=RESIDENT)
+    return launch.choose_splits(batch, kv_heads, max_pages, sm_count=_sm_count(device), resident=resident)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Nothing here is measured. A figure is a lower bound: it assumes that some warp can always issue and that shared memory has no
 bank conflicts. Rates are those of compute capability 9.0 in NVIDIA's CUDA C++ Programming Guide ("Throughput of Native
-Arithmetic Instructions"), and for the matrix instruction those of an A100, which mma.sync on Hopper exceeds.
+Arithmetic Instructions"), and for matrix instructions those of an A100, which Hopper exceeds. Shared memory and L1 are one
+array: what global loads bring through it counts as its wavefronts too. UTCHMMA's work is not in its opcode: see `uncounted`.
 """
 
 import re
@@ -15,13 +16,15 @@ from pathlib import Path
 from triton import knobs
 
 PER_CYCLE = {"issue": 4.0, "alu": 2.0, "mufu": 0.5, "tensor": 0.5, "shared": 1.0}
-"""Warp instructions that an SM takes in a cycle; of shared memory, wavefronts of 128 bytes."""
+"""Warp instructions that an SM takes in a cycle; of shared memory and L1, wavefronts of 128 bytes."""
 
 ALU = {
     *("LOP3", "SHF", "PRMT", "IADD3", "VIADD", "ISETP", "LEA", "SEL", "FSEL", "FMNMX", "HMNMX2", "FSETP", "IMNMX", "VIMNMX"),
     *("PLOP3", "F2FP", "MOV", "CS2R", "R2P", "IABS"),
 }
 """Opcodes of the pipe of 64 lanes: integers, bits, comparisons, packing."""
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA")
+"""Opcodes of matrix instructions: of a warp, of four warps (sm_90), of a whole block (sm_100)."""
 WAVEFRONTS = {"": 1, "64": 2, "128": 4}
 """Of a load or store of 4, 8 and 16 bytes a thread."""
 
@@ -38,6 +41,11 @@ class LoopCost:
     """Loads from global memory, by opcode: LDG.E.128, LDGSTS.E.BYPASS.128, ..."""
     cycles: dict[str, float]
     """Of an SM per (token, KV head), by pipe: PER_CYCLE's."""
+
+    @property
+    def uncounted(self) -> int:
+        """Matrix instructions that `cycles` leave out."""
+        return self.counts.get("UTCHMMA", 0)
 
     def wide_bytes(self, num_warps: int) -> int:
         """Bytes that loads of 16 bytes a thread bring to a block in one pass."""
@@ -60,7 +68,8 @@ def disassemble(cubin: bytes) -> list[tuple[int, str]]:
 
 
 def main_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """Of the loops with most matrix instructions the shortest: the loop of ragged tiles has as many, and masks besides.
+    """Of the loops that load a page number, those with most matrix instructions, the shortest: the loop of ragged tiles has
+    as many, and masks besides; that of exact tokens reads no page table.
 
     ValueError if there is none.
     """
@@ -69,9 +78,11 @@ def main_loop(instructions: list[tuple[int, str]]) -> list[str]:
         branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if branch is not None and (start := int(branch[1], 16)) < address:
             body = [inner for place, inner in instructions if start <= place <= address]
-            loops.append((-sum(opcode(inner).startswith("HMMA") for inner in body), len(body), body))
-    matrix, _, body = min(loops, default=(0, 0, []))
-    if not matrix:
+            opcodes = [opcode(inner) for inner in body]
+            matrix = sum(name.split(".")[0] in MATRIX for name in opcodes)
+            loops.append((not {"LDG.E", "LDGSTS.E"} & set(opcodes), -matrix, len(body), body))
+    _, found, _, body = min(loops, default=(True, 0, 0, []))
+    if not found:
         raise ValueError("no loop with matrix instructions")
     return body
 
@@ -89,7 +100,7 @@ def loop_cost(cubin: bytes, *, num_warps: int, tokens: int) -> LoopCost:
         "issue": len(opcodes),
         "alu": sum(counts[name] for name in ALU),
         "mufu": counts["MUFU"],
-        "tensor": counts["HMMA"],
+        "tensor": sum(map(_products, opcodes)),
         "shared": sum(map(_wavefronts, opcodes)),
     }
     loads = Counter(name for name in opcodes if name.split(".")[0] in ("LDG", "LDGSTS"))
@@ -97,11 +108,21 @@ def loop_cost(cubin: bytes, *, num_warps: int, tokens: int) -> LoopCost:
     return LoopCost(len(opcodes), dict(counts), dict(loads), cycles)
 
 
+def _products(name: str) -> int:
+    """Products of 16 x 16 by 16 x 8, for one warp."""
+    base, *modifiers = name.split(".")
+    if base == "HGMMA":
+        # 64 x N x 16 by four warps: modifier 64xNx16.
+        shape = next(modifier for modifier in modifiers if modifier.count("x") == 2)
+        return int(shape.split("x")[1]) // 8
+    return int(base == "HMMA")
+
+
 def _wavefronts(name: str) -> int:
-    """Of shared memory, for one warp."""
+    """Of shared memory and L1, for one warp."""
     base, *modifiers = name.split(".")
     last = modifiers[-1] if modifiers else ""
-    if base in ("LDS", "STS", "LDGSTS"):
+    if base in ("LDS", "STS", "LDG", "LDGSTS"):
         return WAVEFRONTS.get(last, 1)
     if base in ("LDSM", "STSM"):
         return int(last) if last.isdigit() else 1

@@ -149,10 +149,11 @@ def evaluate_candidate(
     engine_digest: str,
     baseline_digest: str,
     progress: Progress,
+    graph_digest: str | None = None,
 ) -> EvaluationReport:
     """Run a candidate on `samples` against `baseline_dir` and leave the report in `out`.
 
-    `open_engine` is called twice: the canary corrupts its engine for good.
+    `open_engine` is called twice: the canary corrupts its engine for good. The report cites the digests.
 
     Raises:
         ValueError: when the baseline was measured on other samples or has another vocabulary.
@@ -175,6 +176,7 @@ def evaluate_candidate(
         schema_version=SCHEMA_VERSION,
         policy=engine.policy.name,
         engine_digest=engine_digest,
+        graph_digest=graph_digest,
         baseline_digest=baseline_digest,
         workloads_digest=digest,
         samples=len(rows),

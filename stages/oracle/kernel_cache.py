@@ -7,10 +7,12 @@ token, B sequences, P pages of a row of the table, S new tokens of one sequence,
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pipeline.errors import UserError
 from pipeline.formats import MAX_FLOAT16
 from pipeline.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape
 from pipeline.records import MemoryReport
@@ -92,13 +94,13 @@ class KernelCache:
             self.groups.append(LayerGroup(layout, layers, {}, {}, static, static.get("key_scale")))
         by_layer = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
         self.places = [by_layer[layer] for layer in range(shape.layers)]
-        self._grow_pages(0)
-        self._grow_buffers(0)
+        self._grow("paged", self._pages, 0)
+        self._grow("exact", self._buffers, 0)
 
     def start(self) -> int:
-        """A new, empty sequence's handle."""
+        """A new, empty sequence's handle; UserError where memory has no buffer for it."""
         if not self._buffers.free:
-            self._grow_buffers(max(1, 2 * self._buffers.capacity))
+            self._grow("exact", self._buffers, self._buffers.used + 1)
         handle = next(self._handles)
         self._sequences[handle] = _Sequence(self._buffers.take())
         return handle
@@ -115,11 +117,11 @@ class KernelCache:
         return self._sequences[handle].length
 
     def reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """Give each sequence the pages for `tokens` more tokens."""
+        """Give each sequence the pages for `tokens` more tokens, or raise UserError and give none a page."""
         wanted = {h: -(-(self.length(h) + tokens) // PAGE_TOKENS) - len(self._sequences[h].pages) for h in handles}
         needed = self._pages.used + sum(wanted.values())
         if needed > self._pages.capacity:
-            self._grow_pages(max(needed, 2 * self._pages.capacity))
+            self._grow("paged", self._pages, needed)
         for handle, pages in wanted.items():
             self._sequences[handle].pages.extend(self._pages.take() for _ in range(pages))
 
@@ -132,9 +134,9 @@ class KernelCache:
             while old_columns < columns:
                 old_columns *= 2
             size = (max(rows, old_rows), old_columns)
-            self.page_table = torch.zeros(size, dtype=torch.int32, device=self.device)
-            self.lengths = torch.zeros(size[0], dtype=torch.int32, device=self.device)
-            self.exact_slots = torch.zeros(size[0], dtype=torch.int32, device=self.device)
+            page_table = torch.zeros(size, dtype=torch.int32, device=self.device)
+            of_rows = [torch.zeros(size[0], dtype=torch.int32, device=self.device) for _ in range(2)]
+            self.page_table, (self.lengths, self.exact_slots) = page_table, of_rows
             self._shown = []
             self.moves += 1
         lengths = [sequence.length for sequence in held] + [0] * (rows - len(held))
@@ -256,27 +258,37 @@ class KernelCache:
     def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
-    def _grow_pages(self, capacity: int) -> None:
-        self._pages.grow(capacity)
-        for group in self.groups:
-            group.paged = self._grown(group.paged, group.layout.pools(capacity), len(group.layers))
-        self.moves += 1
+    def _grow(self, kind: Literal["paged", "exact"], numbers: Numbers, needed: int) -> None:
+        """Room for at least `needed` pages or exact buffers: for twice as many as there are, where memory allows that.
 
-    def _grow_buffers(self, capacity: int) -> None:
-        self._buffers.grow(capacity)
-        for group in self.groups:
-            group.exact = self._grown(group.exact, group.layout.exact_buffers(capacity), len(group.layers))
-        self.moves += 1
+        All tensors are made before one takes the place of an old one: a cache that could not grow is as it was.
+        """
+        for capacity in sorted({max(needed, 2 * numbers.capacity), needed}, reverse=True):
+            try:
+                larger = [self._larger(group, kind, capacity) for group in self.groups]
+            except torch.OutOfMemoryError:
+                continue  # what was made so far goes with the exception, before the next attempt
+            for group, tensors in zip(self.groups, larger, strict=True):
+                setattr(group, kind, tensors)
+            numbers.grow(capacity)
+            self.moves += 1
+            return
+        what = f"pages of {PAGE_TOKENS} tokens" if kind == "paged" else "exact buffers, one a sequence,"
+        raise UserError(
+            f"backend.device={self.device.type}: its memory is too small: {needed} {what} are needed, "
+            f"beside the {numbers.capacity} that are moved; run fewer or shorter sequences at once"
+        )
 
-    def _grown(self, old: dict[str, Tensor], specs: dict[str, tuple[str, tuple[int, ...]]], layers: int) -> dict[str, Tensor]:
-        """Larger tensors (layers, *shape), which keep what is stored; one after the other, so that one at a time is twice
-        in memory."""
+    def _larger(self, group: LayerGroup, kind: Literal["paged", "exact"], capacity: int) -> dict[str, Tensor]:
+        """A group's tensors (l, *shape) for `capacity` pages or buffers, which begin with what is stored."""
+        old = group.paged if kind == "paged" else group.exact
+        specs = group.layout.pools(capacity) if kind == "paged" else group.layout.exact_buffers(capacity)
+        new = {}
         for name, (dtype, shape) in specs.items():
-            new = torch.zeros(layers, *shape, dtype=getattr(torch, dtype), device=self.device)
+            new[name] = torch.zeros(len(group.layers), *shape, dtype=getattr(torch, dtype), device=self.device)
             if name in old:
-                new[:, : old[name].shape[1]] = old[name]
-            old[name] = new
-        return old
+                new[name][:, : old[name].shape[1]] = old[name]
+        return new
 
 
 def _scale(tensor: Tensor, factor: float) -> None:

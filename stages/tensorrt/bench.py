@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from pipeline.backends import TorchBackend
-from pipeline.chain import Chain
+from pipeline.chain import Chain, check_inputs
 from pipeline.compose import plan
 from pipeline.errors import MissingRequirement
+from pipeline.kv import KVPolicy
 from pipeline.records import Engine
 from pipeline.store import Store
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
@@ -40,15 +41,19 @@ print(engine.num_io_tensors, "inputs and outputs")
 
 
 class GpuBench:
-    """checks.Bench on this machine. Raises MissingRequirement without TensorRT, a GPU, or a CUDA build of torch."""
+    """checks.Bench on this machine. Raises MissingRequirement without TensorRT, a GPU, or a CUDA build of torch, UserError
+    for a model or a policy that there are no engines of."""
 
     def __init__(self, model: str, policy: str, workdir: Path) -> None:
         self.library = load("tensorrt")
-        if not torch.cuda.is_available():
-            raise MissingRequirement(f"torch {torch.__version__} cannot use the GPU here: install a CUDA build of torch")
         overrides = [f"model.path={model}", f"kv={policy}", f"workdir={workdir}", "backend=tensorrt", "stage=build"]
         self.config = plan([*overrides, "tracking=none"], multirun=False).jobs[0]
+        check_inputs(self.config)
         self.chain = Chain(self.config, Store(self.config.work / "artifacts"))
+
+    @property
+    def policy(self) -> KVPolicy:
+        return self.config.kv
 
     @cached_property
     def bundle(self) -> Path:
@@ -94,8 +99,12 @@ class GpuBench:
 
     def append_in_place(self) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
         register()
-        info = self.record.model
-        layout = plugin_layout(self.config.kv, info.shape, 0, info.q_heads)
+        info, policy = self.record.model, self.config.kv
+        try:
+            layout = plugin_layout(policy, info.shape, 0, info.q_heads)
+        except ValueError as error:
+            hint = "choose another with --kv, fp8k_int4v for one"
+            raise MissingRequirement(f"kv={policy.name}: the plugin does not hold this policy ({error}); {hint}") from error
         major, minor = torch.cuda.get_device_capability()
         return append_in_place(self.library, layout, 10 * major + minor)
 
@@ -103,11 +112,12 @@ class GpuBench:
         session, limits = self._engine.session("decode"), self.record.limits(self.config.kv)
         pages, young = limits.sequence_pages, max(1, limits.sequence_young)
         most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": young}
-        tensors = session.bound | {
-            name: session.tensor(tensor, most)
-            for name, tensor in (session.inputs | session.outputs).items()
-            if name not in session.bound
-        }
+        with session.device.running():  # their zeros come before the first run, which is on that stream
+            tensors = session.bound | {
+                name: session.tensor(tensor, most)
+                for name, tensor in (session.inputs | session.outputs).items()
+                if name not in session.bound
+            }
         for name, tensor in tensors.items():
             session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
         for turn in range(times):

@@ -1,25 +1,42 @@
-"""The ONNX engine's bundle to a bundle of TensorRT plans of the very same graphs."""
+"""The ONNX engine's bundle to a bundle of TensorRT plans of the very same graphs.
+
+What only backend=tensorrt does to them is in plugin.py: plans for TensorRT for RTX do not depend on the plugin's code.
+"""
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pipeline.checkpoint import TOKENIZER_FILES
 from pipeline.digest import file_digest, files_digest, tree_files
 from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.records import Progress
 from stages.bundle import BuiltFor, read_scales, write_bundle, write_policy
+from stages.onnx.bundle import ModelInfo, Tensor
 from stages.onnx.bundle import open_bundle as open_twin
 from stages.onnx.functions import Mode
 from stages.tensorrt.bundle import PLANS, PlanRecord
 from stages.tensorrt.library import Name, load
 from stages.tensorrt.plan import Plan, Refused, build, parse
-from stages.tensorrt.plugin import write_plugin_graph
 from stages.tensorrt.refusal import refusal
-from stages.tensorrt.shapes import Limits
-from stages.tensorrt.surgery import Replaced
+from stages.tensorrt.shapes import Limits, Range
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The decode graph that a plan is built from, in place of the twin's."""
+
+    graph: Path
+    native: dict[int, str]
+    """By layer: why its attention is not the plugin's."""
+    kernels: dict[str, str]
+    """Plugin node -> sha256 of its kernel's PTX."""
+
+
+Adapt = Callable[[Path, ModelInfo, Limits], AbstractContextManager[Adapted]]
+"""Of a decode graph, what is built in its place; it is there as long as the context."""
 
 
 def build_bundle(
@@ -34,26 +51,23 @@ def build_bundle(
     progress: Progress,
     targets: Sequence[int] = (),
     gpu: Mapping[str, str] | None = None,
+    adapt: Adapt | None = None,
 ) -> None:
     """Fill the empty directory `out` with plans of the graphs in the ONNX bundle `twin`.
 
-    `scales` is a kv_scales.json. TensorRT for RTX builds for the compute capabilities `targets` (89 is SM 8.9); TensorRT
-    for `gpu`, an entry of pipeline.hardware.gpus(), whose kernels take the place of the attention function where they hold
-    the formats. Raises UserError when TensorRT does not take the policy's graphs, MissingRequirement when something is not
-    installed.
+    `scales` is a kv_scales.json. TensorRT for RTX builds for the compute capabilities `targets` (89 is SM 8.9), TensorRT
+    for `gpu`, an entry of pipeline.hardware.gpus(). `adapt` makes the decode graph to build. Raises UserError when TensorRT
+    does not take the policy's graphs, MissingRequirement when something is not installed.
     """
     trt = load(library)
     described, built, _ = open_twin(twin)
     assert built == policy, f"{twin} is a bundle of {built.name}, not of {policy.name}"
     limits = Limits(policy, max_batch, max_tokens)
     graphs: dict[Mode, Path] = {mode: twin / f"{mode}.onnx" for mode in PLANS}
-    replaced, kernels = Replaced({}, {}), dict[str, str]()
     plans: dict[Mode, Plan] = {}
-    with TemporaryDirectory(dir=out.parent) as folder:
-        if gpu is not None:
-            sm = int(gpu["compute_cap"].replace(".", ""))
-            found = write_plugin_graph(graphs["decode"], Path(folder), info=described.model, limits=limits, sm=sm)
-            graphs["decode"], replaced, kernels = found
+    as_it_is = nullcontext(Adapted(graphs["decode"], {}, {}))
+    with adapt(graphs["decode"], described.model, limits) if adapt is not None else as_it_is as adapted:
+        graphs["decode"] = adapted.graph
         for mode, graph in graphs.items():
 
             def steps(done: int, total: int, mode: str = mode) -> None:
@@ -62,7 +76,7 @@ def build_bundle(
             try:
                 plan = build(parse(trt, graph), limits.ranges(mode), targets, steps)
             except Refused as refused:
-                raise refusal(trt, policy, refused, targets) from refused
+                raise refusal(trt, policy, refused, targets, gpu) from refused
             (out / PLANS[mode]).write_bytes(plan.data)
             plans[mode] = replace(plan, data=b"")  # with all weights in it, one at a time is enough
     write_policy(out, policy, read_scales(scales, policy, described.model.shape))
@@ -78,14 +92,20 @@ def build_bundle(
         graph_digest=described.graph_digest,
         graphs={f"{mode}.onnx": described.files[f"{mode}.onnx"] for mode in PLANS},
         twin=files_digest(tree_files(twin)),
-        plugins=kernels,
-        native={str(layer): reason for layer, reason in replaced.native.items()},
+        plugins=adapted.kernels,
+        native={str(layer): reason for layer, reason in adapted.native.items()},
         model=described.model,
         max_batch=max_batch,
         max_tokens=max_tokens,
         inputs={mode: plan.inputs for mode, plan in plans.items()},
         outputs={mode: plan.outputs for mode, plan in plans.items()},
-        profiles={mode: limits.ranges(mode) for mode in PLANS},
+        profiles={mode: _profile(plan.inputs, limits.ranges(mode)) for mode, plan in plans.items()},
         files={name: file_digest(out / name) for name in names},
     )
     write_bundle(out, record)
+
+
+def _profile(inputs: Sequence[Tensor], ranges: Mapping[str, Range]) -> dict[str, Range]:
+    """The ranges of those dimensions that a plan's inputs have."""
+    dims = {dim for tensor in inputs for dim in tensor.shape}
+    return {name: size for name, size in ranges.items() if name in dims}

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import MissingRequirement
+from pipeline.kv import KVPolicy
 from pipeline.records import Engine
 
 Logits = npt.NDArray[np.float32]
@@ -33,6 +34,11 @@ class Failed(Exception):
 
 class Bench(Protocol):
     """What a check may ask of the machine."""
+
+    @property
+    def policy(self) -> KVPolicy:
+        """Of the engines."""
+        ...
 
     def operations(self) -> Mapping[str, bool]:
         """Every operation of the plugin, and whether TensorRT's registry has it after the plugin was loaded."""
@@ -65,7 +71,10 @@ class Bench(Protocol):
         ...
 
     def append_in_place(self) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
-        """The cache's arrays after the append plugin wrote into aliased inputs, and as the reference writes them."""
+        """The cache's arrays after the append plugin wrote into aliased inputs, and as the reference writes them.
+
+        Raises MissingRequirement for a policy that the plugin does not hold.
+        """
         ...
 
     def change_shape(self, times: int) -> None:
@@ -118,6 +127,11 @@ def shared_memory(bench: Bench) -> str:
 
 def fp8_bindings(bench: Bench) -> str:
     """The pool of FP8 keys is bound as such, in linear layout, and read: other scales give other logits."""
+    dtype = bench.policy.sides(0)["key"].dtype
+    if dtype != "fp8_e4m3":
+        raise MissingRequirement(
+            f"kv={bench.policy.name}: keys of layer 0 are {dtype}, not fp8_e4m3; choose another with --kv, fp8k_int4v for one"
+        )
     kind, layout = bench.binding("key_pool.0")
     if kind != "FP8" or "linear" not in layout.lower():
         raise Failed(f"key_pool.0 is bound as {kind}, {layout}")

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.errors import MissingRequirement, UserError
 from pipeline.hardware import gpus
-from pipeline.kv import KVScales
+from pipeline.kv import KVScales, KVShape
 from pipeline.records import PREFILL_CHUNK
 from stages.bundle import BuiltFor, check_built_for
 from stages.onnx.functions import Mode
@@ -80,11 +80,16 @@ class PlanEngine(PagedEngine):
         sessions: Mapping[Mode, PlanSession],
         device: Device,
     ) -> None:
+        """Raises UserError when the GPU has no room for the pool and the plans' activations."""
         self._device, self._limits, self._sessions = device, limits, sessions
+        activations = max(session.memory_bytes for session in sessions.values())
         with device.running():
-            pool = TorchPool(limits, bundle.model.shape, device.torch_device)
+            try:
+                pool = TorchPool(limits, bundle.model.shape, device.torch_device)
+                memory = aligned(activations, device.torch_device)
+            except torch.OutOfMemoryError as error:
+                raise _too_large(limits, bundle.model.shape, activations) from error
             super().__init__(bundle.model, scales, pool, prefill_chunk=min(PREFILL_CHUNK, limits.chunk))
-            memory = aligned(max(session.memory_bytes for session in sessions.values()), device.torch_device)
             for session in sessions.values():
                 session.use(memory, {**pool.tensors, **self._constants})
 
@@ -136,3 +141,14 @@ class PlanEngine(PagedEngine):
             "P": bucket(pages, limits.sequence_pages),
             "Y": max(1, limits.sequence_young),
         }
+
+
+def _too_large(limits: Limits, shape: KVShape, activations: int) -> UserError:
+    policy = limits.policy
+    pool = policy.pool_bytes(shape, limits.pages) + policy.exact_bytes(shape, limits.max_batch)
+    gib = 1 << 30
+    return UserError(
+        f"backend.max_batch={limits.max_batch}, backend.max_tokens={limits.max_tokens}: the GPU has no room for the cache of "
+        f"so many sequences of such a length ({pool / gib:.1f} GiB) and the plans' activations ({activations / gib:.1f} GiB) "
+        "beside the weights; lower one of the two and build again, or free the GPU's memory"
+    )

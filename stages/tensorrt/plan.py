@@ -30,8 +30,13 @@ SET_FLAGS: dict[Name, tuple[str, ...]] = {
 REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
 
 
+TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
+"""ONNX's names of the element types that a network's inputs have. Others are refused before TensorRT reads the graph: of
+an input its parser says which it is only in raw lines on standard error."""
+
+
 class Refused(Exception):
-    """TensorRT takes the graph not; `inputs` are those that it names, `reason` is in its words."""
+    """TensorRT does not take the graph; `inputs` are those that it is for, if any, `reason` is in its words."""
 
     def __init__(self, reason: str, inputs: list[str]) -> None:
         super().__init__(reason)
@@ -64,18 +69,19 @@ class Plan:
 def parse(library: Library, graph: Path) -> Parsed:
     """The strongly typed network of `graph`, whose external weights lie beside it. Raises Refused."""
     trt = library.trt
+    dims, types = _signature(graph)
+    foreign = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
+    if foreign:
+        raise Refused(f"it has no type {types[foreign[0]]}", foreign)
     library.said()
     builder = trt.Builder(library.log)
     kinds = trt.NetworkDefinitionCreationFlag
     flags = NETWORK_FLAGS[library.name]
     network = builder.create_network(sum(1 << int(getattr(kinds, flag)) for flag in flags))
     parser = trt.OnnxParser(network, library.log)
-    dims = graph_dims(graph)
     if not parser.parse_from_file(str(graph)):
         reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
-        # of a refused input the parser's record has no name, its message in the log has
-        named = [line.split("ERROR: ", 1)[1].split(":", 1)[0] for line in library.said() if "ERROR: " in line]
-        raise Refused(reasons[0] if reasons else "no reason given", [name for name in dict.fromkeys(named) if name in dims])
+        raise Refused(reasons[0] if reasons else _last(library.said()), [])
     inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
     outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
     return Parsed(library, builder, network, parser, inputs, outputs)
@@ -112,13 +118,14 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
 
 
-def graph_dims(graph: Path) -> dict[str, list[int | str]]:
-    """Dimensions of every input and output of a graph, dynamic ones by name."""
+def _signature(graph: Path) -> tuple[dict[str, list[int | str]], dict[str, str]]:
+    """Of every input and output its dimensions, dynamic ones by name; of every input its element type in ONNX's words."""
     model = onnx.load(graph, load_external_data=False).graph
-    return {
+    dims = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in [*model.input, *model.output]
     }
+    return dims, {v.name: onnx.TensorProto.DataType.Name(v.type.tensor_type.elem_type) for v in model.input}
 
 
 def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> Tensor:

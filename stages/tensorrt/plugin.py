@@ -1,40 +1,108 @@
-"""The attention plugin in a plan: the graph that uses it, and the digests of the kernels that the plan will hold.
+"""backend=tensorrt: plans with the attention plugin in them, and the digests of the kernels that they will hold.
 
 TensorRT compiles nothing of it: the kernels are Triton's PTX, made here ahead of time, and end up inside the plan, which needs
 neither Python nor a plugin library to run.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 import onnx
 
 from pipeline.errors import MissingRequirement
+from pipeline.kv import KVPolicy
+from pipeline.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.files import link_or_copy
 from stages.onnx.bundle import WEIGHTS_FILE, ModelInfo
+from stages.tensorrt import build
+from stages.tensorrt.build import Adapted
 from stages.tensorrt.shapes import Limits
-from stages.tensorrt.surgery import Replaced, use_plugin
+from stages.tensorrt.surgery import choose_layers, use_plugin
 
 
-def write_plugin_graph(
-    graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int
-) -> tuple[Path, Replaced, dict[str, str]]:
-    """A decode graph with plugin nodes in `folder`, beside its weights; which layers they serve; digests of their kernels.
+def build_bundle(
+    twin: Path,
+    out: Path,
+    *,
+    policy: KVPolicy,
+    scales: Path,
+    library: Literal["tensorrt"],
+    max_batch: int,
+    max_tokens: int,
+    gpu: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    """As stages.tensorrt.build.build_bundle, for `gpu`, an entry of pipeline.hardware.gpus(), which must be the one that
+    builds: the plugin's kernels take the place of the attention function where they hold the formats.
 
-    Registers the plugin with TensorRT. sm: 90 for SM 9.0. Raises MissingRequirement without Triton or a CUDA build of torch.
+    Raises UserError when TensorRT does not take the policy's graphs, MissingRequirement when something is not installed.
+    """
+    check_gpu(gpu)
+    sm = int(gpu["compute_cap"].replace(".", ""))
+
+    @contextmanager
+    def with_plugin(graph: Path, info: ModelInfo, limits: Limits) -> Iterator[Adapted]:
+        chosen = choose_layers(limits.policy, info.shape, info.q_heads)
+        if not chosen.layouts:
+            yield Adapted(graph, chosen.native, {})
+            return
+        # beside `out`, so that the weights can be linked
+        with TemporaryDirectory(prefix=".plugin-", dir=out.parent) as folder:
+            yield write_plugin_graph(graph, Path(folder), info=info, limits=limits, sm=sm)
+
+    build.build_bundle(
+        twin,
+        out,
+        policy=policy,
+        scales=scales,
+        library=library,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        progress=progress,
+        gpu=gpu,
+        adapt=with_plugin,
+    )
+
+
+def check_gpu(gpu: Mapping[str, str]) -> None:
+    """Raise MissingRequirement unless `gpu`, nvidia-smi's first, is the one that CUDA uses here: TensorRT builds on that."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingRequirement(
+            f"backend=tensorrt: torch {torch.__version__} cannot use the GPU here ({gpu['name']}): install a CUDA build of "
+            "torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    used, listed = f"{torch.cuda.get_device_name()}, SM {major}.{minor}", f"{gpu['name']}, SM {gpu['compute_cap']}"
+    if used != listed:
+        order, visible = (os.environ.get(name, "unset") for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"))
+        raise MissingRequirement(
+            f"backend=tensorrt: CUDA's device 0 is {used}, but nvidia-smi's first GPU, which plans are built for, is {listed} "
+            f"(CUDA_DEVICE_ORDER={order}, CUDA_VISIBLE_DEVICES={visible}): set CUDA_DEVICE_ORDER=PCI_BUS_ID and "
+            "CUDA_VISIBLE_DEVICES=0, or run in a container that is given the one GPU"
+        )
+
+
+def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> Adapted:
+    """A decode graph with plugin nodes in `folder`, beside its weights. The plugin serves at least one layer.
+
+    Registers the plugin with TensorRT. sm: 90 for SM 9.0. Raises MissingRequirement without Triton.
     """
     model = onnx.load(graph, load_external_data=False)
     replaced = use_plugin(model, info, limits.policy, splits=splits_here(info, limits), sm=sm)
-    if replaced.layouts:
-        register()
+    register()
     out = folder / graph.name
     onnx.save(model, out)
     link_or_copy(graph.with_name(WEIGHTS_FILE), folder / WEIGHTS_FILE)
-    return out, replaced, kernel_digests(model, replaced.layouts, info) if replaced.layouts else {}
+    return Adapted(out, replaced.native, kernel_digests(model, replaced.layouts, info))
 
 
 def register() -> None:
@@ -47,11 +115,6 @@ def splits_here(info: ModelInfo, limits: Limits) -> int:
     """Splits of a sequence's pages that fill this GPU with one sequence; more sequences have more programs anyway."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise MissingRequirement(
-            f"backend=tensorrt: torch {torch.__version__} cannot use a GPU here, and the attention's splits are chosen for it: "
-            "install a CUDA build of torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
-        )
     with _triton():
         from plugins.kv_attention.ops import default_splits
     return default_splits(torch.device("cuda"), 1, info.kv_heads, limits.sequence_pages)

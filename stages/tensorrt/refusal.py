@@ -1,7 +1,7 @@
 """Why TensorRT does not take a policy, in terms of the configuration."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import UserError
 from pipeline.formats import Format
@@ -13,8 +13,13 @@ INPUT = re.compile(r"(?P<side>(?:window_)?(?:key|value))_(?:pool|scale|zero)\w*\
 TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
 
 
-def refusal(library: Library, policy: KVPolicy, refused: Refused, targets: Sequence[int]) -> UserError:
-    """The error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do."""
+def refusal(
+    library: Library, policy: KVPolicy, refused: Refused, targets: Sequence[int], gpu: Mapping[str, str] | None = None
+) -> UserError:
+    """The error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
+
+    It was built for the compute capabilities `targets`, or for `gpu`, an entry of pipeline.hardware.gpus().
+    """
     title = f"{library.title} {library.version}"
     for name in refused.inputs:
         match = INPUT.fullmatch(name)
@@ -24,15 +29,20 @@ def refusal(library: Library, policy: KVPolicy, refused: Refused, targets: Seque
                 f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
                 f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
             )
+    values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
     match = TARGETS.search(refused.reason)
-    if match is not None:
+    if match is not None and targets:
         without = [target for target in targets if f"sm{target}" not in re.findall(r"sm\d+", match["targets"])]
-        values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
         listed = str(without).replace(" ", "")
         hint = f"leave it out: backend.compute_capabilities={listed}" if without else "name a later GPU"
         return UserError(
             f"backend.compute_capabilities={list(targets)}: {title} cannot build kv={policy.name} ({values}) for "
             f"{match['targets'].strip(', ')}: {refused.reason}; {hint}"
+        )
+    if match is not None and gpu is not None:
+        return UserError(
+            f"{values}: {title} cannot build kv={policy.name} for this GPU ({gpu['name']}, SM {gpu['compute_cap']}): "
+            f"{refused.reason}; choose dtypes that it has, or build on a later GPU"
         )
     return UserError(
         f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "

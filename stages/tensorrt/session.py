@@ -116,7 +116,7 @@ class Step:
 
     def run(self) -> None:
         """Run once, on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
-        if self._replay is None and self._session.captured and self._runs:
+        if self._replay is None and self._runs and self._session.captures(self._context):
             self._replay = self._session.device.capture(self._enqueue)
         self._runs += 1
         (self._replay or self._enqueue)()
@@ -144,6 +144,8 @@ class PlanSession:
         self.bound: dict[str, torch.Tensor] = {}
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
+        self._compiled: Any = None
+        """Of TensorRT for RTX: the kernels that contexts compiled, so that the next shape's context need not do it again."""
 
     @property
     def memory_bytes(self) -> int:
@@ -178,11 +180,20 @@ class PlanSession:
             # the same logits, and a graph captured early would keep the slow ones.
             eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = eager
+            if self._compiled is None:
+                self._compiled = config.create_runtime_cache()
+            self.check(config.set_runtime_cache(self._compiled), "a runtime cache")
         context = self.engine.create_execution_context(config)
         self.check(context is not None, "an execution context")
         assert self._memory is not None, "use() comes first"
         context.set_device_memory(self._memory.data_ptr(), self._memory.nbytes)
         return context
+
+    def captures(self, context: Any) -> bool:
+        """Whether runs of the context may become a CUDA graph; TensorRT for RTX says so of each, TensorRT has no such call."""
+        if self.captured and self.library.name == "tensorrt_rtx":
+            return bool(context.is_stream_capturable(self.device.stream))
+        return self.captured
 
     def tensor(self, described: Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
         """An empty tensor for an input or output at a shape."""

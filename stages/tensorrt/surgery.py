@@ -61,20 +61,26 @@ def plugin_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) ->
     return CacheLayout(shape.kv_heads, shape.head_dim, sides["key"], sides["value"], sinks, recent)
 
 
+def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> Replaced:
+    """Which layers the kernels hold."""
+    chosen = Replaced({}, {})
+    for layer in range(shape.layers):
+        try:
+            chosen.layouts[layer] = plugin_layout(policy, shape, layer, q_heads)
+        except ValueError as error:
+            chosen.native[layer] = str(error)
+    return chosen
+
+
 def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, splits: int, sm: int) -> Replaced:
     """Replace the attention of every layer that the kernels hold, in place.
 
     splits: of a sequence's pages. sm: the GPU's compute capability, 90 say; the kernels are compiled for it.
     """
-    replaced = Replaced({}, {})
-    for layer in range(info.layers):
+    replaced = choose_layers(policy, info.shape, info.q_heads)
+    for layer, layout in replaced.layouts.items():
         function = layer_function("PagedAttention", layer)
         (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
-        try:
-            layout = plugin_layout(policy, info.shape, layer, info.q_heads)
-        except ValueError as error:
-            replaced.native[layer] = str(error)
-            continue
         scaling = _scaling(model, function)
         spec = AttentionSpec(policy, info.shape, layer, info.q_heads, scaling, info.compute_dtype, "decode")
         names = dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
@@ -89,7 +95,6 @@ def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, spl
         model.graph.node.insert(place, attend)
         (body,) = (found for found in model.functions if (found.domain, found.name) == (DOMAIN, function))
         model.functions.remove(body)
-        replaced.layouts[layer] = layout
     return replaced
 
 

@@ -19,6 +19,7 @@ from stages.trtllm import checkpoint as checkpoints
 from stages.trtllm import settings
 from stages.trtllm.bundle import BACKEND, CHECKPOINT, ENGINE, LIBRARY, LLM_ARGS_FILE, TrtllmBundle
 from stages.trtllm.interpreter import Interpreter, Worker, WorkerError, files_below, probe
+from stages.trtllm.protocol import Done, Validated
 from stages.trtllm.targets import TARGETS, TargetName, resolve
 
 STEPS = 3
@@ -72,7 +73,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python
     with Worker(python) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
         try:
-            worker.call("build", timeout_s, key="backend.build_timeout_s", flags=arguments)
+            worker.call("build", timeout_s, key="backend.build_timeout_s", answer=Done, flags=arguments)
         except WorkerError as error:
             raise UserError(f"backend.python={python}: {error}; it last said: {worker.last_words()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
@@ -116,6 +117,7 @@ def _pin_llm_args(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolic
                     "validate",
                     asked.build_timeout_s,
                     key="backend.build_timeout_s",
+                    answer=Validated,
                     model=str(source.absolute()),
                     llm_args=wanted,
                 )
@@ -123,7 +125,7 @@ def _pin_llm_args(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolic
                 raise UserError(
                     f"backend.serving: TensorRT-LLM {found.release} refuses these LLM arguments: {' '.join(str(error).split())}"
                 ) from error
-            rewritten += settings.differences(settings.flatten(wanted), answer["llm_args"])
+            rewritten += settings.differences(settings.flatten(wanted), answer.llm_args)
     settings.refuse_rewrites(rewritten, asked.allow_rewrites)
     text = OmegaConf.to_yaml(pinned)
     (out / LLM_ARGS_FILE).write_text(
@@ -142,7 +144,7 @@ def _pin_llm_args(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolic
 def _described(target: TargetName, asked: TrtllmBackend, info: CheckpointInfo, found: Interpreter) -> dict[str, Any]:
     return {
         "target": target,
-        "gpus": [f"{name}, driver {driver}" for name, _, driver in found.gpus],
+        "gpus": [f"{name}, driver {driver}" for name, _, driver in found.gpus[: asked.tensor_parallel_size]],
         "tensor_parallel_size": asked.tensor_parallel_size,
         "max_input_len": asked.max_input_len,
         "max_seq_len": asked.max_seq_len,

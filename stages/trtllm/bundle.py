@@ -22,7 +22,7 @@ class TrtllmBundle(BundleRecord):
     target: Literal["engine", "pytorch"]
     built_for: BuiltFor
     gpus: list[str]
-    """Name and driver of the GPUs that were there when it was built."""
+    """Name and driver of the GPUs of its ranks, as far as they were there when it was built."""
     tensor_parallel_size: int
     max_input_len: int
     max_seq_len: int

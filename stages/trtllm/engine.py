@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ from stages.generation import check_tokens, greedy
 from stages.trtllm.build import compile_engine
 from stages.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
 from stages.trtllm.checkpoint import write_faulted
-from stages.trtllm.interpreter import Interpreter, Worker, WorkerError, probe, require_gpus
+from stages.trtllm.interpreter import A, Interpreter, Worker, WorkerError, probe, require_gpus
+from stages.trtllm.protocol import Done, Generated, Loaded, Ran
 
 Logits = npt.NDArray[np.float32]
 
@@ -39,15 +40,16 @@ def load_engine(bundle: Path, *, python: str | None, timeout_s: int, build_timeo
     """
     described, policy, _ = open_bundle(bundle)
     found = probe(python)
-    here = BuiltFor(library=LIBRARY, version=found.release, compute_capabilities=found.compute_capabilities)
+    ranks = described.tensor_parallel_size
     if described.target == "engine":
-        check_built_for(bundle, described.built_for, here)
+        here = BuiltFor(library=LIBRARY, version=found.release, compute_capabilities=found.compute_capabilities(ranks))
+        check_built_for(bundle, described.built_for, here, exactly=True)
     elif described.built_for.version != found.release:
         raise MissingRequirement(
             f"{bundle}: its LLM arguments are pinned for {LIBRARY} {described.built_for.version}, {found.python} has "
             f"{found.release}: build it again with stage=build, or give that release's python as backend.python"
         )
-    require_gpus(found, described.tensor_parallel_size, "running an engine")
+    require_gpus(found, ranks, "running an engine")
     return TrtllmEngine(bundle.absolute(), described, policy, found, timeout_s=timeout_s, build_timeout_s=build_timeout_s)
 
 
@@ -158,10 +160,10 @@ class TrtllmEngine:
         """The runtime's own times: stepping through requests would time the requests."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
-        found = self._call("load", prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        found = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
         lengths = [len(prompt) + steps for prompt in prompts]
         memory = self._memory(sum(-(-length // PAGE_TOKENS) for length in lengths), sum(lengths))
-        return LoadTimes(found["first_token_ms"], found["step_ms"], memory)
+        return LoadTimes(found.first_token_ms, found.step_ms, memory)
 
     def corrupt_key_scale(self, factor: float) -> None:
         """From the next request on, decoding reads the cache with a scale `factor` times the right one; codes stay right.
@@ -207,21 +209,24 @@ class TrtllmEngine:
                 )
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
             named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
-            answers = self._call("run", requests=named, folder=folder)["answers"]
-            return [(answer["tokens"], self._rows(answer)) for answer in answers]
+            answers = self._call("run", Ran, requests=named, folder=folder).answers
+            return [(answer.tokens, self._rows(answer)) for answer in answers]
 
-    def _rows(self, answer: dict[str, Any]) -> Logits:
+    def _rows(self, answer: Generated) -> Logits:
         """Without the vocabulary's padding, which tensor parallelism adds."""
-        rows = np.fromfile(answer["logits"], "<f4").reshape(answer["shape"])
+        rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
         return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
 
-    def _call(self, op: str, **fields: object) -> dict[str, Any]:
+    def _call(self, op: str, answer: type[A], **fields: object) -> A:
         if self._worker is None:
             self._worker = self._open()
         try:
-            return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", **fields)
+            return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", answer=answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{LIBRARY}: {op}: {error}") from error
+        except BaseException:  # it is gone; an interrupted request has no answer to wait for
+            self.close()
+            raise
 
     def _open(self) -> Worker:
         before = TrtllmEngine._running() if TrtllmEngine._running is not None else None
@@ -233,12 +238,15 @@ class TrtllmEngine:
         worker = Worker(self._python, self._described.tensor_parallel_size)
         try:
             worker.call(
-                "open", self._timeout_s, key="backend.request_timeout_s",
+                "open", self._timeout_s, key="backend.request_timeout_s", answer=Done,
                 target=self._described.target, model=str(model), llm_args=self._described.evaluated_with, key_fault=fault,
             )  # fmt: skip
         except WorkerError as error:
             worker.close()
             raise UserError(f"backend.python={self._python}: {LIBRARY} cannot load {model}: {error}") from error
+        except BaseException:
+            worker.close()
+            raise
         TrtllmEngine._running = weakref.ref(self)
         return worker
 

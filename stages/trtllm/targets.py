@@ -1,7 +1,9 @@
 """What TensorRT-LLM's two targets can hold and need: everything that can be refused before any work."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.backends import TrtllmBackend
 from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
@@ -15,9 +17,20 @@ from stages.trtllm.interpreter import HOW, Interpreter, probe, require_gpus
 TargetName = Literal["engine", "pytorch"]
 MAKES_ENGINE = ("build", "evaluate", "all")
 JUDGES = ("evaluate", "all")
-INT8_CACHE_UNTIL_SM = 100
-"""TensorRT-LLM 1.2 refuses INT8 caches on SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
-INT8_CACHE_AGAIN_SM = 120
+NO_INTEGERS_SM = range(100, 120)
+"""TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
+INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
+
+READ_BY: dict[TargetName, dict[str, Any]] = {
+    "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
+    "pytorch": {
+        "serving.enable_block_reuse": True,
+        "serving.host_cache_gib": 0.0,
+        "serving.attention_windows": None,
+        "serving.speculation": None,
+    },
+}
+"""Keys of `backend` that one target alone reads, with the values that ask for nothing (conf/backend/trtllm.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +77,18 @@ def check_inputs(config: Config) -> None:
         return
     info = inspect_checkpoint(config.model.directory)
     asked: tuple[TargetName, ...] = ("engine", "pytorch") if backend.target == "auto" else (backend.target,)
-    refusals = [refuse(name, config.kv, config.weights.format, info, backend.tensor_parallel_size) for name in asked]
+    refusals = [_refuse_all(name, config, info, backend) for name in asked]
     if all(refusals):  # whatever the interpreter turns out to be
         raise UserError(str(refusals[0]))
     here = probe(backend.python)
     name = resolve(backend.target, here)
-    refusal = refuse(name, config.kv, config.weights.format, info, backend.tensor_parallel_size)
+    refusal = _refuse_all(name, config, info, backend)
     if refusal is not None:
         raise UserError(refusal)
     if name == "engine":
         require_gpus(here, 1, "building an engine")
-        refuse_int8(config.kv, here)
+        here.compute_capabilities(backend.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(config.kv, config.weights.format, here, backend.tensor_parallel_size)
     if config.stage in JUDGES:
         check_judging(name, config, here)
 
@@ -83,7 +97,7 @@ def found(config: TrtllmBackend) -> dict[str, object]:
     """What the interpreter decides of a build, so that its key covers it."""
     here = probe(config.python)
     name = resolve(config.target, here)
-    capabilities = here.compute_capabilities if name == "engine" else []
+    capabilities = here.compute_capabilities(config.tensor_parallel_size) if name == "engine" else []
     return {"target": name, "release": here.release, "compute_capabilities": capabilities}
 
 
@@ -134,20 +148,54 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     reason = why_not_tensorrt_llm(info) if name == "engine" else None
     if reason is not None:
         return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"
-    if ranks > 1 and weights not in target.sharded_weights:
+    return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
+
+
+def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    if weights not in target.sharded_weights:
         return (
             f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
             f"{' or '.join(target.sharded_weights)}"
         )
-    for what, count in (("KV heads", info.shape.kv_heads), ("tokens in the vocabulary", info.vocab_size)):
+    inner = json.loads((info.path / "config.json").read_text(encoding="utf-8")).get("intermediate_size")
+    if type(inner) is not int:
+        return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
+    parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
+    for what, count in parts.items():
         if count % ranks:
             return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {what}; use a divisor"
     return None
 
 
-def refuse_int8(policy: KVPolicy, here: Interpreter) -> None:
-    """UserError for an INT8 cache on a GPU for which TensorRT-LLM does not build one."""
-    for name, capability, _ in here.gpus:
-        sm = int(capability.replace(".", ""))
-        if policy.key.dtype == "int8" and INT8_CACHE_UNTIL_SM <= sm < INT8_CACHE_AGAIN_SM:
-            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {name}, SM {capability}; choose kv=fp8")
+def refuse_unread(name: TargetName, backend: TrtllmBackend) -> str | None:
+    """Why a key that only the other target reads cannot be set; None when none is."""
+    other: TargetName = "pytorch" if name == "engine" else "engine"
+    asked = backend.model_dump(mode="json")
+    for key, nothing in READ_BY[other].items():
+        value: Any = asked
+        for part in key.split("."):
+            value = value[part] if isinstance(value, Mapping) else None
+        if value != nothing:
+            return (
+                f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
+                f"{json.dumps(nothing)}"
+            )
+    return None
+
+
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, here: Interpreter, ranks: int) -> None:
+    """UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    for gpu, capability, _ in here.gpus[:ranks]:
+        if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
+            continue
+        if policy.key.dtype == "int8":
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
+        if weights in INTEGER_WEIGHTS:
+            raise UserError(
+                f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
+            )
+
+
+def _refuse_all(name: TargetName, config: Config, info: CheckpointInfo, backend: TrtllmBackend) -> str | None:
+    refusal = refuse(name, config.kv, config.weights.format, info, backend.tensor_parallel_size)
+    return refusal or refuse_unread(name, backend)

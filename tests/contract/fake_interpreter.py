@@ -1,5 +1,6 @@
 """Interpreters for tests: a `python` that has the fake TensorRT-LLM on its path and otherwise is this one."""
 
+import json
 import stat
 import sys
 from pathlib import Path
@@ -16,12 +17,13 @@ def make_interpreter(
 ) -> str:
     """The path of a new one. `mode` says how it misbehaves, `says` replaces all that it would answer."""
     folder.mkdir(parents=True)
-    listed = "".join(f"Fake H{number}, {capability}, 580.95\\n" for number, capability in enumerate(gpus))
-    _script(folder / "nvidia-smi", f"printf '{listed}'")
+    # It is asked for the driver alone, and knows no CUDA_VISIBLE_DEVICES.
+    _script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
+    (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
     command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
     lines = [
-        f"export FAKE_TRTLLM_RELEASE='{release}' FAKE_TRTLLM_MODE='{mode}'",
-        f'export PYTHONPATH="{PACKAGE}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1',
+        f"export FAKE_TRTLLM_RELEASE='{release}' FAKE_TRTLLM_MODE='{mode}' FAKE_TRTLLM_GPUS='{json.dumps(gpus)}'",
+        f'export PYTHONPATH="{folder}:{PACKAGE}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1',
         command,
     ]
     _script(folder / "python", "\n".join(lines))

@@ -15,6 +15,7 @@ from pipeline.records import OnePassEngine, TimedEngine
 from pipeline.workloads import LoadConfig
 from stages.evaluate.system import measure_system
 from stages.trtllm.engine import LOOKAHEAD, TrtllmEngine
+from stages.trtllm.protocol import Ran
 from stages.trtllm.tensors import read_tensors
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
@@ -96,9 +97,9 @@ def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monke
     requests = []
     call = TrtllmEngine._call
 
-    def counted(self: TrtllmEngine, op: str, **fields: object) -> object:
+    def counted(self: TrtllmEngine, op: str, answer: type[Ran], **fields: object) -> Ran:
         requests.append(op)
-        return call(self, op, **fields)
+        return call(self, op, answer, **fields)
 
     monkeypatch.setattr(TrtllmEngine, "_call", counted)
     new = LOOKAHEAD + 8
@@ -191,6 +192,9 @@ def test_an_engine_for_another_gpu_or_release_is_refused_with_both_named(
     other = make_interpreter(work / "ada", gpus=("8.9",))
     with pytest.raises(MissingRequirement, match=r"TensorRT-LLM 1\.2\.1 and SM 9\.0.*TensorRT-LLM 1\.2\.1 and SM 8\.9"):
         open_engine(bundles["engine", "fp8"], other)
+    mixed = make_interpreter(work / "mixed", gpus=("8.9", "9.0"))
+    with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
+        open_engine(bundles["engine", "fp8"], mixed)  # it would run on the first
     newer = make_interpreter(work / "newer", release="1.3.1")
     with pytest.raises(MissingRequirement, match=r"1\.3\.0rc20.*1\.3\.1"):
         open_engine(bundles["pytorch", "fp8"], newer)
@@ -205,6 +209,17 @@ def test_a_bundle_that_was_altered_is_refused(
     copy = shutil.copytree(bundles["engine", "fp16"], tmp_path / "copy")
     (copy / "engine" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"engine/config\.json is not the file that was built"):
+        open_engine(copy, pythons["engine"])
+
+
+def test_an_engine_that_names_gpus_of_two_kinds_is_refused_on_either(
+    bundles: dict[tuple[str, str], Path], pythons: dict[str, str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(bundles["engine", "fp8"], tmp_path / "copy")
+    record = json.loads((copy / "bundle.json").read_text())
+    record["built_for"]["compute_capabilities"] = ["8.9", "9.0"]  # whichever it was, trtllm-build built for one
+    (copy / "bundle.json").write_text(json.dumps(record))
+    with pytest.raises(MissingRequirement, match=r"SM 8\.9, 9\.0, this machine has TensorRT-LLM 1\.2\.1 and SM 9\.0"):
         open_engine(copy, pythons["engine"])
 
 
@@ -231,6 +246,9 @@ def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, pythons
     one = open_engine(make_bundle(quantized, work / "one", "fp8", pythons["engine"]), pythons["engine"])
     tokens = [*PROMPT, *ANSWER]
     np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), one.forced(tokens, len(PROMPT)))
+    assert len(json.loads((bundle / "bundle.json").read_text())["gpus"]) == 2
+    with pytest.raises(UserError, match=r"backend\.tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9"):
+        open_engine(bundle, make_interpreter(work / "unequal", gpus=("9.0", "8.9")))
     with pytest.raises(MissingRequirement, match="needs 2 NVIDIA GPU"):
         open_engine(bundle, pythons["engine"])
     one.close()

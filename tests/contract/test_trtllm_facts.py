@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import pytest
 import yaml
 
 from pipeline.backends import Serving, Speculation, TrtllmBackend
+from pipeline.errors import UserError
 from pipeline.kv import KVPolicy
 from pipeline.weights import WeightsFormat
 from stages.quantize.validate import _TENSORRT_LLM, _TENSORRT_LLM_LINEARS
 from stages.trtllm import checkpoint, settings
-from stages.trtllm.interpreter import WORKER
+from stages.trtllm.interpreter import WORKER, Interpreter
+from stages.trtllm.targets import refuse_integers
 from stages.trtllm.worker import kvgate_forcing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,18 +83,89 @@ def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None
         assert set(settings.asked_of_engine(wanted, config, "1.2.1")) <= known
 
 
-def test_what_auto_asks_for_is_what_the_builder_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake"))
-    from tensorrt_llm.commands.build import rewrite
+Rewrite = Callable[[dict[str, Any]], None]
 
-    for quantization in QUANTIZATIONS:
-        wanted = settings.engine_settings(options(), quantization)
-        plugin = {key.removeprefix("plugin_config."): value for key, value in wanted.items() if "plugin" in key}
-        before = dict(plugin)
-        rewrite(plugin, dict(wanted), quantization)
-        assert plugin == before, quantization
+
+@pytest.fixture
+def rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rewrite]:
+    """The recorded rules, as the fake's builder follows them: changes a state of settings, algorithms and SM, or raises."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake"))
+    from tensorrt_llm.facts import rewrite as found
+
+    yield found
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def state_of(wanted: settings.Settings, quantization: dict[str, Any], sm: int = 90) -> dict[str, Any]:
+    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
+
+
+def test_what_auto_asks_for_is_what_the_builder_keeps(rewrite: Rewrite) -> None:
+    for quantization in QUANTIZATIONS:
+        state = state_of(settings.engine_settings(options(), quantization), quantization)
+        before = dict(state)
+        rewrite(state)
+        assert state == before, quantization
+
+
+def test_the_recorded_rules_rewrite_what_can_be_asked(rewrite: Rewrite) -> None:
+    """A rule that never applies would prove nothing about what we ask for."""
+    happened = set()
+    for wanted, quantization in asked():
+        for sm, tokens in product((80, 90), (8192, 1 << 20, 1)):
+            state = {**state_of(wanted, quantization, sm), "max_num_tokens": tokens, "max_input_len": 9000}
+            before = dict(state)
+            rewrite(state)
+            happened |= {(key, state[key]) for key in state if state[key] != before[key]}
+    assert happened == {
+        ("max_input_len", 8192),
+        ("max_num_tokens", 16 * 8192),
+        ("max_num_tokens", 64),
+        ("use_fp8_context_fmha", False),
+        ("use_fp8_context_fmha", True),
+        ("use_paged_context_fmha", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "input_len", "bound"),
+    [(1025, 2, 500, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, 2, 32, "64 (a block")],
+)
+def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
+    tokens: int, batch: int, input_len: int, bound: str, rewrite: Rewrite
+) -> None:
+    lengths = {"max_num_tokens": tokens, "max_batch_size": batch, "max_input_len": input_len, "max_seq_len": 512}
+    with pytest.raises(ValueError, match=re.escape(f"max_num_tokens={tokens}: must be {bound}")):
+        options(**lengths)
+    for fits in (64, 1024):
+        quantization = QUANTIZATIONS[0]
+        state = state_of(
+            settings.engine_settings(options(**{**lengths, "max_num_tokens": fits, "max_input_len": 32}), quantization),
+            quantization,
+        )
+        rewrite(state)
+        assert state["max_num_tokens"] == fits
+        state["max_num_tokens"] = tokens
+        rewrite(state)
+        assert state["max_num_tokens"] != tokens
+
+
+@pytest.mark.parametrize("sm", [89, 90, 100, 103, 119, 120])
+def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite: Rewrite) -> None:
+    major, minor = divmod(sm, 10)
+    here = Interpreter("python", "1.2.1", "3.12.3", (("Fake", f"{major}.{minor}", "580.95"),))
+    for (weights, algorithm), name in product(ALGORITHMS.items(), ("fp16", "fp8", "int8_tensor")):
+        cache = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}[name]
+        quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
+        state = state_of(settings.engine_settings(options(), quantization), quantization, sm)
+        try:
+            rewrite(state)
+        except RuntimeError:
+            with pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {major}\.{minor}; choose"):
+                refuse_integers(policy(name), weights, here, 1)
+        else:
+            refuse_integers(policy(name), weights, here, 1)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:

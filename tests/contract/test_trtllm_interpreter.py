@@ -1,20 +1,20 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
-import os
-import time
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_interpreter import make_interpreter
-from trtllm_exports import conf, make_bundle, make_exports, open_engine
+from trtllm_exports import conf, make_bundle, make_exports
 
 from pipeline.backends import TrtllmBackend
 from pipeline.checkpoint import inspect_checkpoint
 from pipeline.errors import MissingRequirement, UserError
 from pipeline.kv import KVPolicy
-from stages.trtllm.interpreter import Worker, probe
-from stages.trtllm.targets import refuse, refuse_int8, resolve
+from stages.trtllm.interpreter import probe
+from stages.trtllm.targets import found, refuse, refuse_integers, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,18 @@ def test_what_is_no_python_is_told_by_what_it_said(tmp_path: Path) -> None:
     ],
 )
 def test_the_release_decides_the_target(tmp_path: Path, release: str, asked: str, target: str) -> None:
-    found = probe(make_interpreter(tmp_path / "bin", release=release))
-    assert (found.release, resolve(asked, found)) == (release, target)
-    assert found.gpus == (("Fake H0", "9.0", "580.95"),)
+    here = probe(make_interpreter(tmp_path / "bin", release=release))
+    assert (here.release, resolve(asked, here)) == (release, target)
+    assert here.gpus == (("Fake H0", "9.0", "580.95"),)
 
 
 @pytest.mark.parametrize(
     ("release", "asked"), [("1.1.0", "auto"), ("0.21.0", "engine"), ("1.3.0", "engine"), ("1.2.1", "pytorch")]
 )
 def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, release: str, asked: str) -> None:
-    found = probe(make_interpreter(tmp_path / "bin", release=release))
+    here = probe(make_interpreter(tmp_path / "bin", release=release))
     with pytest.raises(MissingRequirement, match=rf"has TensorRT-LLM {release}, backend\.target={asked} needs 1\.[23]"):
-        resolve(asked, found)
+        resolve(asked, here)
 
 
 def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:
@@ -118,11 +118,87 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     assert str(refusal).startswith(expected)
 
 
-def test_int8_caches_are_refused_where_tensorrt_llm_builds_none(tmp_path: Path) -> None:
-    found = probe(make_interpreter(tmp_path / "bin", gpus=("9.0", "10.0")))
-    refuse_int8(KVPolicy.model_validate(conf("kv", "fp8")), found)
-    with pytest.raises(UserError, match=r"kv=int8_tensor: TensorRT-LLM builds no INT8 cache for Fake H1, SM 10\.0"):
-        refuse_int8(KVPolicy.model_validate(conf("kv", "int8_tensor")), found)
+def test_an_inner_size_that_ranks_do_not_divide_is_refused_before_it_is_split(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 385}))
+    refusal = refuse("engine", KVPolicy.model_validate(conf("kv", "fp8")), "none", inspect_checkpoint(copy), 2)
+    assert refusal == "backend.tensor_parallel_size=2: does not divide the model's 385 columns of the MLP; use a divisor"
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "value", "default"),
+    [
+        ("engine", "serving.enable_block_reuse", False, "true"),
+        ("engine", "serving.host_cache_gib", 2.0, "0.0"),
+        ("engine", "serving.attention_windows", [512], "null"),
+        ("engine", "serving.speculation", {"decoding_type": "NGram", "max_draft_len": 2}, "null"),
+        ("pytorch", "paged_context_fmha", "disable", '"auto"'),
+        ("pytorch", "fp8_context_fmha", "enable", '"auto"'),
+        ("pytorch", "gather_context_logits", True, "false"),
+    ],
+)
+def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: str, value: Any, default: str) -> None:
+    shipped = conf("backend", "trtllm")
+    backend = TrtllmBackend.model_validate(shipped)
+    assert refuse_unread("engine", backend) is None
+    assert refuse_unread("pytorch", backend) is None
+    group, _, name = key.rpartition(".")
+    changed = {**shipped, group: {**shipped[group], name: value}} if group else {**shipped, name: value}
+    other = "pytorch" if target == "engine" else "engine"
+    backend = TrtllmBackend.model_validate(changed)
+    refusal = str(refuse_unread(target, backend))
+    assert refusal.startswith(f"backend.{key}=")
+    assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
+    assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
+
+
+def test_integers_are_refused_where_tensorrt_llm_builds_none(tmp_path: Path) -> None:
+    here = probe(make_interpreter(tmp_path / "bin", gpus=("10.0", "9.0")))
+    fp8, int8 = (KVPolicy.model_validate(conf("kv", name)) for name in ("fp8", "int8_tensor"))
+    refuse_integers(fp8, "fp8", here, 1)
+    with pytest.raises(UserError, match=r"kv=int8_tensor: TensorRT-LLM builds no INT8 cache for Fake H0, SM 10\.0"):
+        refuse_integers(int8, "none", here, 1)
+    with pytest.raises(UserError, match=r"weights=int4_awq: .* no integer weights for Fake H0, SM 10\.0; choose weights=fp8"):
+        refuse_integers(fp8, "int4_awq", here, 1)
+    refuse_integers(int8, "int8_sq", probe(make_interpreter(tmp_path / "other", gpus=("9.0", "10.0"))), 1)
+
+
+def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "9.0"))
+    here = probe(python)
+    assert here.compute_capabilities(1) == ["9.0"]
+    shipped = {**conf("backend", "trtllm"), "python": python}
+    assert found(TrtllmBackend.model_validate(shipped))["compute_capabilities"] == ["9.0"]
+    with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
+        found(TrtllmBackend.model_validate({**shipped, "tensor_parallel_size": 2}))
+
+
+def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    here = probe(make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
+    assert here.gpus == (("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95"))
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        '{"ok": 1}',
+        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3"}}',
+        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "gpus": [{"name": "H100"}]}}',
+        '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "gpus": []}}',
+    ],
+)
+def test_an_answer_that_lacks_something_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
+    with pytest.raises(UserError, match=r"does not speak protocol 1 of this kvgate, answered describe with b'\{") as raised:
+        probe(make_interpreter(tmp_path / "bin", says=says))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("says", ["[]", "7", '{"error": 1}', "{}"])
+def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
+    with pytest.raises(UserError, match="no answer to describe but b'"):
+        probe(make_interpreter(tmp_path / "bin", says=says))
 
 
 def test_a_build_that_fails_is_told_with_the_builders_last_words(quantized: Path, tmp_path: Path) -> None:
@@ -135,13 +211,6 @@ def test_a_builder_that_crashes_is_told_with_its_signal(quantized: Path, tmp_pat
         build(quantized, tmp_path, {"mode": "crash while building"})
 
 
-def test_a_runtime_that_crashes_is_told_with_its_signal(quantized: Path, tmp_path: Path) -> None:
-    bundle = build(quantized, tmp_path)
-    engine = open_engine(bundle, make_interpreter(tmp_path / "crashing", mode="crash while loading"))
-    with pytest.raises(UserError, match=r"TensorRT-LLM was ended by SIGABRT in open"):
-        engine.forced([1, 2, 3], 1)
-
-
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     shipped = conf("backend", "trtllm")
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
@@ -150,38 +219,6 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     speculation = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": None}
     with pytest.raises(ValueError, match="speculative_model=None: decoding_type=Eagle3: give the draft model's directory"):
         TrtllmBackend.model_validate({**shipped, "serving": {**shipped["serving"], "speculation": speculation}})
-
-
-def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_path: Path) -> None:
-    started = time.monotonic()
-    with pytest.raises(UserError, match=r"backend\.build_timeout_s=2: TensorRT-LLM did not answer build in time"):
-        build(quantized, tmp_path, {"mode": "hang while building"}, build_timeout_s=2)
-    assert time.monotonic() - started < 30
-    while processes_with(str(tmp_path / "bin")):  # what was killed is gone when the kernel comes to it
-        assert time.monotonic() - started < 30
-        time.sleep(0.05)
-
-
-def processes_with(path: str) -> list[str]:
-    """Commands of running processes that have `path` in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if path.encode() in environment and int(process.name) != os.getpid():
-            found.append(command.decode())
-    return found
-
-
-def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
-    with Worker(make_interpreter(tmp_path / "bin")) as worker:
-        assert worker.call("describe", 30, key="k")["release"] == "1.2.1"
-        assert len(processes_with(str(tmp_path / "bin"))) == 1
-        folder = worker.folder
-    assert processes_with(str(tmp_path / "bin")) == []
-    assert not folder.exists()
 
 
 def test_a_cache_format_that_the_builder_leaves_out_without_a_word_is_an_error(quantized: Path, tmp_path: Path) -> None:

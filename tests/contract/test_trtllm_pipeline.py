@@ -19,7 +19,7 @@ from trtllm_exports import conf, make_bundle, open_engine
 
 from pipeline.chain import check_inputs
 from pipeline.compose import plan
-from pipeline.errors import GateRefusal
+from pipeline.errors import GateRefusal, UserError
 from pipeline.report import load_report
 from pipeline.runner import run
 from pipeline.thresholds import Gates
@@ -134,4 +134,23 @@ def test_what_cannot_be_done_is_said_in_one_line_before_any_work(
     assert (result.returncode, result.stdout) == (code, "")
     assert result.stderr.startswith(f"pipeline: error: {expected}")
     assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "expected"),
+    [
+        (["weights=int4_awq"], ("10.0",), r"weights=int4_awq: .* SM 10\.0; choose weights=fp8"),
+        (["backend.tensor_parallel_size=2"], ("9.0", "8.9"), r"backend\.tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9"),
+        (["backend.serving.host_cache_gib=8"], ("9.0",), r"backend\.serving\.host_cache_gib=8\.0: only .*target=pytorch"),
+    ],
+)
+def test_what_this_machine_cannot_build_is_refused_before_any_work(
+    tmp_path: Path, given: list[str], gpus: tuple[str, ...], expected: str
+) -> None:
+    python = make_interpreter(tmp_path / "bin", gpus=gpus)
+    asked = arguments(tmp_path / "work", "kv=fp8", f"backend.python={python}", "stage=build", *given)
+    (job,) = plan(asked, multirun=False).jobs
+    with pytest.raises(UserError, match=expected):
+        check_inputs(job)
     assert not (tmp_path / "work").exists()

@@ -36,10 +36,14 @@ class FakeDevice:
         self.torch_device = torch.device("cpu")
         self.stream = STREAM
         self.captured = self.replayed = 0
+        self.streams = 0
+        """How many `running()` there are at the moment."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        self.streams += 1
         yield
+        self.streams -= 1
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1
@@ -64,6 +68,8 @@ class FakeEngine:
         model = onnx.load(graph, load_external_data=False).graph
         self.types = {v.name: v.type.tensor_type.elem_type for v in [*model.input, *model.output]}
         self.contexts: list[FakeContext] = []
+        self.caches: list[object] = []
+        self.capturable = True
 
     @property
     def num_io_tensors(self) -> int:
@@ -81,6 +87,8 @@ class FakeEngine:
     def create_runtime_config(self) -> Any:
         config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy=None)
         config.set_execution_context_allocation_strategy = lambda strategy: setattr(config, "strategy", strategy)
+        config.create_runtime_cache = object
+        config.set_runtime_cache = lambda cache: self.caches.append(cache) is None
         return config
 
     def create_execution_context(self, config: Any) -> "FakeContext":
@@ -95,7 +103,6 @@ class FakeContext:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
-        self.sizes: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.memory = 0
@@ -113,7 +120,7 @@ class FakeContext:
                     return False
                 continue
             bounds = self.engine.profile[dim]
-            if not bounds.smallest <= size <= bounds.largest or self.sizes.setdefault(dim, size) != size:
+            if not bounds.smallest <= size <= bounds.largest:
                 return False
         self.shapes[name] = shape
         return True
@@ -125,11 +132,25 @@ class FakeContext:
     def infer_shapes(self) -> list[str]:
         return [name for name in self.engine.inputs if name not in self.shapes]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By dimension, as the inputs' shapes have them at the moment: all of the same name are equal."""
+        found: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            for dim, size in zip(self.engine.inputs[name].shape, shape, strict=True):
+                assert not isinstance(dim, str) or found.setdefault(dim, size) == size, f"{dim} of {name}"
+        return found
+
     def _shape(self, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
+        sizes = self.sizes
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self._shape(next(t for t in self.engine.tensors if t.name == name))
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        assert stream == STREAM
+        return self.engine.capturable
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == STREAM

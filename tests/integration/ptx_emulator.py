@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
 Register = npt.NDArray[Any]
 
@@ -106,6 +106,32 @@ def create_fp_to_fp(_: object, x: TensorHandle, to: tl.dtype, __: object) -> Ten
     assert (x.dtype.scalar, to.scalar) == (tl.float32, tl.float8e4nv)
     codes = np.clip(x.data, -448.0, 448.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return TensorHandle(np.where(np.isnan(x.data), np.uint8(0x7F), codes), to.scalar)
+
+
+def cast_impl(_: object, x: TensorHandle, to: tl.dtype) -> TensorHandle:
+    """The method of that name, which cuts bfloat16's last bits off: cvt.rn.bf16.f32 rounds to even. Finite numbers only."""
+    source, target = x.dtype.scalar, to.scalar
+    if source == tl.bfloat16:
+        assert target == tl.float32
+        return TensorHandle(_widened(x.data), target)
+    if target == tl.bfloat16:
+        bits = np.ascontiguousarray(x.data.astype(np.float32)).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        return TensorHandle(rounded.astype(np.uint16), target)
+    return TensorHandle(x.data.astype(_get_np_dtype(to)), target)
+
+
+def create_dot(_: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, __: object, ___: object) -> TensorHandle:
+    """The method of that name, which takes bfloat16 for integers. Products are exact in float32, and added up there."""
+    assert a.dtype.scalar == b.dtype.scalar
+    assert d.dtype.scalar == tl.float32
+    left, right = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
+    return TensorHandle(left @ right + d.data, tl.float32)
+
+
+def _widened(bits: Register) -> Register:
+    """Bits of bfloat16 -> float32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _run(asm: str, registers: dict[str, Register], count: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -28,10 +30,9 @@ COPY = 4e12
 NAMES = [kernel.name for kernel in attention_kernels.KERNELS]
 
 
-def in_ten_microseconds(run: Any, runs: int | None) -> float:  # noqa: ARG001  (the timer's signature)
+def in_ten_microseconds(run: Any, runs: int | None) -> tuple[float, Tensor]:  # noqa: ARG001  (the timer's signature)
     """A timer that times nothing, but runs what it should."""
-    assert isinstance(run(), Tensor)
-    return 10.0
+    return 10.0, run()
 
 
 def toy(kernels: Any = attention_kernels.KERNELS) -> list[Row]:
@@ -117,15 +118,18 @@ def test_every_kernel_has_a_row_and_is_right_or_says_why_it_did_not_run(tmp_path
 def test_a_kernel_that_is_wrong_for_the_last_sequence_is_found_out() -> None:
     ours = attention_kernels.KERNELS[0]
 
+    def spoil(right: Any) -> Any:
+        def run() -> Tensor:
+            out: Tensor = right()
+            out[-1, -1] *= 1.1
+            return out
+
+        return run
+
     def spoiled(step: Any) -> Any:
         for candidate in ours.candidates(step):
-
-            def run(right: Any = candidate.run) -> Tensor:
-                out: Tensor = right()
-                out[-1, -1] *= 1.1
-                return out
-
-            yield dataclasses.replace(candidate, run=run)
+            run = spoil(candidate.prepare())
+            yield dataclasses.replace(candidate, prepare=lambda run=run: run)
 
     (row,) = toy([dataclasses.replace(ours, candidates=spoiled)])
     assert not row["correct"]
@@ -133,6 +137,136 @@ def test_a_kernel_that_is_wrong_for_the_last_sequence_is_found_out() -> None:
     out = StringIO()
     Console(file=out, width=200).print(attention_cases.table([row]))
     assert "WRONG" in out.getvalue()
+
+
+def by_name(name: str) -> Any:
+    return next(kernel for kernel in attention_kernels.KERNELS if kernel.name == name)
+
+
+def with_ways(kernel: Any, *prepared: Any) -> Any:
+    """The kernel with other ways to run it, numbered; an exception in place of one is raised where the way is made, or,
+    within a function, where it runs."""
+
+    def candidates(_: Any) -> Any:
+        def give(way: Any) -> Any:
+            if isinstance(way, Exception):
+                raise way
+            return way
+
+        for number, way in enumerate(prepared):
+            yield attention_kernels.Candidate(lambda way=way: give(way), {"way": number})
+
+    return dataclasses.replace(kernel, candidates=candidates)
+
+
+def fails() -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 64 GiB")
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason_and_its_other_ways_still_count() -> None:
+    def in_the_generator(_: Any) -> Any:
+        raise RuntimeError("Could not find nvcc")
+        yield
+
+    sdpa, ours = by_name("sdpa bf16"), by_name("bf16")
+    zeros = torch.zeros(TOY.batch, TOY.q_heads, TOY.head_dim, device=DEVICE)
+    unmade = with_ways(sdpa, RuntimeError("Could not find nvcc"), lambda: zeros)
+    rows = toy([dataclasses.replace(sdpa, candidates=in_the_generator), with_ways(sdpa, fails), unmade, ours])
+    assert rows[0]["skipped"] == "failed: RuntimeError: Could not find nvcc"
+    assert rows[1]["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
+    assert rows[2]["failed"] == [{"way": 0, "reason": "RuntimeError: Could not find nvcc"}]
+    assert rows[2]["chosen"] == {"way": 1}
+    assert not rows[2]["correct"]
+    assert rows[3]["correct"]
+    out = StringIO()
+    Console(file=out, width=200).print(attention_cases.table(rows))
+    assert "Could not find nvcc" in out.getvalue()
+
+
+def test_a_peer_that_fails_in_its_last_and_longest_timing_is_left_out_too() -> None:
+    def timer(run: Any, runs: int | None) -> tuple[float, Tensor]:
+        return (10.0, run()) if runs is not None else (10.0, fails())
+
+    place = attention_timing.Place(DEVICE, COPY)
+    with torch.inference_mode():
+        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, place, seed=1)
+        assert row["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
+        with pytest.raises(torch.OutOfMemoryError):
+            attention_timing.run_case(TOY, [by_name("bf16")], timer, place, seed=1)
+
+
+@pytest.mark.parametrize("failure", [fails, RuntimeError("it does not compile")])
+@pytest.mark.parametrize("name", ["fp8", "fp8 tuned"])
+def test_our_own_kernels_may_not_fail(name: str, failure: Any) -> None:
+    with pytest.raises(RuntimeError):
+        toy([with_ways(by_name(name), failure)])
+
+
+def test_only_tuning_may_ask_for_more_than_the_gpu_has() -> None:
+    too_much = OutOfResources(300_000, 232_448, "shared memory")
+    zeros = torch.zeros(TOY.batch, TOY.q_heads, TOY.head_dim, device=DEVICE)
+    (row,) = toy([with_ways(by_name("fp8 tuned"), lambda: zeros, too_much)])
+    assert row["chosen"] == {"way": 0}
+    assert "shared memory" in row["failed"][0]["reason"]
+    with pytest.raises(OutOfResources):
+        toy([with_ways(by_name("fp8"), too_much)])
+
+
+def test_the_judged_rows_are_the_operators_own_and_tuned_ones_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spied(*given: Any, **named: Any) -> Tensor:
+        calls.append(named.get("splits"))
+        out: Tensor = shipped(*given, **named)
+        return out
+
+    shipped = attention_kernels.ops.decode_attention
+    monkeypatch.setattr(attention_kernels.ops, "decode_attention", spied)
+    toy([by_name("fp8k_int4v")])
+    assert calls == [None, None]  # it chooses its splits: once tried, once timed
+    toy([by_name("fp8k_int4v tuned")])
+    assert len(calls) == 2
+    rows = [a_row("fp8k_int4v", "fp8k_int4v", 1e6), a_row("fp8k_int4v tuned", "fp8k_int4v", 50.0)]
+    attention_cases.add_ratios(rows)
+    assert attention_cases.judge(rows)[0]["verdict"] == "missed"
+    assert [verdict["verdict"] for verdict in attention_cases.judge(rows[1:])] == ["not measured"] * 3
+
+
+class RecordedGraph:
+    """A stand-in for a CUDA graph on the CPU: it runs what was captured again, or nothing at all."""
+
+    body: Any = None
+
+    def replay(self) -> None:
+        if RecordedGraph.body is not None:
+            RecordedGraph.body()
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_what_is_checked_is_what_the_timed_replays_wrote(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = type("Event", (), {"record": lambda _: None, "elapsed_time": lambda _, __: 0.01})
+    stream = type("Stream", (), {"wait_stream": lambda *_: None})
+    stubs = {
+        "get_device_properties": lambda _: type("Properties", (), {"L2_cache_size": 64}),
+        "CUDAGraph": RecordedGraph,
+        "Event": lambda **_: event(),
+        "Stream": stream,
+        "current_stream": stream,
+        "synchronize": lambda: None,
+        "stream": lambda _: nullcontext(),
+        "graph": lambda _: nullcontext(),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    out = torch.zeros(3)
+
+    def run() -> Tensor:
+        return out.fill_(2.0)
+
+    monkeypatch.setattr(RecordedGraph, "body", run if replayed else None)
+    microseconds, found = attention_timing.GpuTimer(torch.device("cpu"))(run, 5)
+    assert microseconds == pytest.approx(10.0)
+    assert found.tolist() == [2.0] * 3 if replayed else found.isnan().all()
 
 
 def test_inputs_are_new_in_every_case_and_pages_lie_in_random_order() -> None:

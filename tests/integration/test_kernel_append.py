@@ -101,7 +101,7 @@ def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> N
     check(layout, key_new, value_new, positions, seed=number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("key", "value"), [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16")]
 )
@@ -237,6 +237,10 @@ def test_any_numbers_are_stored_bit_for_bit(drawn: tuple[CacheLayout, Tensor, Te
     [
         ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
         ({"key_new": torch.zeros(1, 1, 3, 64)}, r"key_new must be \(L, B, 2, 64\), got \(1, 1, 3, 64\)"),
+        (
+            {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
+            "lengths must be on cpu, where the other tensors are, got meta",
+        ),
     ],
 )
 def test_a_launch_that_does_not_fit_the_layout_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from plugins.kv_attention import aot
+from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.launch import choose_splits
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +35,9 @@ class Case:
     sm: int
     exact: tuple[int, int] = (0, 0)
 
+    def __str__(self) -> str:
+        return f"{self.key}-{self.value}-D{self.head_dim}-G{self.group}-{self.query_dtype}-sm{self.sm}-{sum(self.exact)}"
+
     @property
     def layout(self) -> CacheLayout:
         return CacheLayout(8, self.head_dim, side(self.key), side(self.value), *self.exact)
@@ -42,8 +48,9 @@ def side(text: str) -> SideLayout:
     return SideLayout(dtype, granularity, int(size) if size else None)  # type: ignore[arg-type]
 
 
+TARGETS = (80, 89, 90, 100)
 HEADLINE = Case("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
-CASES = (
+CHOSEN = (
     HEADLINE,
     Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
     Case("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
@@ -56,7 +63,29 @@ CASES = (
     Case("int8 per_tensor", "int8 per_head", 128, 4, "float32", 90),
     Case("fp16", "fp8_e4m3 per_head", 256, 2, "bfloat16", 89, (4, 0)),
     Case("fp8_e4m3 per_tensor", "bf16", 256, 16, "bfloat16", 90),
+    # Groups of channels narrower than what a thread loads.
+    Case("fp8_e4m3 per_tensor", "int4 per_group 32", 256, 8, "bfloat16", 90),
+    Case("bf16", "int4 per_group 32", 128, 8, "bfloat16", 90),
+    Case("fp16", "int4 per_group 32", 256, 8, "float16", 80),
+    Case("fp8_e4m3 per_tensor", "int4 per_group 64", 256, 9, "float32", 80),
+    Case("fp8_e4m3 per_token", "int8 per_tensor", 256, 16, "float32", 100, (0, 32)),
 )
+
+
+def sample(count: int) -> tuple[Case, ...]:
+    """Variants drawn from all of them, the same ones every time: benchmarks/sass_report.py --all compiles the rest."""
+    draw = random.Random(4).choice
+    plain = ("fp16", "bf16", "fp8_e4m3 per_head", "fp8_e4m3 per_token", "int8 per_tensor", "int8 per_token")
+    values = (*plain, "int4 per_token", "int4 per_group 32", "int4 per_group 64")
+    types = ("bfloat16", "float16", "float32")
+    exact = ((0, 0), (4, 60), (0, 32))
+    return tuple(
+        Case(draw(plain), draw(values), draw((64, 128, 256)), draw((1, 3, 8, 9, 16)), draw(types), draw(TARGETS), draw(exact))
+        for _ in range(count)
+    )
+
+
+CASES = (*CHOSEN, *sample(6))
 
 PROGRAM = """
 import json
@@ -116,7 +145,7 @@ def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None
     assert kernel["cubin"] > 0
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{CASES[i].key}-{CASES[i].value}-sm{CASES[i].sm}")
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_16_bytes_a_load(
     compiled: dict[str, Any], number: int
 ) -> None:
@@ -155,6 +184,16 @@ def test_portable_ptx_is_made_for_targets_that_it_knows(compiled: dict[str, Any]
         version = re.search(r"^\.version (\S+)", kernel["ptx"], re.MULTILINE)
         assert version is not None
         assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 64, 1024])
+@pytest.mark.parametrize(("key", "head_dim", "resident"), [("fp8_e4m3 per_tensor", 128, 8), ("int8 per_token", 256, 4)])
+def test_splits_never_make_more_programs_than_run_at_once(batch: int, key: str, head_dim: int, resident: int) -> None:
+    layout = CacheLayout(8, head_dim, side(key), side("int4 per_group 64"))
+    variant = decode_variant(layout, group=8, query_dtype="bfloat16", scaling=0.1, sm=90)
+    assert variant.resident == resident
+    splits = choose_splits(batch, 8, 1 << 20, sm_count=132, resident=variant.resident)
+    assert splits == 1 or splits * batch * 8 <= 132 * resident < (splits + 1) * batch * 8
 
 
 def test_compiling_in_a_process_that_interprets_is_refused() -> None:

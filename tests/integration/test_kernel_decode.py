@@ -8,14 +8,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, Case, on_device, side
+from triton.runtime.interpreter import InterpreterBuilder
 
-from plugins.kv_attention import launch
-from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, CacheLayout
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
@@ -120,6 +122,48 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
     assert case.expected(128**-0.5).abs().amax() > 100.0
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="addresses are recorded by the interpreter")
+@pytest.mark.parametrize(
+    ("key", "value", "sink", "recent"),
+    [("fp8_e4m3 token", "int4 64", 3, 20), ("int8 token", "bf16", 0, 0), ("bf16", "fp8_e4m3 token", 65, 0)],
+)
+def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
+    key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the addresses of all loads. Poison does not tell: codes that are poison are finite, and so vanish when a weight of
+    zero multiplies them."""
+    case = case_of(key, value, 2, 128, [1, 70, 200], sink=sink, recent=recent)
+    loads: list[np.ndarray] = []
+    load = InterpreterBuilder.create_masked_load
+
+    def recorded(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].ravel().astype(np.int64)
+        loads.append(np.stack([at, np.full_like(at, pointers.get_element_ty().primitive_bitwidth // 8)]))
+        return load(builder, pointers, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
+    step = (case.query, case.key_new, case.value_new)
+    launch.decode_partials(case.layout, *step, case.cache, scaling=0.1, splits=2, **case.tables)  # type: ignore[arg-type]
+    addresses, sizes = np.concatenate(loads, axis=1)
+    for name, tensor in case.cache.items():
+        # A row is what is stored of one token of one head: (pages or buffers, H, tokens).
+        rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
+        row_bytes = tensor.shape[3] * tensor.itemsize
+        first = tensor.data_ptr()
+        inside = (addresses >= first) & (addresses < first + tensor.nbytes)
+        np.add.at(rows.view(-1).numpy(), (addresses[inside] - first) // row_bytes, sizes[inside])
+        seen = torch.zeros_like(rows, dtype=torch.bool)
+        for b, length in enumerate(case.lengths):
+            if name.endswith("exact"):
+                assert case.exact_slots is not None
+                seen[case.exact_slots[b], :, reference.exact_places(case.layout, length)[1]] = True
+            else:
+                positions = torch.arange(sink, max(sink, length - recent))
+                seen[case.page_table[b, positions // PAGE_TOKENS].long(), :, positions % PAGE_TOKENS] = True
+        assert (rows[~seen] == 0).all(), f"{name}: rows {(rows * ~seen).nonzero()[:3].tolist()} are read"
+        assert (rows[seen] >= row_bytes).all(), f"{name}: rows {((rows < row_bytes) & seen).nonzero()[:3].tolist()} are not"
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, int]:
     """A random layout, random lengths and pages, and a number of splits."""
@@ -152,6 +196,10 @@ def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
         ({"splits": 0}, "splits must be at least 1, got 0"),
         ({"scaling": 0.0}, "scaling must be positive, got 0.0"),
         ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
+        (
+            {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
+            "lengths must be on cpu, where the other tensors are, got meta",
+        ),
         ({"query": torch.zeros(1, 5, 64)}, r"query must be \(B, G \* 2, 64\), got \(1, 5, 64\)"),
         ({"query": torch.zeros(1, 34, 64)}, "query heads per KV head must be 1 to 16, got 17"),
     ],

@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, Case, on_device, side
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plugins.kv_attention import ops
+from plugins.kv_attention import launch, ops
 from plugins.kv_attention.layout import CacheLayout
 
 torch.set_num_threads(1)
@@ -107,7 +107,106 @@ def test_the_format_is_read_from_the_tensors(name: str) -> None:
     assert ops.layout_of(128, {n: x[0] for n, x in cache.items() if n not in ("exact_slots", "sink_tokens")}, 2) == layout
 
 
-def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
-    new, cache = arguments(FP8)
-    with pytest.raises(ValueError, match="value_pool must be contiguous, got strides"):
-        ops.append(*new, **(cache | {"value_pool": cache["value_pool"].mT}))
+def spread(x: Tensor) -> Tensor:
+    """The same numbers in every other element of memory."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same tensor, contiguous, one element further in memory than is aligned."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+WRONG = [
+    ("page_table", spread, r"page_table must be contiguous, got strides \(4, 2\) of shape \(2, 2\): make it so"),
+    ("lengths", spread, r"lengths must be contiguous, got strides \(2,\)"),
+    ("exact_slots", spread, r"exact_slots must be contiguous, got strides \(2,\)"),
+    ("value_pool", lambda x: x.mT.contiguous().mT, "value_pool must be contiguous, got strides"),
+    ("page_table", Tensor.long, r"page_table must be torch\.int32, got torch\.int64"),
+    ("lengths", Tensor.long, r"lengths must be torch\.int32, got torch\.int64"),
+    ("exact_slots", Tensor.long, r"exact_slots must be torch\.int32, got torch\.int64"),
+    ("page_table", lambda x: x[:1], r"page_table must be \(2, P\), a row of every sequence, got \(1, 2\)"),
+    ("lengths", lambda x: x[:1], r"lengths must be \(2,\), got \(1,\)"),
+    ("exact_slots", lambda x: x.repeat(2), r"exact_slots must be \(2,\), got \(4,\)"),
+    ("value_pool", shifted, r"value_pool must begin at a multiple of 16 bytes, got 0x\w+: clone\(\) it"),
+    ("key_pool", shifted, r"key_pool must begin at a multiple of 16 bytes"),
+    ("key_pool", Tensor.float, r"key_pool must be one of .*, got torch\.float32"),
+    ("value_scale_pool", Tensor.bfloat16, r"value_scale_pool must be torch\.float16, got torch\.bfloat16"),
+    ("value_pool", lambda x: x[..., :2, :, :, :].contiguous(), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*2, 2, 64"),
+    ("value_scale_pool", lambda x: x[..., :32, :].contiguous(), r"value_scale_pool must be \(.*3, 2, 64, 2\), got"),
+    ("value_exact", lambda x: x[..., :1, :, :, :].contiguous(), r"value_exact must be \(.*2, 2, 3, 64\), got"),
+    ("value_exact", lambda _: None, r"must be those of the layout; wanted and got: .*value_exact.* and"),
+    ("key_exact", Tensor.float, r"key_exact must be torch\.float16, got torch\.float32"),
+    ("key_scale", Tensor.double, r"key_scale must be torch\.float32, got torch\.float64"),
+    ("key_scale", lambda x: x.repeat_interleave(3, -1), r"key_scale must be \(.*2,?\), got \(.*3,?\)"),
+    ("value_pool", lambda x: x.flatten(-2), r"value_pool has the wrong number of dimensions"),
+    ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),
+    ("key_new", Tensor.double, r"key_new must be one of torch\.float32, .*, got torch\.float64"),
+]
+
+
+@pytest.mark.parametrize("operator", ["append", "decode_attention"])
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)])
+def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(
+    operator: str, name: str, change: Any, message: str
+) -> None:
+    given = arguments(EVERYTHING)
+    positional, cache = given if operator == "append" else of_one_layer(given)
+    names = ("query", "key_new", "value_new", "page_table", "lengths")[-len(positional) :]
+    named = dict(zip(names, positional, strict=True)) | cache
+    before = {key: x.clone() for key, x in named.items() if isinstance(x, Tensor)}
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, operator)(**(named | {name: change(named[name])}))
+    for key, x in before.items():
+        assert torch.equal(named[key].view(torch.uint8), x.view(torch.uint8)), key
+
+
+def test_an_append_of_more_layers_than_the_cache_has_is_refused() -> None:
+    (key, value, *tables), cache = arguments(FP8)
+    with pytest.raises(ValueError, match=r"key_pool must be \(4, 3, 2, 64, 64\), got \(2, 3, 2, 64, 64\)"):
+        ops.append(key.repeat(2, 1, 1, 1), value.repeat(2, 1, 1, 1), *tables, **cache)
+    with pytest.raises(ValueError, match=r"key_pool must begin with the dimension of the layers"):
+        ops.append(key, value, *tables, **(cache | {"key_pool": cache["key_pool"][:0]}))
+
+
+def test_columns_of_a_wider_table_are_taken_once_they_are_contiguous() -> None:
+    """A slice of rows is contiguous, one of columns is not: its rows would be read at the wrong stride."""
+    (*step, table, lengths), cache = of_one_layer(arguments(EVERYTHING))
+    wide = torch.cat([table, torch.full_like(table, 1 << 30)], 1)
+    with pytest.raises(ValueError, match=r"page_table must be contiguous, got strides \(4, 1\)"):
+        ops.decode_attention(*step, wide[:, :2], lengths, **cache)
+    found = ops.decode_attention(*step, wide[:, :2].contiguous(), lengths, **cache)
+    torch.testing.assert_close(found, ops.decode_attention(*step, table, lengths, **cache), rtol=0, atol=0)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current device. Here that is made to be another one by a guard that only says what it was given."""
+    inside: list[torch.device] = []
+    seen: list[tuple[str, list[torch.device]]] = []
+
+    class Guard:
+        def __init__(self, tensor: Tensor) -> None:
+            self.device = tensor.device
+
+        def __enter__(self) -> None:
+            inside.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            inside.pop()
+
+    def spied(name: str) -> Any:
+        def launch_of(*_: object, **__: object) -> None:
+            seen.append((name, inside.copy()))
+
+        return type("Kernel", (), {"__getitem__": lambda *_: launch_of})()
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    kernels = ("decode_partial", "decode_reduce", "append_kernel")
+    for name in kernels:
+        monkeypatch.setattr(launch, name, spied(name))
+    given = arguments(FP8)
+    step, cache = of_one_layer(given)
+    ops.decode_attention(*step, **cache)
+    ops.append(*given[0], **given[1])
+    assert seen == [(name, [given[0][0].device]) for name in kernels]

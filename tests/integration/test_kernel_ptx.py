@@ -1,8 +1,8 @@
 """What a GPU runs in place of the interpreter's arithmetic, executed by an emulator: the inline PTX of the decode kernels,
 and the append's conversion to float8.
 
-With it, the kernels run in the interpreter as they are compiled for a GPU. bf16 is not among the formats here: it has no
-inline PTX, and the interpreter has no arithmetic of it.
+With it, the kernels run in the interpreter as they are compiled for a GPU. bf16 has no inline PTX, but the interpreter has
+no arithmetic of it either: the emulator's rounds by integers and multiplies in float32.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_cases import DEVICE, Case, differing, poison, side
-from ptx_emulator import create_fp_to_fp, create_inline_asm
+from ptx_emulator import cast_impl, create_dot, create_fp_to_fp, create_inline_asm
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
@@ -91,6 +91,29 @@ def test_the_kernels_as_compiled_attend_as_the_reference(
     )
     expected = case.expected(0.1)
     assert (out.float() - expected).norm() < 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "dtype", "tolerance"),
+    [
+        # The query and the weights have two terms each: one alone, of 8 bits, would cost 1e-3.
+        ("bf16", "bf16", torch.float32, 1e-4),
+        ("bf16", "int4 32", torch.float16, 2e-3),
+        ("fp8_e4m3 token", "bf16", torch.bfloat16, 3e-3),
+    ],
+)
+def test_bfloat16_as_a_gpu_computes_it_attends_as_the_reference(
+    key: str, value: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda _: 90)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    case = Case(CacheLayout(2, 128, side(key), side(value)), [130, 3], group=8, dtype=dtype)
+    out = launch.decode_attention(
+        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+    )
+    expected = case.expected(0.1)
+    assert (out.float() - expected).norm() < tolerance * expected.norm()
 
 
 def test_the_append_stores_the_same_bits_where_the_hardware_converts_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.digest import file_digest, files_digest, tree_files
+
 Swept = tuple[Path, subprocess.CompletedProcess[str]]
 
 FEW = [
@@ -58,6 +60,15 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
     assert "retrieval" in result.stdout
+
+
+def test_every_report_cites_the_graph_of_its_engine(swept: Swept) -> None:
+    artifacts = swept[0] / "artifacts"
+    engines = {files_digest(tree_files(path.parent)): path.parent for path in artifacts.glob("build/*/bundle.json")}
+    reports = [json.loads(path.read_text()) for path in artifacts.glob("evaluate/*/report.json")]
+    assert len(reports) == 2
+    for report in reports:
+        assert report["graph_digest"] == file_digest(engines[report["engine_digest"]] / "decode.onnx")
 
 
 def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:

@@ -230,6 +230,66 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
 
 
+def state(cache: KernelCache) -> Any:
+    """All that growing changes: addresses, capacities, moves."""
+    tensors = [tensor for group in cache.groups for tensor in (group.paged | group.exact).values()]
+    return [x.data_ptr() for x in tensors], cache.memory(), cache.moves
+
+
+class LittleMemory:
+    """torch.zeros that has room for a number of tensors, or for small ones only."""
+
+    def __init__(self, tensors: int = 1 << 30, size: int = 1 << 30) -> None:
+        self.tensors, self.size, self.real = tensors, size, torch.zeros
+
+    def __call__(self, *shape: Any, **options: Any) -> Tensor:
+        self.tensors -= 1
+        if self.tensors < 0 or (len(shape) > 1 and shape[1] > self.size):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.real(*shape, **options)
+
+
+def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
+    model: Any, texts: list[list[int]], quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GUARDED has pools, scale pools and exact buffers: memory ends at the third of them."""
+    engine, oracle = make_engine(model, GUARDED), make_oracle(model, GUARDED)
+    (handles, _), (same, _) = quick(engine, [texts[0][:63]]), oracle.prefill([texts[0][:63]])
+    before = state(engine.cache)
+    for grow, said in (
+        (lambda: engine.cache.reserve(handles, 500), "9 pages of 64 tokens are needed, beside the 1 that are moved"),
+        (engine.cache.start, "2 exact buffers, one a sequence, are needed, beside the 1 that are moved"),
+    ):
+        for room in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "zeros", LittleMemory(room))
+                with pytest.raises(
+                    UserError, match=f"^backend.device={DEVICE}: its memory is too small: {said}; run"
+                ) as caught:
+                    grow()
+            assert "\n" not in str(caught.value)
+            assert state(engine.cache) == before
+    # Nothing is left behind: what was refused is given once there is memory, and what was stored is still read.
+    engine.cache.reserve(handles, 500)
+    token = texts[0][63]
+    assert distance(engine.decode(handles, [token]), oracle.decode(same, [token])) < CLOSE
+
+
+def test_where_memory_is_too_small_for_twice_the_pages_there_are_as_many_as_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), torch.device(DEVICE))
+    handles = [cache.start(), cache.start()]
+    cache.reserve(handles[:1], 64 * 8)
+    monkeypatch.setattr(torch, "zeros", LittleMemory(size=10))
+    moves = cache.moves
+    cache.reserve(handles[1:], 64 * 2)
+    assert (cache.memory().pages, cache.moves) == (10, moves + 1)
+    with pytest.raises(UserError, match="11 pages of 64 tokens are needed"):
+        cache.reserve(handles[1:], 64 * 3)
+    assert (cache.memory().pages, cache.moves) == (10, moves + 1)
+
+
 def test_forced_decode_goes_through_the_kernels_step_by_step(model: Any) -> None:
     assert not isinstance(make_engine(model, BY_NAME["fp8"]), OnePassEngine)
 

@@ -1,19 +1,25 @@
 """The engine over TensorRT plans: its pages, shapes and bindings, with TensorRT's runtime replaced by ONNX Runtime."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 
 from pipeline.errors import UserError
 from stages.onnx.engine import OnnxEngine
 from stages.onnx.engine import load_engine as load_onnx
+from stages.tensorrt.bench import GpuBench
 from stages.tensorrt.build import build_bundle
 from stages.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.tensorrt.engine import PlanEngine, open_session
+from stages.tensorrt.library import Library
 from stages.tensorrt.plan import Plan
+from stages.tensorrt.session import PlanSession
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -99,6 +105,66 @@ def test_without_cuda_graphs_nothing_is_captured(pairs: dict[str, Pair]) -> None
     for _ in range(3):
         engine.decode(handles, [1])
     assert device.captured == 0
+
+
+def test_a_context_that_cannot_be_captured_is_launched_every_time(pairs: dict[str, Pair]) -> None:
+    engine, device, fakes = pairs["int8_asym"].tensorrt()
+    fakes["decode"].capturable = False
+    handles, _ = engine.prefill([[1] * 3])
+    for _ in range(3):
+        engine.decode(handles, [1])
+    assert device.captured == 0
+    assert fakes["decode"].contexts[0].runs == 3
+
+
+def test_the_contexts_of_a_plan_share_the_kernels_that_they_compile(pairs: dict[str, Pair]) -> None:
+    engine, _, fakes = pairs["int8_asym"].tensorrt()
+    engine.prefill([[1] * 3, [2] * 5])
+    first, second = fakes["prefill"].caches
+    assert first is second
+
+
+def test_tensorrt_itself_is_not_asked_for_what_only_the_other_library_has(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = pairs["int8_asym"].tensorrt()
+    session = engine.session("decode")
+    monkeypatch.setattr(session, "library", Library("tensorrt", LIBRARY.trt, LIBRARY.log))
+    assert session.captures(object())
+
+
+def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("stages.tensorrt.pool.torch.zeros", full)
+    with pytest.raises(UserError, match=rf"^backend\.max_batch={BATCH}, backend\.max_tokens={TOKENS}: .*lower one of the two"):
+        pairs["int8_asym"].tensorrt()
+
+
+def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros that another stream is still writing would be written while the plan reads and writes there."""
+    pair = pairs["ages"]
+    engine, device, fakes = pair.tensorrt(cuda_graphs=False)
+    made: list[int] = []
+    real = PlanSession.tensor
+
+    def watched(session: PlanSession, *given: Any) -> torch.Tensor:
+        made.append(device.streams)
+        return real(session, *given)
+
+    monkeypatch.setattr(PlanSession, "tensor", watched)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(GpuBench, "record", pair.record)
+    bench = object.__new__(GpuBench)
+    bench.config = SimpleNamespace(kv=pair.policy)  # type: ignore[assignment]
+    bench.__dict__["_engine"] = engine
+    bench.change_shape(4)
+    assert [context.runs for context in fakes["decode"].contexts] == [4]
+    assert made
+    assert set(made) == {1}
 
 
 def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:

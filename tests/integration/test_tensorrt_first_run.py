@@ -12,8 +12,11 @@ import pytest
 import tensorrt_stubs_builder as builder
 from tensorrt_stubs_builder import Tensor
 
+from pipeline.errors import UserError
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy, KVShape, Window
 from stages import tensorrt_first_run as first_run
-from stages.tensorrt.checks import CHECKS
+from stages.tensorrt.checks import CHECKS, judge
 from stages.tensorrt.library import Library
 from stages.tensorrt.probes import FAR_SHARED, declare_far_shared
 
@@ -79,6 +82,60 @@ def test_what_a_library_throws_is_a_failure_with_its_traceback(
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
     assert "Traceback" in said.err
+
+
+class _Machine:
+    """A bench that is made of nothing; what it is asked for raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def engine(self, **_: object) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("when", ["made", "used"])
+def test_what_tensorrt_refuses_is_a_failure_and_only_a_wrong_option_is_not(
+    when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bench(*_: object) -> Any:
+        error = UserError(f"it was {when}: TensorRT cannot load it")
+        if when == "made":
+            raise error
+        return _Machine(error)
+
+    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setitem(sys.modules, "stages.tensorrt.bench", SimpleNamespace(GpuBench=bench))
+    assert first_run.main(["--check", "launch"]) == {"made": 4, "used": 3}[when]
+    assert f"it was {when}: TensorRT cannot load it" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.tensorrt.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
+
+    int8, fp16 = Format(dtype="int8", granularity="per_token", scale="dynamic"), Format(dtype="fp16")
+    policy = KVPolicy(name="young", key=int8, value=int8, window=Window(tokens=64, key=fp16))
+    monkeypatch.setattr("stages.tensorrt.bench.register", lambda: None)
+    info = SimpleNamespace(shape=KVShape(2, 2, 64), q_heads=4)
+    monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
+    bench = object.__new__(GpuBench)
+    bench.config = SimpleNamespace(kv=policy)  # type: ignore[assignment]
+    verdict, reason = judge("aliased append", lambda: bench)
+    assert verdict == "CANNOT RUN"
+    assert reason.startswith("kv=young: the plugin does not hold this policy (a window keeps a second copy")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [(["--model", "nowhere"], "model.path"), (["--kv", "fp9"], "kv=fp9: no such option")],
+)
+def test_a_model_or_policy_that_is_none_cannot_run(
+    option: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setattr("stages.tensorrt.bench.load", lambda _: None)
+    assert first_run.main(["--check", "launch", *option]) == 4
+    assert message in capsys.readouterr().out.splitlines()[-1]
 
 
 def far_shared_plan(size: int) -> Any:

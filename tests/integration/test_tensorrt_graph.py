@@ -8,24 +8,30 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import tensorrt_stubs_builder as builder
+import torch
 from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, nothing, shared_decoder
 from tensorrt_stubs_builder import Plan, Tensor
 
-from pipeline.errors import MissingRequirement
 from pipeline.kv import KVPolicy, LayerOverride
-from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES
+from plugins.kv_attention import reference
+from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of
 from stages.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.onnx.bundle import open_bundle as open_twin
+from stages.onnx.engine import load_engine as load_onnx
 from stages.tensorrt import build as build_module
 from stages.tensorrt.bundle import open_bundle
 from stages.tensorrt.library import Library, load
 from stages.tensorrt.plan import Parsed, build, parse
 from stages.tensorrt.plan import Plan as BuiltPlan
-from stages.tensorrt.plugin import kernel_digests, splits_here
+from stages.tensorrt.plugin import build_bundle as build_with_plugin
+from stages.tensorrt.plugin import kernel_digests
 from stages.tensorrt.shapes import Limits
 from stages.tensorrt.surgery import PLUGIN_VERSION, Replaced, use_plugin
 
@@ -226,13 +232,14 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
     monkeypatch.setattr(build_module, "parse", parse_like_tensorrt)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
+    monkeypatch.setattr("stages.tensorrt.plugin.check_gpu", lambda _: None)
     monkeypatch.setattr("stages.tensorrt.plugin.splits_here", lambda *_: SPLITS)
     monkeypatch.setattr("stages.tensorrt.plugin.register", lambda: None)
     monkeypatch.setattr("stages.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
     twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", AGED)
     out = tmp_path / "plans"
     out.mkdir()
-    build_module.build_bundle(
+    build_with_plugin(
         twin, out, policy=AGED, scales=tmp_path / "twin_scales.json", library="tensorrt", max_batch=4, max_tokens=512,
         gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}, progress=nothing,
     )  # fmt: skip
@@ -245,8 +252,97 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "twin", "twin_scales.json"]
 
 
-def test_without_a_gpu_the_splits_cannot_be_chosen(graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    surgery = graphs["aged"]
-    with pytest.raises(MissingRequirement, match=r"backend=tensorrt: torch \S+ cannot use a GPU here"):
-        splits_here(surgery.bundle.model, surgery.limits)
+def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> int:
+        raise AssertionError("no layer has kernels")
+
+    given: list[Path] = []
+    rtx = load("tensorrt_rtx")
+    monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
+    monkeypatch.setattr(
+        build_module, "parse", lambda library, graph: given.append(graph) or Parsed(library, None, None, None, [], [])
+    )
+    monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
+    monkeypatch.setattr("stages.tensorrt.plugin.check_gpu", lambda _: None)
+    monkeypatch.setattr("stages.tensorrt.plugin.splits_here", none)
+    monkeypatch.setattr("stages.tensorrt.plugin.register", none)
+    policy = BY_NAME["int8_asym"]
+    twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", policy)
+    out = tmp_path / "plans"
+    out.mkdir()
+    build_with_plugin(
+        twin, out, policy=policy, scales=tmp_path / "twin_scales.json", library="tensorrt", max_batch=4, max_tokens=512,
+        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}, progress=nothing,
+    )  # fmt: skip
+    assert given == [twin / "prefill.onnx", twin / "decode.onnx"]
+    assert set(open_bundle(out, "tensorrt")[0].native) == {"0", "1"}
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
+def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
+    name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
+) -> None:
+    """The twin's own attention in ONNX Runtime, against the kernels' reference on the tensors and attributes of the node."""
+    surgery = graphs[name]
+    info = surgery.bundle.model
+    feeds, activations = forced(surgery, tmp_path)
+    for layer, layout in surgery.replaced.layouts.items():
+        attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
+        order = node_of("decode_partial", layout).inputs
+        given = {role: (feeds | activations)[taken] for role, taken in zip(order, attend.input, strict=True)}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in given.items()}
+        for side in ("key", "value"):
+            if getattr(layout, side).dtype == "fp8_e4m3":
+                tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
+            if f"{side}_scale" in tensors:
+                tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
+        scaling = bits_float(surgery.attributes(attend)["scaling_bits"])
+        assert scaling == pytest.approx(info.head_dim**-0.5, rel=1e-6)
+
+        def attention(factor: float, layout: CacheLayout = layout, tensors: dict[str, torch.Tensor] = tensors) -> Any:
+            query, key, value = (tensors[role][:, :, 0] for role in ("query", "key", "value"))
+            return reference.attend(
+                layout, query, key, value, tensors, page_table=tensors["page_table"], lengths=tensors["lengths"],
+                scaling=factor, exact_slots=tensors.get("exact_slots"),
+            ).numpy()  # fmt: skip
+
+        expected = activations[join.output[0]][:, 0].astype(np.float32)
+        assert np.abs(attention(scaling) - expected).max() <= tolerance
+        assert np.abs(attention(2 * scaling) - expected).max() > 5 * tolerance  # it would be seen
+
+
+def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One decode step after three prompts of unequal length: what the decode graph is fed, and its attention nodes' queries,
+    keys, values and results, by tensor."""
+    info = surgery.bundle.model
+    model = onnx.load(surgery.twin / "decode.onnx", load_external_data=False)
+    kind = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
+    nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
+    names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
+    model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
+    graph = folder / f"exposed_{info.compute_dtype}.onnx"
+    onnx.save(model, graph)
+    (folder / WEIGHTS_FILE).hardlink_to(surgery.twin / WEIGHTS_FILE)
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+
+    engine = load_onnx(surgery.twin, threads=1)
+    rng = np.random.default_rng(3)
+    handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
+    engine.pool.reserve(handles, 1)
+    tables, spans = engine.pool.view(handles)
+    pool = {name: np.ascontiguousarray(engine.pool.shown(name, spans)) for name in engine.pool.arrays}
+    feeds = {
+        "input_ids": np.array([[7], [8], [9]]), "position_ids": tables["lengths"][:, None].astype(np.int64),
+        "last": np.zeros(3, np.int64), **tables, **pool, **engine._constants,
+    }  # fmt: skip
+    bound = session.io_binding()
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    for taken in session.get_inputs():
+        values = feeds[taken.name] = np.ascontiguousarray(feeds[taken.name])
+        bound.bind_input(taken.name, "cpu", 0, types[taken.name], values.shape, values.ctypes.data)
+    for made in names:
+        bound.bind_output(made)
+    session.run_with_iobinding(bound)
+    return feeds, dict(zip(names, bound.copy_outputs_to_cpu(), strict=True))

@@ -116,6 +116,9 @@ def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path,
     decode, prefill = record.profiles["decode"], record.profiles["prefill"]
     assert (decode["N"].smallest, decode["N"].largest, decode["B"].largest, decode["P"].largest) == (32, 32, 4, 8)
     assert (prefill["B"].largest, prefill["S"].largest) == (1, 512)
+    for mode, inputs in record.inputs.items():
+        assert set(record.profiles[mode]) == {dim for t in inputs for dim in t.shape if isinstance(dim, str)}
+    assert set(decode) == {"B", "P", "N"}  # no exact buffers and no window
 
 
 def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
@@ -136,7 +139,7 @@ def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (BY_NAME["fp8_e5m2"], r"^kv\.key\.dtype=fp8_e5m2: TensorRT for RTX \S+ refuses .* key_pool\.0: .*to convert"),
+        (BY_NAME["fp8_e5m2"], r"^kv\.key\.dtype=fp8_e5m2: TensorRT for RTX \S+ refuses .* key_pool\.0: it has no type FLOAT8"),
         (
             KVPolicy(name="later", key=fmt("int8", "per_token"), value=fmt("int8", "per_token"),
                      overrides=(LayerOverride(layers=(1,), value=fmt("fp8_e5m2", "per_tensor")),)),
@@ -146,12 +149,14 @@ def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
     ids=["keys", "an_overridden_layer"],
 )  # fmt: skip
 def test_a_type_that_tensorrt_has_not_is_named_by_its_key(
-    policy: KVPolicy, message: str, decoder: Path, tmp_path: Path
+    policy: KVPolicy, message: str, decoder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     twin = make_bundle(decoder, tmp_path / "twin", policy)
     with pytest.raises(UserError, match=message):
         make_plans(twin, tmp_path / "plans", policy)
     assert not any((tmp_path / "plans").iterdir())
+    assert capfd.readouterr().err == ""  # TensorRT was not asked: its parser says such things there
+    assert not [path.name for path in tmp_path.iterdir() if path.name not in ("twin", "twin_scales.json", "plans")]
 
 
 def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The chain of artifacts: what it needs is named when it is missing."""
 
 import sys
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,10 +10,13 @@ import pytest
 
 from pipeline import store as store_module
 from pipeline.backends import BackendConfig
-from pipeline.chain import BACKENDS, Chain, entry
+from pipeline.chain import BACKENDS, Chain, check_inputs, entry
+from pipeline.compose import plan
+from pipeline.config import Config
 from pipeline.digest import reachable_modules, tree_files
 from pipeline.errors import MissingRequirement, exit_code
-from pipeline.store import Recipe, Store
+from pipeline.kv import SCALES_FILE, KVPolicy
+from pipeline.store import Artifact, Recipe, Store
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +56,107 @@ def test_every_backend_of_the_configuration_has_its_row_in_the_table() -> None:
     records = get_args(get_args(BackendConfig)[0])
     assert set(BACKENDS) == {name for record in records for name in get_args(record.model_fields["name"].annotation)}
     for backend in BACKENDS.values():
-        assert callable(entry(f"{backend.package}.build", "build_bundle"))
+        assert callable(entry(f"{backend.package}.{backend.builder}", "build_bundle"))
         assert callable(entry(f"{backend.package}.engine", "load_engine"))
+
+
+class _Library:
+    version = "10.14.1.48"
+
+
+class _Made(Chain):
+    """What plans are made from is there."""
+
+    def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
+        return self.store.get(Recipe("quantize", ("pipeline.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+
+    def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
+        if config is None:
+            return super().bundle(policy)
+        return self.store.get(Recipe("build", ("pipeline.kv",), {}, {}), lambda _: None)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
+    gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+    monkeypatch.setattr("stages.tensorrt.requirements.load", lambda _: _Library)
+    monkeypatch.setattr("pipeline.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu["name"])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    return monkeypatch
+
+
+def configured(workdir: Path, *overrides: str) -> Config:
+    return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "builder", "versions"),
+    [
+        ("tensorrt", "plugin", {"tensorrt": "10.14.1.48", "triton": metadata.version("triton")}),
+        ("tensorrt_rtx", "build", {"tensorrt_rtx": "10.14.1.48"}),
+    ],
+)
+def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
+    backend: str, builder: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def build(twin: Path, out: Path, **options: object) -> None:  # noqa: ARG001
+        given.update(options)
+
+    machine.setattr(f"stages.tensorrt.{builder}.build_bundle", build)
+    config = configured(tmp_path, f"backend={backend}")
+    chain = _Made(config, Store(tmp_path))
+    made = chain.bundle(config.kv)
+    parts: Any = made.parts
+    assert parts["config"]["versions"] == versions
+    assert set(parts["libraries"]) == {"onnx", "numpy"}
+    assert set(given) == {*config.backend.build_options, "policy", "scales", "progress"}
+    machine.setattr(_Library, "version", "10.15")
+    assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key
+
+
+def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr("stages.tensorrt.requirements._triton", lambda: None)
+    chain = Chain(configured(tmp_path, "backend=tensorrt"), Store(tmp_path))
+    parts: Any = chain._evaluation_recipe("evaluate", {}).parts
+    assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
+    assert {"torch", "numpy"} <= set(parts["libraries"])
+    assert "triton" not in parts["libraries"]
+    assert not [name for name in reachable_modules("stages.tensorrt.engine") if name.startswith("plugins")]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "stage", "kv", "message"),
+    [
+        ("gpu", "build", "fp8k_int4v", "this machine has none with a driver"),
+        ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
+        ("triton", "build", "fp8k_int4v", r"needs Triton .*kvgate\[kernels\]"),
+        ("triton", "evaluate", "int8_asym", "needs Triton"),  # the baseline's keys are held
+        ("triton", "build", "int8_asym", None),
+        ("gpu", "quantize", "fp8k_int4v", None),
+        ("nothing", "all", "fp8k_int4v", None),
+    ],
+)
+def test_what_plans_need_is_asked_for_before_any_work(
+    lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
+) -> None:
+    found = {"gpu": ("pipeline.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+             "triton": ("stages.tensorrt.requirements._triton", lambda: None)}  # fmt: skip
+    if lacking in found:
+        machine.setattr(*found[lacking])
+    config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
+    with pytest.raises(MissingRequirement, match=message) if message is not None else nullcontext():
+        check_inputs(config)
+
+
+def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
+    builders = {name: f"{BACKENDS[name].package}.{BACKENDS[name].builder}" for name in ("tensorrt", "tensorrt_rtx")}
+    assert [name for name in reachable_modules(builders["tensorrt"]) if name == "plugins.kv_attention.kernels.decode"]
+    assert not [name for name in reachable_modules(builders["tensorrt_rtx"]) if name.startswith("plugins")]
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:

@@ -75,8 +75,8 @@ def test_the_trtllm_image_leaves_the_interpreter_of_tensorrt_llm_alone_and_prese
     for step in re.split(r"\s+&&\s+", install):
         if " -m pip install " in step:
             assert " --target /build/" in step, f"{step}: changes the image's own interpreter"
-        if "/opt/kvgate/bin/pip" in step:
-            assert step.startswith("PIP_CONSTRAINT=/build/constraints.txt "), "the image's own constraints are for its own"
+    exported = install.index("export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt ")
+    assert exported < install.index("/opt/kvgate/bin/pip install"), "the image's own constraints are for its own"
     config = (ROOT / "conf" / "backend" / "trtllm.yaml").read_text()
     assert "\npython: ${oc.env:KVGATE_TRTLLM_PYTHON,null}\n" in config
 
@@ -132,6 +132,20 @@ def test_every_package_that_an_image_installs_is_pinned_to_a_version_that_the_pr
             needed = Requirement(line)
             if needed.marker is None or needed.marker.evaluate({"extra": ""}):
                 assert canonicalize_name(needed.name) in pins(), f"{name} needs {needed.name}, which has no pin"
+
+
+@pytest.mark.parametrize("stage", ["wheel", "cpu-venv"])
+def test_what_builds_a_wheel_is_pinned_too_whichever_way_pip_wants_it(stage: str) -> None:
+    """pip 24 (in python:3.11) takes PIP_CONSTRAINT into an isolated build, pip 26 PIP_BUILD_CONSTRAINT alone."""
+    steps = [(word, rest) for word, rest in stages()[stage] if word in ("ENV", "COPY", "RUN")]
+    first = next(i for i, (word, rest) in enumerate(steps) if word == "RUN" and "pip " in rest)
+    environment = dict(pair.split("=", 1) for word, rest in steps[:first] if word == "ENV" for pair in rest.split())
+    assert environment["PIP_CONSTRAINT"] == environment["PIP_BUILD_CONSTRAINT"] == "/build/constraints.txt"
+    assert ("COPY", "docs/docker/constraints.txt /build/") in steps[:first]
+    assert not any("PIP_CONSTRAINT=" in rest or "--no-build-isolation" in rest for word, rest in steps[first:])
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    for requirement in map(Requirement, build["requires"]):
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), requirement.name
 
 
 def _requires(name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import digest
+from pipeline.errors import MissingRequirement
 from pipeline.store import MANIFEST, Recipe, Store
 
 
@@ -83,6 +85,28 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
         store.get(recipe(), fail)
     assert [p for p in (tmp_path / "demo").iterdir() if p.is_dir()] == []
     assert not store.get(recipe(), write_one).reused
+
+
+def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
+    with pytest.raises(MissingRequirement, match=r"^no-such-library is not installed: pip install no-such-library$"):
+        Recipe("demo", ("pipeline.kv",), {}, {}, ("no-such-library",))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"parts": {"inputs": {}}}', "\udcff"])
+def test_a_manifest_that_cannot_be_read_hides_no_other_artifact(text: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    made = store.get(recipe(), write_one)
+    broken = made.path.with_name("broken")
+    broken.mkdir()
+    (broken / MANIFEST).write_text(text, errors="surrogateescape")
+    assert store.made_from("demo", "model", "0" * 64) == [made.path]
+
+
+def test_what_is_still_being_made_is_not_found(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    made = store.get(recipe(), write_one)
+    shutil.copytree(made.path, made.path.with_name(f".{made.path.name}-x1"))
+    assert store.made_from("demo", "model", "0" * 64) == [made.path]
 
 
 def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import numpy.typing as npt
 import pytest
 
 from pipeline.errors import MissingRequirement
+from pipeline.formats import Format
+from pipeline.kv import KVPolicy
 from stages.tensorrt import checks
 from stages.tensorrt.checks import CHECKS, Failed, judge
 
@@ -19,6 +21,11 @@ class Bench:
         self.faults = faults
         self.free = 1 << 30
         self.changes = 0
+
+    @property
+    def policy(self) -> KVPolicy:
+        key = Format(dtype=self.faults.get("keys", "fp8_e4m3"), granularity="per_token", scale="dynamic")
+        return KVPolicy(name="some", key=key, value=key)
 
     def operations(self) -> Mapping[str, bool]:
         return {"kv::decode_partial": True, "kv::decode_reduce": "operations" not in self.faults}
@@ -128,6 +135,12 @@ def test_what_the_machine_lacks_is_no_failure() -> None:
         raise MissingRequirement("no TensorRT")
 
     assert judge("launch", bench) == ("CANNOT RUN", "no TensorRT")
+
+
+def test_a_policy_without_fp8_keys_has_no_binding_to_check() -> None:
+    verdict, reason = judge("FP8 bindings", lambda: Bench(keys="int8"))
+    assert verdict == "CANNOT RUN"
+    assert reason.startswith("kv=some: keys of layer 0 are int8, not fp8_e4m3")
 
 
 def test_what_is_allocated_once_is_no_leak() -> None:

@@ -1,6 +1,7 @@
 """TensorRT's doors, its versions, the shapes of plans, and which key of the configuration a refusal names."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 from test_import_rules import importers
 
 from pipeline.backends import TensorRTBackend, TensorRTRTXBackend
-from pipeline.errors import MissingRequirement
+from pipeline.compose import plan
+from pipeline.errors import MissingRequirement, UserError
 from pipeline.formats import Format
 from pipeline.kv import KVPolicy, LayerOverride, Window
 from stages.tensorrt import library as library_module
 from stages.tensorrt.library import load
 from stages.tensorrt.plan import Refused
+from stages.tensorrt.plugin import check_gpu
 from stages.tensorrt.refusal import policy_key, refusal
 from stages.tensorrt.shapes import Limits, bucket, padded
 
@@ -112,6 +115,16 @@ def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
     assert said.endswith("name a later GPU")
 
 
+def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_does_not_exist() -> None:
+    reason = "Cannot compile for target(s) sm80, because the model contains HW-specific datatypes: fp8_e4m3"
+    gpu = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
+    said = str(refusal(LIBRARY, LAYERED, Refused(reason, []), (), gpu))  # type: ignore[arg-type]
+    assert said.startswith("kv.key.dtype=int8, kv.value.dtype=int8")
+    assert "for this GPU (NVIDIA A100, SM 8.0)" in said
+    assert "compute_capabilities" not in said
+    assert "choose dtypes that it has" in said
+
+
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TensorRTBackend(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
     monkeypatch.setattr("pipeline.backends.gpus", list)
@@ -120,6 +133,29 @@ def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyP
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
     monkeypatch.setattr("pipeline.backends.gpus", lambda: [gpu])
     assert backend.build_options == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "wrong"), [("NVIDIA L40S", (8, 9), True), ("NVIDIA H100", (9, 0), False)], ids=["other", "same"]
+)
+def test_the_gpu_of_the_key_must_be_the_one_that_cuda_builds_on(
+    name: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+    both = (
+        r"device 0 is NVIDIA L40S, SM 8\.9, .* is NVIDIA H100, SM 9\.0 .*VISIBLE_DEVICES=1\): set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    )
+    with pytest.raises(MissingRequirement, match=both) if wrong else nullcontext():
+        check_gpu(gpu)
+
+
+def test_one_target_that_is_not_in_a_list_is_shown_as_one() -> None:
+    with pytest.raises(UserError, match=r"^backend\.compute_capabilities: is a list: write \[89\]"):
+        plan(["backend=tensorrt_rtx", "backend.compute_capabilities=89"], multirun=False)
 
 
 def test_the_order_of_targets_does_not_matter() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gate_reports import every_class, report
 from hydra import compose, initialize_config_dir
 
 from pipeline.backends import PlanBackend
@@ -33,6 +34,12 @@ class _Chain(Chain):
 def _nothing(_: Path, __: Progress) -> None: ...
 
 
+def cite(out: Path, graph: str | None) -> None:
+    """Leave an evaluation's report."""
+    made = report(every_class(), engine_digest=DIGEST, graph_digest=graph)
+    (out / REPORT_FILE).write_text(made.model_dump_json(), encoding="utf-8")
+
+
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -55,16 +62,23 @@ def test_a_machine_without_a_gpu_is_given_the_command_that_judges_the_graphs(cha
 def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -> None:
     for seed, engine in enumerate((DIGEST, "e" * 64)):
         recipe = Recipe("evaluate", ("pipeline.kv",), {"seed": seed}, {"engine": engine})
-        made = chain.store.get(recipe, lambda out: (out / REPORT_FILE).touch())
+        made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
         if engine == DIGEST:
             ours = made
-    with pytest.raises(MissingRequirement, match=rf"was judged as ONNX: {ours.path}/report\.json \(engine {DIGEST}\)"):
+    with pytest.raises(MissingRequirement, match=rf"was judged as ONNX: {ours.path}/report\.json cites it \(engine {DIGEST}\)"):
+        chain.evaluation(chain.config.kv)
+
+
+@pytest.mark.parametrize("graph", [None, "c3d4"])
+def test_a_report_that_cites_another_graph_or_none_is_not_pointed_to(graph: str | None, chain: Chain) -> None:
+    chain.store.get(Recipe("evaluate", ("pipeline.kv",), {}, {"engine": DIGEST}), lambda out: cite(out, graph))
+    with pytest.raises(MissingRequirement, match="can be judged here"):
         chain.evaluation(chain.config.kv)
 
 
 def test_an_altered_report_is_not_pointed_to(chain: Chain) -> None:
     recipe = Recipe("evaluate", ("pipeline.kv",), {}, {"engine": DIGEST})
-    made = chain.store.get(recipe, lambda out: (out / REPORT_FILE).touch())
+    made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
     (made.path / REPORT_FILE).write_text("{}")
     with pytest.raises(MissingRequirement, match="can be judged here"):
         chain.evaluation(chain.config.kv)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -86,6 +87,37 @@ def test_an_altered_file_of_the_engine_is_named(copy: Path, name: str) -> None:
 def test_a_file_that_was_added_to_the_engine_is_named(copy: Path) -> None:
     (copy / "engine" / "hook.py").write_text("")
     assert wrong(copy) == {"engine: hook.py": "differs"}
+
+
+def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
+    elsewhere, engine = tmp_path / "elsewhere", copy / "engine"
+    elsewhere.mkdir()
+    (elsewhere / "evil.so").write_text("")
+    (engine / ".hidden").mkdir()
+    (engine / ".hidden" / "evil.so").write_text("")
+    (engine / ".manifest.json").write_text("{}")  # a store's own
+    (engine / ".hidden" / ".manifest.json").write_text("{}")
+    (engine / "plugins").symlink_to(elsewhere)
+    (engine / "dangling").symlink_to("nowhere")
+    os.mkfifo(engine / "pipe")
+    os.mkfifo(engine / "odd\udcff\n")
+    added = (".hidden/.manifest.json", ".hidden/evil.so", "plugins", "dangling", "pipe", r"'odd\udcff\n'")
+    assert wrong(copy) == {f"engine: {name}": "differs" for name in added}
+    assert code(copy) == 3, "and every name can be printed"
+
+
+@pytest.mark.parametrize("name", ["engine/weights.bin", "baseline/weights.bin", "report.json"])
+def test_a_file_that_became_a_link_to_the_same_bytes_elsewhere_is_named(copy: Path, tmp_path: Path, name: str) -> None:
+    (copy / name).rename(tmp_path / "moved")
+    (copy / name).symlink_to(tmp_path / "moved")
+    what = name.partition("/")[0] if "/" in name else "report"
+    assert wrong(copy) == {f"{what}: {Path(name).name}": "differs"}
+
+
+def test_an_engine_may_be_reached_through_a_link(copy: Path, tmp_path: Path) -> None:
+    (copy / "engine").rename(tmp_path / "moved")
+    (copy / "engine").symlink_to(tmp_path / "moved")
+    assert wrong(copy) == {}
 
 
 def test_a_file_of_the_engine_that_is_gone_is_named_and_is_something_missing(copy: Path) -> None:
@@ -179,6 +211,108 @@ def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> N
     evidence = judged_engine(tmp_path)
     edit(evidence / IDENTITY_FILE, lambda i: i["binds"].update(weights="0" * 64))
     assert wrong(evidence) == {"identity": "differs", "weights": "differs"}
+
+
+def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
+    """Alter a member of the chain and give it the keys and digests that it then has, as a forger would."""
+
+    def seal(identity: Any) -> None:
+        link = member(identity, role)
+        change(link)
+        link["digest"] = files_digest(link["files"])
+        key = json_digest(link["parts"])
+        identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
+        link["key"] = key
+
+    edit(copy / IDENTITY_FILE, seal)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": {}}', "\0", "[" * 100_000])
+def test_a_tokenizer_that_cannot_encode_is_named_even_when_it_is_sealed_again(copy: Path, content: str) -> None:
+    (copy / "engine" / "tokenizer.json").write_text(content)
+    digest = file_digest(copy / "engine" / "tokenizer.json")
+    resealed(copy, "engine", lambda link: link["files"].update({"tokenizer.json": digest}))
+    assert wrong(copy)["samples, made again"] == "differs"
+    assert code(copy) == 3
+
+
+def test_a_bundles_record_that_nests_too_deeply_is_named(copy: Path) -> None:
+    (copy / "engine" / "bundle.json").write_text("[" * 100_000)
+    assert code(copy) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=None), r"chain: calibration: parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=5), r"parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=["y"]), r"parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["libraries"].update(x=5), r"parts\.libraries\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["config"].update(x=float("nan")), "a number that JSON has no form for"),
+        (lambda i: i["chain"][0]["parts"].update(stage="../../../etc"), r"parts\.stage must be lower-case letters and _"),
+        (lambda i: i["chain"][0].update(key="../../etc"), "key must be a sha256, 64 hexadecimal digits"),
+        *(
+            (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: must be null or workloads/NAME")
+            for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/../../x", "workloads/", "workloads/a/b")
+        ),
+    ],
+)
+def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
+    copy: Path, change: Callable[[Any], None], said: str
+) -> None:
+    edit(copy / IDENTITY_FILE, change)
+    with pytest.raises(UserError, match=said):
+        replay(copy)
+    assert code(copy) == 2
+
+
+def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("root:x:0:0\n")
+    resealed(copy, "evaluation", lambda link: link["parts"]["config"]["workloads"].update(jsonl=str(secret)))
+    found = {line.name: line for line in replay(copy)[1]}["samples, made again"]
+    assert found.status == "differs"
+    assert "no copy of it is part of the evidence" in found.detail
+    assert not any("root" in line.detail for line in replay(copy)[1])
+
+
+@pytest.mark.parametrize("linked", ["workloads", "workloads/mine.jsonl"])
+def test_the_users_samples_are_not_read_through_a_link(tmp_path: Path, linked: str) -> None:
+    own = tmp_path / "mine.jsonl"
+    own.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
+    copy = exported(judged_engine(tmp_path / "store", jsonl=own), tmp_path / "copy", *ALL)
+    (copy / linked).rename(tmp_path / "moved")
+    (copy / linked).symlink_to(tmp_path / "moved")
+    assert wrong(copy) == {"samples, made again": "differs"}
+
+
+def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:
+    evidence = judged_engine(tmp_path)
+    engine = tmp_path / read_identity(evidence / IDENTITY_FILE).link("engine").place
+    broken = evidence.with_name("0" * 32)
+    broken.mkdir()
+    (broken / IDENTITY_FILE).write_text("{")
+    assert find_evidence(engine) == [evidence]
+    assert code(engine) == 0
+    shutil.rmtree(evidence)
+    with pytest.raises(UserError, match=rf"is about it, and one is broken: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
+        find_evidence(engine)
+
+
+@pytest.mark.parametrize("replacement", [None, [], {}, ["x"], {"x": None}], ids=repr)
+def test_a_value_of_an_identity_that_became_null_a_list_or_a_dict_is_never_a_defect(copy: Path, replacement: object) -> None:
+    original = json.loads((copy / IDENTITY_FILE).read_text())
+    places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
+    for place in random.Random(repr(replacement)).sample(places, 40):
+        identity = json.loads(json.dumps(original))
+        *parents, last = place
+        holder = identity
+        for key in parents:
+            holder = holder[key]
+        unchanged = holder[last] == replacement
+        holder[last] = replacement
+        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        assert code(copy) in ((0,) if unchanged else (2, 3, 4)), place
 
 
 @pytest.mark.parametrize("seed", range(3))

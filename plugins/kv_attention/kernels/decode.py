@@ -71,9 +71,7 @@ def _attend_tile(
     t = tl.arange(0, T)
     # All loads come first: a tile's latencies then overlap.
     codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), seen, T, D, MASKED)
-    stored = ()
-    for c in tl.static_range(CHUNKS):
-        stored = stored + (load_values(values, block, c, seen, T, D, VALUE, CHUNKS, MASKED),)
+    stored = load_values(values, block, seen, T, D, VALUE, CHUNKS, MASKED)
     scales = ()
     if VALUE_SCALE == "group":
         for g in tl.static_range(GROUPS):

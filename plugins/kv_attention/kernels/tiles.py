@@ -31,30 +31,44 @@ def load_scales(pointers, seen, MASKED: tl.constexpr):
 
 @triton.jit
 def load_values(
-    values, block, c, seen,
-    T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Chunk c of a tile's values as it is stored: (T, C), or words of four bytes of the even and of the odd tokens."""
+    values, block, seen, T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
+):
+    """A tile's values as they are stored, by chunks: (T, C), or words of four bytes of the even and of the odd tokens.
+
+    Whole rows are loaded and chunks cut out of them: a chunk alone may be too little for 16 bytes a thread.
+    """
     W: tl.constexpr = D // 2 if VALUE == "int4" else D
     if VALUE == "fp16" or VALUE == "bf16":
         t = tl.arange(0, T)
         tile = load_rows(values + block * (T * W) + (t[:, None] * W + tl.arange(0, W)[None, :]), seen, T, W, MASKED)
-        stored = (tile,)
+        stored = ((tile,),)
     else:
-        WORDS: tl.constexpr = W // CHUNKS // 4
         k = tl.arange(0, T // 2)
         # Triton forgets alignment at the cast.
-        words = tl.multiple_of(values.to(tl.pointer_type(tl.int32)), 16) + block * (T * W // 4) + c * WORDS
-        place = k[:, None] * (W // 2) + tl.arange(0, WORDS)[None, :]
+        words = tl.multiple_of(values.to(tl.pointer_type(tl.int32)), 16) + block * (T * W // 4)
+        place = k[:, None] * (W // 2) + tl.arange(0, W // 4)[None, :]
         if MASKED:
             seen_even, seen_odd = tl.split(tl.reshape(seen, (T // 2, 2)))
         else:
             seen_even = None
             seen_odd = None
-        even = load_rows(words + place, seen_even, T // 2, WORDS, MASKED)
-        odd = load_rows(words + W // 4 + place, seen_odd, T // 2, WORDS, MASKED)
-        stored = (even, odd)
+        even = _cut(load_rows(words + place, seen_even, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+        odd = _cut(load_rows(words + W // 4 + place, seen_odd, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+        stored = ()
+        for c in tl.static_range(CHUNKS):
+            stored = stored + ((even[c], odd[c]),)
     return stored
+
+
+@triton.jit
+def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
+    """(ROWS, LAST) -> its 1, 2 or 4 chunks of columns."""
+    if CHUNKS == 1:
+        chunks = (tile,)
+    else:
+        lower, upper = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, LAST // 2)), (0, 2, 1)))
+        chunks = _cut(lower, ROWS, LAST // 2, CHUNKS // 2) + _cut(upper, ROWS, LAST // 2, CHUNKS // 2)
+    return chunks
 
 
 @triton.jit

@@ -40,6 +40,11 @@ class Variant:
     """Registers that a thread may have; None leaves it to ptxas."""
 
     @property
+    def resident(self) -> int:
+        """Programs that one SM of 65536 registers runs at once, if every thread takes all that it may: 8 of one warp."""
+        return 65536 // (32 * self.num_warps * 256)
+
+    @property
     def options(self) -> dict[str, int]:
         """What Triton takes beside the constexprs, at a launch and ahead of time."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -66,10 +71,19 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
     # Two tiles in flight must fit 48 KB of shared memory, and what a thread holds its registers.
     halved = wide or software or (value.dtype != "int4" and columns * dim == 1024)
-    tile = min(64, (4096 if halved else 8192) // dim)
     warps = 1
     if wide or columns * dim > 1024 or parts > 1 or software:
-        warps = 4 if wide and columns * dim > 2048 else 2
+        warps = 4 if value.dtype in WIDE and columns * dim * parts > 2048 else 2
+    if warps > 1 and chunk < width:
+        # Chunks cut between warps cost more than warps hide: one, where sums and query leave its threads enough registers.
+        crowded = software or (wide and (dim, columns) == (128, 16)) or (layout.key.dtype == "int8" and dim == 256)
+        if parts == 1 and not crowded and columns * dim <= 2048:
+            warps = 1
+        halved = True
+    if columns * dim * parts == 8192 and chunk >= 64:
+        # The largest query, in two terms. Half the rows of a tile must still be 16 bytes for each thread.
+        warps, halved = 4, halved and value.dtype != "int4"
+    tile = min(64, (4096 if halved else 8192) // dim)
     stages = WIDE_STAGES if value.dtype in WIDE and warps < 4 else 1
     constants = {
         "H": layout.kv_heads,

@@ -6,13 +6,15 @@ here are recorded in tests/contract/facts/.
 """
 
 import asyncio
-import contextlib
 import importlib
 import itertools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,25 +23,36 @@ from typing import Any
 import kvgate_forcing
 
 PROTOCOL = 1
+CLOSED_SECONDS = 60
+"""What is left after stdin was closed, twice what kvgate itself waits before it kills."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """What `trtllm-build` runs."""
 
 
 def describe() -> dict[str, Any]:
-    """What is installed here, and the GPUs."""
-    import tensorrt_llm
+    """What is installed here, and the GPUs that CUDA shows this process, in its order.
 
-    query = ("name", "compute_cap", "driver_version")
-    gpus = []
-    with contextlib.suppress(FileNotFoundError):
-        command = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
-        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-        gpus = [dict(zip(query, (part.strip() for part in line.split(",")), strict=True)) for line in listed]
+    nvidia-smi knows no CUDA_VISIBLE_DEVICES and lists them otherwise; only the driver, which is the machine's, is asked there.
+    """
+    import tensorrt_llm
+    import torch
+
+    count, driver = torch.cuda.device_count(), ""
+    if count:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
     return {
         "protocol": PROTOCOL,
         "release": tensorrt_llm.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "gpus": gpus,
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i)),
+                "driver_version": driver,
+            }
+            for i in range(count)
+        ],
     }
 
 
@@ -178,10 +191,25 @@ def _corrupt_attention(factor: float) -> list[object]:
     return faulted
 
 
+def end_with_parent(stdin: int) -> None:
+    """Kill this process group, a build and the ranks of a model included, once nobody waits for it any more.
+
+    A killed kvgate cannot end us, and a request that is running does not look at stdin. The parent is kvgate, or a script
+    around this interpreter that outlives it: there only the end of stdin tells.
+    """
+    parent, closed, left = os.getppid(), select.poll(), CLOSED_SECONDS
+    closed.register(stdin, 0)  # a hang-up is reported without being asked for
+    while os.getppid() == parent and left:
+        time.sleep(1)
+        left -= bool(closed.poll(0))
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def main() -> None:
     """Serve requests until stdin ends."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
+    threading.Thread(target=end_with_parent, args=(requests.fileno(),), daemon=True).start()
     os.dup2(2, 1)  # TensorRT-LLM and what it starts print to stdout as they like
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     operations: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "build": build, "validate": validate}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ class LLM(Runtime):
         assert given["gather_generation_logits"]
         if MODE == "crash while loading":
             os.abort()
+        if MODE == "hang while loading":
+            time.sleep(600)
         folder = Path(given["model"])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_config"]
         ranks = [np.load(folder / f"rank{rank}.engine") for rank in range(config["mapping"]["tp_size"])]

@@ -1,6 +1,7 @@
 """What the fake is shaped by: the same recorded facts that everything we emit is tested against."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,3 +18,22 @@ def only(known: Any, given: dict[str, Any], what: str) -> None:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(f"{what}: unexpected arguments {unknown}")
+
+
+def rewrite(state: dict[str, Any]) -> None:
+    """What build() changes without an error, and what it raises, by the recorded rules. `state`: settings, algorithms, SM."""
+
+    def number(operand: Any) -> Any:
+        return math.prod(state[name] for name in operand) if isinstance(operand, list) else operand
+
+    tests = {
+        "in": lambda value, operand: value in operand,
+        "not in": lambda value, operand: value not in operand,
+        "above": lambda value, operand: value > number(operand),
+        "below": lambda value, operand: value < number(operand),
+    }
+    for rule in ENGINE["rewrites"]:
+        if all(tests[test](state[key], operand) for key, test, operand in rule["if"]):
+            if "raises" in rule:
+                raise RuntimeError(f"not supported: {rule['when']}")
+            state.update({key: number(value) for key, value in rule["then"].items()})

@@ -7,6 +7,7 @@ back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits,
 import asyncio
 import json
 import struct
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ class Runtime:
     toy: Toy
 
     def generate(self, inputs: Any, sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:  # noqa: ARG002
+        if MODE == "hang while generating":
+            time.sleep(600)
         pairs = zip(inputs, sampling_params, strict=True)
         return [RequestOutput(self.toy.generate(prompt, params)) for prompt, params in pairs]
 

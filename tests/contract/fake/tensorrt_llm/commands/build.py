@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 import tensorrt_llm
-from tensorrt_llm.facts import ENGINE, MODE
+from tensorrt_llm import cuda
+from tensorrt_llm.facts import ENGINE, MODE, rewrite
 from tensorrt_llm.toy import read_safetensors
-
-FP8_ATTENTION = ("FP8", "W4A8_AWQ", "NVFP4")
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
@@ -29,20 +28,6 @@ def parse(argv: list[str]) -> dict[str, Any]:
             kind = int if flag["kind"] == "int" else str
             parser.add_argument(f"--{name}", type=kind, default=flag.get("default"), choices=choices)
     return vars(parser.parse_args(argv))
-
-
-def rewrite(plugin: dict[str, Any], build: dict[str, Any], quantization: dict[str, Any]) -> None:
-    """What build() changes without an error (ENGINE["rewrites"])."""
-    weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
-    build["max_input_len"] = min(build["max_input_len"], build["max_seq_len"])
-    if weights not in FP8_ATTENTION:
-        plugin["use_fp8_context_fmha"] = False
-        if cache == "FP8":
-            plugin["use_paged_context_fmha"] = False
-    elif plugin["use_paged_context_fmha"]:
-        plugin["use_fp8_context_fmha"] = cache == "FP8"
-    if cache == "INT8":
-        plugin["use_paged_context_fmha"] = False
 
 
 def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +65,11 @@ def main() -> None:
     build = {**ENGINE["build_config"], **{key: asked[key] for key in ENGINE["build_config"] if key in asked}}
     plugin = {key: asked.get(key, default) for key, default in ENGINE["plugin_config"].items()}
     plugin = {key: {"enable": True, "disable": False}.get(str(value), value) for key, value in plugin.items()}
-    rewrite(plugin, build, config["quantization"])
+    major, minor = cuda.get_device_capability(0)
+    algorithms = {key: config["quantization"].get(key) for key in ("quant_algo", "kv_cache_quant_algo")}
+    state = {**build, **plugin, **algorithms, "sm": 10 * major + minor}
+    rewrite(state)
+    build, plugin = {key: state[key] for key in build}, {key: state[key] for key in plugin}
     if MODE == "cache left out":
         config["quantization"]["kv_cache_quant_algo"] = None
     build |= {"plugin_config": plugin, "kv_cache_type": str(build["kv_cache_type"]).upper()}

@@ -1,0 +1,217 @@
+"""The process of TensorRT-LLM's interpreter: it dies, hangs, babbles, is interrupted or orphaned, and is always gone after."""
+
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from fake_interpreter import make_interpreter
+from trtllm_exports import make_bundle, make_exports, open_engine
+
+from pipeline.errors import UserError
+from stages.trtllm.interpreter import WORKER, Worker
+from stages.trtllm.protocol import Described, Ran
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = [1, 2, 3, 4]
+SAYS_WHAT_IT_IS = (
+    '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "gpus": '
+    '[{"name": "Fake", "compute_cap": "9.0", "driver_version": "580.95"}]}}'
+)
+"""To whatever is asked."""
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    return make_exports(tiny_checkpoint, tmp_path_factory.mktemp("trtllm") / "quantized", "fp8")
+
+
+@pytest.fixture(scope="module")
+def bundle(quantized: Path) -> Path:
+    return make_bundle(quantized, quantized.parent / "bundle", "fp8", make_interpreter(quantized.parent / "bin"))
+
+
+def processes_with(path: str) -> list[str]:
+    """Commands of running processes that have `path` in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if path.encode() in environment and int(process.name) != os.getpid():
+            found.append(command.decode())
+    return found
+
+
+def await_none_with(path: str) -> None:
+    """What was killed is gone when the kernel comes to it."""
+    deadline = time.monotonic() + 20
+    while left := processes_with(path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def script(folder: Path, text: str) -> str:
+    """An interpreter that is something else."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
+    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+        assert worker.call("describe", 30, key="k", answer=Described).release == "1.2.1"
+        assert len(processes_with(str(tmp_path / "bin"))) == 1
+        folder = worker.folder
+    assert processes_with(str(tmp_path / "bin")) == []
+    assert not folder.exists()
+
+
+def test_a_worker_leaves_no_open_file(tmp_path: Path) -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+        worker.call("describe", 30, key="k", answer=Described)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_runtime_that_crashes_is_told_with_its_signal(bundle: Path, tmp_path: Path) -> None:
+    engine = open_engine(bundle, make_interpreter(tmp_path / "crashing", mode="crash while loading"))
+    with pytest.raises(UserError, match=r"TensorRT-LLM was ended by SIGABRT in open"):
+        engine.forced([1, 2, 3], 1)
+
+
+def test_an_engine_whose_worker_died_between_two_requests_says_so_and_starts_anew(bundle: Path, tmp_path: Path) -> None:
+    engine = open_engine(bundle, make_interpreter(tmp_path / "bin"))
+    before = engine.forced(TOKENS, 1)
+    assert engine._worker is not None
+    os.kill(engine._worker._process.pid, signal.SIGKILL)
+    engine._worker._process.wait()
+    with pytest.raises(UserError, match="TensorRT-LLM was ended by SIGKILL in run"):
+        engine.forced(TOKENS, 1)
+    assert (engine.forced(TOKENS, 1) == before).all()
+    engine.close()
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path / "bin", mode="hang while building")
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"backend\.build_timeout_s=2: TensorRT-LLM did not answer build in time"):
+        make_bundle(quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
+    assert time.monotonic() - started < 30
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_a_runtime_that_hangs_ends_at_the_timeout(bundle: Path, tmp_path: Path) -> None:
+    engine = open_engine(bundle, make_interpreter(tmp_path / "bin", mode="hang while generating"), timeout_s=2)
+    with pytest.raises(UserError, match=r"backend\.request_timeout_s=2: TensorRT-LLM did not answer run in time"):
+        engine.forced(TOKENS, 1)
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_a_runtime_that_answers_something_else_is_told_with_what_it_said(bundle: Path, tmp_path: Path) -> None:
+    engine = open_engine(bundle, make_interpreter(tmp_path / "bin", says=SAYS_WHAT_IT_IS))
+    with pytest.raises(UserError, match="does not speak protocol 1 of this kvgate, answered open with"):
+        engine.forced(TOKENS, 1)
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_the_timeout_covers_a_request_that_is_not_read(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with Worker(script(tmp_path, "exec sleep 600")) as worker:
+        with pytest.raises(UserError, match="k=1: TensorRT-LLM did not answer run in time"):
+            worker.call("run", 1, key="k", answer=Ran, requests=[1] * 1_000_000)
+        assert time.monotonic() - started < 20
+
+
+def test_a_long_request_arrives_whole(tmp_path: Path) -> None:
+    with Worker(script(tmp_path, "read -r line; echo '{\"error\": \"'${#line}'\"}'; exec cat >/dev/null")) as worker:
+        text = "x" * 300_000
+        with pytest.raises(RuntimeError, match=str(len('{"op": "run", "text": ""}') + len(text))):
+            worker.call("run", 60, key="k", answer=Ran, text=text)
+
+
+def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:
+    python = script(tmp_path, "exec cat /dev/zero")
+    with Worker(python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
+        worker.call("describe", 60, key="k", answer=Described)
+
+
+def test_the_last_words_of_a_long_log_cost_no_memory(tmp_path: Path) -> None:
+    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+        with (worker.folder / "log").open("r+b") as log:
+            log.truncate(64 << 20)
+            log.seek(0, os.SEEK_END)
+            log.write(b"\n[TRT] the end\n")
+        tracemalloc.start()
+        assert worker.last_words() == "[TRT] the end"
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("mode", ["hang while loading", "hang while generating"])
+def test_an_interrupt_leaves_no_process(bundle: Path, tmp_path: Path, mode: str) -> None:
+    engine = open_engine(bundle, make_interpreter(tmp_path / "bin", mode=mode))
+
+    def interrupted(_: int, __: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.forced(TOKENS, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path / "bin", mode="hang while building")
+    code = (
+        "import sys; from stages.trtllm.interpreter import Worker; from stages.trtllm.protocol import Done; "
+        "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
+        "Worker(sys.argv[1]).call('build', 600, key='k', answer=Done, flags=flags)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, python], cwd=ROOT)
+    deadline = time.monotonic() + 30
+    while not any(command.startswith("sleep") for command in processes_with(str(tmp_path / "bin"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    await_none_with(str(tmp_path / "bin"))
+
+
+def test_a_worker_below_a_script_that_outlives_kvgate_ends_when_its_input_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WORKER.parent))
+    worker = importlib.import_module("kvgate_worker")
+    reading, writing = os.pipe()
+    slept: list[bool] = []
+    killed: list[int] = []
+
+    def sleep(_: float) -> None:
+        slept.append(len(slept) < 2)
+        if len(slept) == 2:
+            os.close(writing)
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    monkeypatch.setattr(worker.os, "killpg", lambda group, _: killed.append(group))
+    worker.end_with_parent(reading)
+    os.close(reading)
+    assert killed == [os.getpgid(0)]
+    assert slept.count(False) == worker.CLOSED_SECONDS - 1, "an engine that is being freed is given its time"
+    for name in ("kvgate_worker", "kvgate_forcing"):
+        monkeypatch.delitem(sys.modules, name)
