@@ -16,6 +16,20 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
 
 
+def check_step(sequences: Sequence[int], tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError unless a decode step has one token for each of distinct sequences, UserError as check_tokens."""
+    if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
+        raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
+    check_tokens(tokens, vocab_size)
+
+
+def check_forced(tokens: Sequence[int], first: int, vocab_size: int) -> None:
+    """Raise ValueError unless `first` leaves a prefix and a token to score, UserError as check_tokens."""
+    check_tokens(tokens, vocab_size)
+    if not 0 < first < len(tokens):
+        raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
+
+
 def not_finite(side: str, layer: int, token: int, sequence: str) -> UserError:
     """The refusal of keys or values of which any is NaN or beyond float16."""
     return UserError(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeline.errors import UserError
 from pipeline.kv import KVScales
 from pipeline.records import MemoryReport
-from stages.generation import check_tokens, greedy, not_finite
+from stages.generation import check_step, check_tokens, greedy, not_finite
 from stages.onnx.bundle import ModelInfo
 from stages.onnx.formats import layer_sides
 from stages.onnx.functions import Mode
@@ -62,9 +62,7 @@ class PagedEngine(ABC):
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
-        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
-            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        check_tokens(tokens, self.vocab_size)
+        check_step(sequences, tokens, self.vocab_size)
         self.pool.reserve(sequences, 1)
         return self._run("decode", sequences, np.array(tokens, np.int64)[:, None])
 

@@ -8,7 +8,7 @@ narrow band is masked. Blocks bound the memory: nothing is quadratic in the toke
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.kv import PAGE_TOKENS, KVPolicy
+from stages.oracle.model import refuse_options
 
 ATTENTION = "kvgate_oracle"
 
@@ -164,13 +165,6 @@ def _read(sources: Sources, piece: Piece, dtype: torch.dtype) -> Tensor:
     copies = sources[piece.source]
     assert copies is not None
     return copies.part(piece.low, piece.high).to(dtype)
-
-
-def refuse_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise for what a model asks of its attention and would not get."""
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
-        if options.get(name) is not None:
-            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
 
 
 def _attention(

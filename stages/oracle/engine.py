@@ -14,12 +14,13 @@ from pipeline.checkpoint import inspect_checkpoint
 from pipeline.errors import UserError
 from pipeline.kv import KVPolicy, KVScales, KVShape
 from pipeline.records import PREFILL_CHUNK, Engine, MemoryReport
-from stages.generation import check_tokens, greedy, not_finite
+from stages.generation import check_forced, check_step, check_tokens, greedy, not_finite
 from stages.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.oracle.build import open_bundle
 from stages.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.oracle.device import resolve_device
 from stages.oracle.kernel_layout import check_kernels
+from stages.oracle.model import hidden_states, scales_for, shape_for
 
 Logits = npt.NDArray[np.float32]
 
@@ -119,13 +120,8 @@ class OracleEngine:
         `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
         fit together.
         """
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
-        policy.check_shape(shape)
-        if scales is None:
-            scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
-        scales.check(policy, shape, "scales")
+        shape = shape_for(model, policy)
+        scales = scales_for(policy, shape, scales)
         return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
 
     @torch.inference_mode()
@@ -153,9 +149,7 @@ class OracleEngine:
     @torch.inference_mode()
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
-        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
-            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        check_tokens(tokens, self.vocab_size)
+        check_step(sequences, tokens, self.vocab_size)
         lengths = [self.sequences[handle][0].length for handle in sequences]
         views = [
             _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
@@ -171,9 +165,7 @@ class OracleEngine:
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
         """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, as prefill of the others and then decode
         of these, one by one, would give them. No sequence stays behind."""
-        check_tokens(tokens, self.vocab_size)
-        if not 0 < first < len(tokens):
-            raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
+        check_forced(tokens, first, self.vocab_size)
         chunks = [Span(begin, min(begin + self._chunk, first), begin) for begin in range(0, first, self._chunk)]
         view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None)]))
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
@@ -219,13 +211,4 @@ class OracleEngine:
 
     def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
         """The last layer's normalized hidden states, (B, S, hidden)."""
-        config = self.model.config
-        own = config._attn_implementation
-        config._attn_implementation = ATTENTION
-        try:
-            inputs = torch.tensor([list(row) for row in ids])
-            out = self.model.model(input_ids=inputs, position_ids=positions, use_cache=False, views=views)
-        finally:
-            config._attn_implementation = own
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return hidden_states(self.model, ATTENTION, torch.tensor([list(row) for row in ids]), positions, views=views)

@@ -17,10 +17,10 @@ from pipeline.errors import UserError
 from pipeline.kv import KVPolicy, KVScales, KVShape
 from pipeline.records import PREFILL_CHUNK, MemoryReport
 from plugins.kv_attention import ops
-from stages.generation import check_tokens, greedy, not_finite
-from stages.oracle.attention import refuse_options
+from stages.generation import check_step, check_tokens, greedy, not_finite
 from stages.oracle.kernel_cache import KernelCache
 from stages.oracle.kernel_layout import check_kernels
+from stages.oracle.model import hidden_states, refuse_options, scales_for, shape_for
 
 ATTENTION = "kvgate_kernels"
 
@@ -100,7 +100,7 @@ class DecodePass:
 
     def _forward(self) -> None:
         positions = self.cache.lengths[: self.batch, None].long()
-        hidden = _hidden(self.model, self.ids, positions, self)
+        hidden = hidden_states(self.model, ATTENTION, self.ids, positions, step=self)
         self.logits = self.model.lm_head(hidden[:, -1])
         self.finite = _fits(self.keys, self.values)
 
@@ -118,7 +118,7 @@ class PrefillPass:
         start = self.cache.length(self.handle)
         ids = torch.tensor([list(tokens)], device=self.cache.device)
         positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
-        hidden = _hidden(self.model, ids, positions, self)
+        hidden = hidden_states(self.model, ATTENTION, ids, positions, step=self)
         keys, values = (torch.stack(layers) for layers in zip(*self.new, strict=True))
         _refuse_not_finite(_fits(keys, values), [(self.handle, start + n) for n in range(len(tokens))])
         self.cache.extend(self.handle, keys, values)
@@ -175,14 +175,9 @@ class KernelEngine:
         `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
         fit together, and for what the kernels do not hold.
         """
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
-        policy.check_shape(shape)
-        check_kernels(policy, shape, config.num_attention_heads)
-        if scales is None:
-            scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
-        scales.check(policy, shape, "scales")
+        shape = shape_for(model, policy)
+        check_kernels(policy, shape, model.config.num_attention_heads)
+        scales = scales_for(policy, shape, scales)
         return cls(model.eval(), policy, shape, KernelCache(policy, shape, scales, model.device), prefill_chunk)
 
     @torch.inference_mode()
@@ -208,9 +203,7 @@ class KernelEngine:
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
         batch = len(sequences)
-        if batch != len(tokens) or len(set(sequences)) != batch:
-            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        check_tokens(tokens, self.vocab_size)
+        check_step(sequences, tokens, self.vocab_size)
         self.cache.reserve(sequences, 1)
         padded = 1 << (batch - 1).bit_length()
         self.cache.show(sequences, padded)
@@ -253,19 +246,6 @@ class KernelEngine:
                 step.capture(self._pool)
             self._passes[batch] = step
         return self._passes[batch]
-
-
-def _hidden(model: Any, ids: Tensor, positions: Tensor, step: Pass) -> Tensor:
-    """The last layer's normalized hidden states, (B, S, hidden)."""
-    config = model.config
-    own = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        out = model.model(input_ids=ids, position_ids=positions, use_cache=False, step=step)
-    finally:
-        config._attn_implementation = own
-    hidden: Tensor = out.last_hidden_state
-    return hidden
 
 
 def _attention(

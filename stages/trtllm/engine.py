@@ -20,7 +20,7 @@ from pipeline.errors import MissingRequirement, UserError
 from pipeline.kv import PAGE_TOKENS, KVPolicy
 from pipeline.records import LoadTimes, MemoryReport
 from stages.bundle import BuiltFor, check_built_for
-from stages.generation import check_tokens, greedy
+from stages.generation import check_forced, check_step, check_tokens, greedy
 from stages.trtllm.build import compile_engine
 from stages.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
 from stages.trtllm.checkpoint import write_faulted
@@ -103,9 +103,7 @@ class TrtllmEngine:
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size), computed from the cache."""
-        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
-            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-        check_tokens(tokens, self.vocab_size)
+        check_step(sequences, tokens, self.vocab_size)
         states = [self._sequences[handle] for handle in sequences]
         fetched = []
         for state, token in zip(states, tokens, strict=True):
@@ -128,9 +126,7 @@ class TrtllmEngine:
 
         The first generated token's logits are the last of the prompt's and read no cache; they are left out.
         """
-        check_tokens(tokens, self.vocab_size)
-        if not 0 < first < len(tokens):
-            raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
+        check_forced(tokens, first, self.vocab_size)
         known = list(tokens[first:])
         ((_, rows),) = self._run([(list(tokens[:first]), known, len(known) + 1, 1)])
         return rows
