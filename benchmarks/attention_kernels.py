@@ -12,10 +12,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from attention_cases import STORAGES, Case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention_cases import STORAGES, Case
 from plugins.kv_attention import launch, ops, reference
 from plugins.kv_attention.kernels.variants import Variant, decode_variant
 from plugins.kv_attention.layout import PAGE_TOKENS

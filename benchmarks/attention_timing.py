@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import attention_cases
 import torch
-from attention_cases import Case, Row
-from attention_kernels import Candidate, Kernel, Step, relative_error, why_not
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+
+from benchmarks import attention_cases
+from benchmarks.attention_cases import Case, Row
+from benchmarks.attention_kernels import Candidate, Kernel, Step, relative_error, why_not
 
 COPY_BYTES = 4 << 30
 COPY_RUNS = 20

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import yaml
-from recording import ROOT, record, say, version, write_json
 from transformers import AutoModelForCausalLM
 
-from pipeline.kv import KVPolicy, KVScales, KVShape
-from stages.onnx.build import build_bundle
-from stages.onnx.export import export_decoder
-from stages.prompts import load_tokenizer, token_ids
+from benchmarks.recording import ROOT, record, say, version, write_json
+from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.export import export_decoder
+from stages.workloads.prompts import load_tokenizer, token_ids
 from stages.workloads.prose import collection
 
 __all__ = ["record", "say", "write_json"]

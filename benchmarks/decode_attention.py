@@ -1,6 +1,6 @@
 """Decode attention on a GPU: fp8 keys and int4 values against fp8, bf16, torch's SDPA, FlashInfer, and a plain copy.
 
-    python benchmarks/decode_attention.py --json benchmarks/results/decode_attention_h200.json
+    python -m benchmarks.decode_attention --json benchmarks/results/decode_attention_h200.json
 
 Prints a table and whether the targets are met. Exit code 4 without a GPU, 1 when a kernel's output was wrong.
 """
@@ -15,13 +15,11 @@ from shutil import which
 from typing import Any
 
 import torch
-from recording import ROOT, record, say, write_json
 from rich.console import Console
 
-sys.path.insert(0, str(ROOT))  # it also runs where kvgate is not installed
-
-import attention_cases
-from attention_cases import BATCHES, GROUPS, TOKENS, Row
+from benchmarks import attention_cases
+from benchmarks.attention_cases import BATCHES, GROUPS, TOKENS, Row
+from benchmarks.recording import record, say, write_json
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")
 

@@ -1,6 +1,6 @@
 """Scored tokens per second of forced decode: the ONNX engine and the one-pass oracle beside transformers' caches.
 
-    python benchmarks/forced_decode.py --json benchmarks/results/forced_decode.json
+    python -m benchmarks.forced_decode --json benchmarks/results/forced_decode.json
 
 Everybody gets the same sequences, a first token and `context` more, the same float32 weights and one thread, and gives the
 logits of the same positions: of each of the `context` tokens, fed as it is known, the cache quantized before it. Those that
@@ -19,15 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import benchlib
 import numpy as np
 import numpy.typing as npt
-import peers
 import torch
-from slope import step_slope
 
-from stages.onnx.engine import OnnxEngine, load_engine
-from stages.oracle.engine import OracleEngine
+from benchmarks import benchlib, peers
+from benchmarks.slope import step_slope
+from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.oracle.engine import OracleEngine
 
 CYCLE = peers.RESIDUAL
 """Steps from one requantization of a QuantizedCache to the next."""

@@ -1,6 +1,6 @@
 """32,768 tokens prefilled and then decoded from, on both engines, within 8 GiB.
 
-    python benchmarks/long_context.py --json benchmarks/results/long_context.json
+    python -m benchmarks.long_context --json benchmarks/results/long_context.json
 
 Every engine and policy runs in a process of its own; its peak resident memory is the kernel's figure for that process,
 libraries, weights and cache together. Exit code 3 when one of them was above the limit.
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import benchlib
 import torch
 
-from pipeline.records import Engine
-from stages.onnx.engine import load_engine
-from stages.oracle.engine import OracleEngine
+from benchmarks import benchlib
+from benchmarks.recording import ROOT
+from pipeline.spec.records import Engine
+from stages.engines.onnx.engine import load_engine
+from stages.engines.oracle.engine import OracleEngine
 
 ENGINES = ("onnx", "oracle")
 POLICIES = ("fp16", "fp8k_int4v", "int4_g64")
@@ -69,8 +70,19 @@ def run_one(engine_name: str, policy_name: str, tokens: int, steps: int) -> dict
 
 
 def in_process_of_its_own(engine: str, policy: str, tokens: int, steps: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", engine, policy, "--tokens", str(tokens), "--steps", str(steps)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.long_context",
+        "--one",
+        engine,
+        policy,
+        "--tokens",
+        str(tokens),
+        "--steps",
+        str(steps),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

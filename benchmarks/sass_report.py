@@ -1,7 +1,7 @@
 """What the decode kernels cost on paper: registers, spills, and cycles per (token, KV head) read from SASS. Without a GPU.
 
-    python benchmarks/sass_report.py --json benchmarks/results/sass.json      # a minute or two
-    python benchmarks/sass_report.py --all --sm 90                            # every variant, hours: only what is wrong
+    python -m benchmarks.sass_report --json benchmarks/results/sass.json      # a minute or two
+    python -m benchmarks.sass_report --all --sm 90                            # every variant, hours: only what is wrong
 
 Cycles are those of the slowest pipe of an SM in the main loop (plugins/kv_attention/sass.py says what that leaves out). The
 budget is how many there are while the bytes of that token arrive: more than that, and the kernel is slower than its memory.
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recording import record, say, write_json
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recording import record, say, write_json
 from plugins.kv_attention.aot import SHARED_LIMIT, compile_decode
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, LIMITS, CacheLayout, SideLayout

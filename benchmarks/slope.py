@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stages.onnx.engine import OnnxEngine
+from stages.engines.onnx.engine import OnnxEngine
 
 STEPS = 40
 

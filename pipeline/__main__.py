@@ -13,9 +13,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline import __version__
-from pipeline.chain import check_inputs
-from pipeline.compose import CONF, plan, to_config
-from pipeline.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
+from pipeline.config.compose import CONF, plan, to_config
+from pipeline.run.chain import check_inputs
+from pipeline.spec.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """The id that joins the candidates of one command reaches every job, whatever launches it, through the environment."""
@@ -26,7 +26,7 @@ SWEPT_VARIABLE = "KVGATE_SWEPT"
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     # not at the top: a configuration error must show before the runner's libraries are loaded
-    from pipeline.runner import run
+    from pipeline.run.runner import run
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
@@ -77,7 +77,7 @@ def _dispatch(argv: list[str]) -> int:
     if not asked.sweeping:
         _job()
         return _codes[0] if _codes else 0
-    from pipeline.runner import conclude_sweep
+    from pipeline.run.runner import conclude_sweep
 
     try:
         _job()

@@ -1,7 +1,7 @@
 """Evaluation: engines judged on the decode path, against a baseline that was measured once.
 
 `load_samples(config)` (cheap, checks the user's file), `BundleTokenizer(bundle)`, `measure_baseline(...)`,
-`evaluate_candidate(...)`; the report is typed in `pipeline.report` and judged by `pipeline.gates.decide`.
+`evaluate_candidate(...)`; the report is typed in `pipeline.verdict.report` and judged by `pipeline.verdict.gates.decide`.
 """
 
 from stages.evaluate.measure import evaluate_candidate, measure_baseline

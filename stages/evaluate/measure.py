@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.errors import UserError
-from pipeline.records import Engine, Progress, Sample
-from pipeline.report import (
+from pipeline.spec.errors import UserError
+from pipeline.spec.records import Engine, Progress, Sample
+from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.verdict.report import (
     REPORT_FILE,
     SAMPLES_FILE,
     SCHEMA_VERSION,
@@ -24,7 +25,6 @@ from pipeline.report import (
     SystemMetrics,
     jsonl_lines,
 )
-from pipeline.workloads import WorkloadsConfig
 from stages.evaluate import metrics
 from stages.evaluate.checks import Judgement
 from stages.evaluate.distance import StepStatistics

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.report import STEP_FLAG_KL, Accuracy, Fidelity, SampleRow, Slice, Slope
-from pipeline.trials import kl_slope
+from pipeline.verdict.distances import kl_slope
+from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.records import Engine
-from pipeline.report import SampleRow
-from pipeline.workloads import WorkloadsConfig
+from pipeline.spec.records import Engine
+from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.verdict.report import SampleRow
 from stages.evaluate.checks import Judgement, judge
 from stages.evaluate.decode import forced_decode, greedy_decode
 from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax

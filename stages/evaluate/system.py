@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.kv import PAGE_TOKENS, live_tokens
-from pipeline.records import Engine, LoadTimes, TimedEngine
-from pipeline.report import SystemMetrics
-from pipeline.workloads import LoadConfig
+from pipeline.spec.kv import PAGE_TOKENS, live_tokens
+from pipeline.spec.records import Engine, LoadTimes, TimedEngine
+from pipeline.spec.workloads import LoadConfig
+from pipeline.verdict.report import SystemMetrics
 
 SEED = 0
 GIB = 1 << 30

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.errors import UserError
-from pipeline.records import Sample
-from pipeline.workloads import WorkloadsConfig
+from pipeline.spec.errors import UserError
+from pipeline.spec.records import Sample
+from pipeline.spec.workloads import WorkloadsConfig
 from stages.evaluate.samples import load_samples
-from stages.prompts import load_tokenizer, prompt_ids
+from stages.workloads.prompts import load_tokenizer, prompt_ids
 
 
 class Tokenizer(Protocol):

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline.kv import KVPolicy
-from pipeline.records import Progress
-from pipeline.weights import WeightsFormat
+from pipeline.spec.kv import KVPolicy
+from pipeline.spec.records import Progress
+from pipeline.spec.weights import WeightsFormat
 
 
 def quantize(

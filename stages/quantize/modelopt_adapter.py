@@ -20,10 +20,10 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.errors import UserError
-from pipeline.formats import Format, Granularity, Rotation
-from pipeline.kv import SideScales
-from stages.oracle.formats import dequantize, hadamard, quantize, static_scales
+from pipeline.spec.errors import UserError
+from pipeline.spec.formats import Format, Granularity, Rotation
+from pipeline.spec.kv import SideScales
+from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 from stages.quantize.recipe import (
     AXES,
     BACKEND,

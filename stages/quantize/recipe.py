@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.formats import Format, Granularity, Rotation
-from pipeline.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
-from pipeline.weights import WeightsFormat
+from pipeline.spec.formats import Format, Granularity, Rotation
+from pipeline.spec.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
+from pipeline.spec.weights import WeightsFormat
 
 Attributes = dict[str, Any]
 

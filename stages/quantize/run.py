@@ -7,18 +7,18 @@ from typing import Any, cast
 import torch
 import transformers
 
-from pipeline.checkpoint import CheckpointInfo, inspect_checkpoint
-from pipeline.errors import UserError
-from pipeline.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
-from pipeline.records import Progress
-from pipeline.weights import WeightsFormat
-from stages.prompts import load_tokenizer
+from pipeline.spec.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
+from pipeline.spec.records import Progress
+from pipeline.spec.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 from stages.quantize.tokens import tokenize
+from stages.workloads.prompts import load_tokenizer
 
 
 def run(

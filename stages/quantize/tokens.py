@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pipeline.errors import UserError
-from stages.prompts import token_ids
+from pipeline.spec.errors import UserError
+from stages.workloads.prompts import token_ids
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:

@@ -6,23 +6,19 @@ and scales. A dequantized weight may therefore differ by half a unit of float16,
 """
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from pipeline.kv import KVScales
-from stages.oracle.build import build_bundle
-from stages.oracle.engine import load_engine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-
 from quantize_fixtures import POLICIES, no_progress, quantized_model, stage, token_ids
+from safetensors.torch import load_file, save_file
 from trtllm_reader import Checkpoint, FormatError, Linear, unpack_int4
+
+from pipeline.spec.kv import KVScales
+from stages.engines.oracle.build import build_bundle
+from stages.engines.oracle.engine import load_engine
 
 FORMATS = {"none": "fp8", "fp8": "int8_tensor", "int8_sq": "fp8", "int4_awq": "int8_tensor"}
 """Weights with the cache they are tried with: the one does not depend on the other."""

@@ -9,14 +9,14 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, conf, make_bundle, make_exports, open_engine, scale_of
 
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.kv import KVPolicy, KVShape
-from pipeline.records import OnePassEngine, TimedEngine
-from pipeline.workloads import LoadConfig
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.spec.records import OnePassEngine, TimedEngine
+from pipeline.spec.workloads import LoadConfig
+from stages.engines.trtllm.engine import LOOKAHEAD, TrtllmEngine
+from stages.engines.trtllm.protocol import Ran
+from stages.engines.trtllm.tensors import read_tensors
 from stages.evaluate.system import measure_system
-from stages.trtllm.engine import LOOKAHEAD, TrtllmEngine
-from stages.trtllm.protocol import Ran
-from stages.trtllm.tensors import read_tensors
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
 ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.backends import Serving, Speculation, TrtllmBackend
-from pipeline.errors import UserError
-from pipeline.kv import KVPolicy
-from pipeline.weights import WeightsFormat
+from pipeline.spec.backends import Serving, Speculation, TrtllmBackend
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVPolicy
+from pipeline.spec.weights import WeightsFormat
+from stages.engines.trtllm import checkpoint, settings
+from stages.engines.trtllm.interpreter import WORKER, Interpreter
+from stages.engines.trtllm.targets import refuse_integers
+from stages.engines.trtllm.worker import kvgate_forcing
 from stages.quantize.validate import _TENSORRT_LLM, _TENSORRT_LLM_LINEARS
-from stages.trtllm import checkpoint, settings
-from stages.trtllm.interpreter import WORKER, Interpreter
-from stages.trtllm.targets import refuse_integers
-from stages.trtllm.worker import kvgate_forcing
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = Path(__file__).resolve().parent / "facts"

@@ -9,12 +9,12 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
-from pipeline.backends import TrtllmBackend
-from pipeline.checkpoint import inspect_checkpoint
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.kv import KVPolicy
-from stages.trtllm.interpreter import probe
-from stages.trtllm.targets import found, refuse, refuse_integers, refuse_unread, resolve
+from pipeline.spec.backends import TrtllmBackend
+from pipeline.spec.checkpoint import inspect_checkpoint
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import KVPolicy
+from stages.engines.trtllm.interpreter import probe
+from stages.engines.trtllm.targets import found, refuse, refuse_integers, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")

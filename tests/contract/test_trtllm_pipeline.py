@@ -17,15 +17,15 @@ import yaml
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, open_engine
 
-from pipeline.chain import check_inputs
-from pipeline.compose import plan
-from pipeline.errors import GateRefusal, UserError
-from pipeline.report import load_report
-from pipeline.runner import run
-from pipeline.thresholds import Gates
-from pipeline.trials import canary
-from stages.trtllm import settings
-from stages.trtllm.tensors import read_tensors
+from pipeline.config.compose import plan
+from pipeline.run.chain import check_inputs
+from pipeline.run.runner import run
+from pipeline.spec.errors import GateRefusal, UserError
+from pipeline.verdict.distances import canary
+from pipeline.verdict.report import load_report
+from pipeline.verdict.thresholds import Gates
+from stages.engines.trtllm import settings
+from stages.engines.trtllm.tensors import read_tensors
 
 FACTS = Path(__file__).resolve().parent / "facts"
 FEW = [

@@ -15,9 +15,9 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import make_bundle, make_exports, open_engine
 
-from pipeline.errors import UserError
-from stages.trtllm.interpreter import WORKER, Worker
-from stages.trtllm.protocol import Described, Ran
+from pipeline.spec.errors import UserError
+from stages.engines.trtllm.interpreter import WORKER, Worker
+from stages.engines.trtllm.protocol import Described, Ran
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = [1, 2, 3, 4]
@@ -181,7 +181,7 @@ def test_an_interrupt_leaves_no_process(bundle: Path, tmp_path: Path, mode: str)
 def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     code = (
-        "import sys; from stages.trtllm.interpreter import Worker; from stages.trtllm.protocol import Done; "
+        "import sys; from stages.engines.trtllm.interpreter import Worker; from stages.engines.trtllm.protocol import Done; "
         "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
         "Worker(sys.argv[1]).call('build', 600, key='k', answer=Done, flags=flags)"
     )

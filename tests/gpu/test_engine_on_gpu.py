@@ -11,19 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-
-import benchlib
 from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
-from pipeline.kv import KVPolicy
-from pipeline.records import OnePassEngine
-from stages.oracle.build import build_bundle
-from stages.oracle.engine import OracleEngine, load_engine
-from stages.oracle.kernel_engine import DecodePass, KernelEngine
+from benchmarks import benchlib
+from pipeline.spec.kv import KVPolicy
+from pipeline.spec.records import OnePassEngine
+from stages.engines.cuda.engine import DecodePass, KernelEngine
+from stages.engines.oracle.build import build_bundle
+from stages.engines.oracle.engine import OracleEngine, load_engine
 
 pytestmark = pytest.mark.gpu
 

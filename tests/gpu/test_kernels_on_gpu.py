@@ -5,7 +5,6 @@ interpreter, which run on the GPU where there is one: tests/integration/test_ker
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it also runs where kvgate is not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-
 from kernel_cases import side
+from torch import Tensor
 
 from plugins.kv_attention import ops  # noqa: F401  (registers torch.ops.kvgate)
 from plugins.kv_attention.layout import CacheLayout

@@ -1,7 +1,6 @@
 """The benchmarks run, and write what a reader of their results relies on. Their speed is nobody's assertion here."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,7 @@ import pytest
 import torch
 from optimum.quanto.library.extensions import cpp
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import forced_decode
-import long_context
-import peers
+from benchmarks import forced_decode, long_context, peers
 
 RATES = ("forward", "oracle", "engine", "dynamic", "quanto", "hqq")
 

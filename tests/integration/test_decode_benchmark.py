@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
@@ -14,13 +13,8 @@ from rich.console import Console
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import attention_cases
-import attention_kernels
-import attention_timing
-import decode_attention
-from attention_cases import Case, Row
+from benchmarks import attention_cases, attention_kernels, attention_timing, decode_attention
+from benchmarks.attention_cases import Case, Row
 
 torch.set_num_threads(1)
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_checkpoint, shared_decoder
 
-from pipeline.errors import UserError
-from pipeline.kv import KVShape
-from stages.onnx.engine import OnnxEngine
-from stages.onnx.pool import PagedPool
-from stages.pages import Numbers
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVShape
+from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.paged.allocator import Numbers
+from stages.engines.paged.pool import PagedPool
 
 torch.set_num_threads(1)
 examples = settings(max_examples=6, derandomize=True, deadline=None, database=None)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.kv import FP16_POLICY, KVPolicy
-from pipeline.report import EvaluationReport, load_rows
-from pipeline.trials import canary
-from pipeline.workloads import WorkloadsConfig
+from pipeline.spec.kv import FP16_POLICY, KVPolicy
+from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.verdict.distances import canary
+from pipeline.verdict.report import EvaluationReport, load_rows
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.engine import load_engine
+from stages.engines.onnx.export import export_decoder
 from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples, measure_baseline
-from stages.onnx.build import build_bundle
-from stages.onnx.engine import load_engine
-from stages.onnx.export import export_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
@@ -100,7 +100,7 @@ def test_fewer_bits_are_farther_from_the_baseline_on_the_decode_path(reports: di
 
 
 def test_the_canary_is_noticed_in_every_format(reports: dict[str, EvaluationReport]) -> None:
-    from pipeline.thresholds import Gates
+    from pipeline.verdict.thresholds import Gates
 
     gates = Gates.model_validate(conf("gates", "default"))
     assert {name: canary(report, gates)[0].status for name, report in reports.items()} == dict.fromkeys(reports, "PASS")

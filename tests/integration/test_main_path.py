@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 
 Swept = tuple[Path, subprocess.CompletedProcess[str]]
 
@@ -139,14 +139,14 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
 
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
-    from pipeline.gates import decide
-    from pipeline.kv import KVPolicy
-    from pipeline.report import load_report, load_rows
-    from pipeline.thresholds import Gates
-    from pipeline.workloads import WorkloadsConfig
+    from pipeline.spec.kv import KVPolicy
+    from pipeline.spec.workloads import WorkloadsConfig
+    from pipeline.verdict.gates import decide
+    from pipeline.verdict.report import load_report, load_rows
+    from pipeline.verdict.thresholds import Gates
+    from stages.engines.onnx.build import build_bundle
+    from stages.engines.onnx.engine import load_engine
     from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples
-    from stages.onnx.build import build_bundle
-    from stages.onnx.engine import load_engine
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
@@ -192,7 +192,7 @@ def _default_gates() -> Any:
 
 
 def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, tmp_path: Path) -> None:
-    from stages.onnx.engine import load_engine
+    from stages.engines.onnx.engine import load_engine
 
     engine = Path(summary(swept[0])["candidates"][0]["engine_path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")

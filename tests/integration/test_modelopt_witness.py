@@ -21,11 +21,11 @@ import torch
 from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_group, per_token, quantized_model, static, token_ids
 from torch import Tensor
 
-from pipeline.checkpoint import inspect_checkpoint
-from pipeline.formats import Format
-from pipeline.kv import FP16_POLICY, KVPolicy
-from stages.oracle.engine import OracleEngine
-from stages.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
+from pipeline.spec.checkpoint import inspect_checkpoint
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import FP16_POLICY, KVPolicy
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.recipe import SIDES, Side, quantizer_name
 from stages.quantize.run import load_model
@@ -148,7 +148,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rounds:
-    """In place of stages.oracle.cache.Storage."""
+    """In place of stages.engines.oracle.cache.Storage."""
 
     both: Both
     way: str

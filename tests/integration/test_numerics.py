@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.digest import files_digest, tree_files
-from stages.numerics import __main__ as command
-from stages.numerics.lab import EXACT, Lab, dynamic, policy, static
-from stages.numerics.report import UNEXPLAINED, Report, changed_verdicts, markdown
+from benchmarks.numerics import __main__ as command
+from benchmarks.numerics.lab import EXACT, Lab, dynamic, policy, static
+from benchmarks.numerics.report import UNEXPLAINED, Report, changed_verdicts, markdown
+from pipeline.artifacts.digest import files_digest, tree_files
 
 torch.set_num_threads(1)
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from onnx_fixtures import BY_NAME, int4_groups, make_bundle, nothing, shared_decoder
 
-from pipeline.digest import file_digest
-from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, KVPolicy
-from stages.onnx.build import build_bundle
-from stages.onnx.engine import load_engine
+from pipeline.artifacts.digest import file_digest
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import FP16_POLICY, KVPolicy
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.engine import load_engine
 
 
 @pytest.fixture(scope="module")

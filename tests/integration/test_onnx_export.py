@@ -10,11 +10,11 @@ import torch
 from onnx_fixtures import FP8, INT4, fmt, load_model, make_decoder, make_engine, make_oracle, nothing, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from pipeline.checkpoint import DEFAULTS
-from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
-from stages.onnx.engine import OnnxEngine
-from stages.onnx.export import export_decoder
+from pipeline.spec.checkpoint import DEFAULTS
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
+from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.onnx.export import export_decoder
 
 SIZE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from onnx_fixtures import BY_NAME, make_engine, pages, shared_decoder
 
-from pipeline.errors import UserError
-from stages.onnx.engine import OnnxEngine
+from pipeline.spec.errors import UserError
+from stages.engines.onnx.engine import OnnxEngine
 
 STEPS = 4
 torch.set_num_threads(1)

@@ -20,10 +20,10 @@ from onnx_fixtures import (
     shared_decoder,
 )
 
-from pipeline.formats import CODES, Code
-from pipeline.kv import KVPolicy
-from stages.onnx.engine import OnnxEngine
-from stages.oracle.engine import OracleEngine
+from pipeline.spec.formats import CODES, Code
+from pipeline.spec.kv import KVPolicy
+from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.oracle.engine import OracleEngine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
 """Around the ends of pages; while 190 decodes, a page leaves a window of 64 tokens; 300 is more than any policy keeps exact."""

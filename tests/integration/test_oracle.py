@@ -8,11 +8,11 @@ import torch
 from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
-from pipeline.formats import CODES, Code
-from pipeline.kv import FP16_POLICY, KVPolicy, KVShape
-from pipeline.records import OnePassEngine
-from stages.oracle.cache import Storage, layer_storages
-from stages.oracle.engine import OracleEngine
+from pipeline.spec.formats import CODES, Code
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.spec.records import OnePassEngine
+from stages.engines.oracle.cache import Storage, layer_storages
+from stages.engines.oracle.engine import OracleEngine
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from onnx_fixtures import BY_NAME, load_model, make_oracle, nothing, shared_checkpoint, static_scales
 
-from pipeline.kv import KVShape
-from stages.oracle.build import build_bundle
-from stages.oracle.engine import load_engine
+from pipeline.spec.kv import KVShape
+from stages.engines.oracle.build import build_bundle
+from stages.engines.oracle.engine import load_engine
 
 torch.set_num_threads(1)
 

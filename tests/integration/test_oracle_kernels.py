@@ -5,7 +5,6 @@ the kernels' reference, which is bit for bit the same (tests/integration/test_ke
 """
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ from kernel_engine_cases import CLOSE, GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import benchlib
-
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.kv import KVPolicy, KVShape
-from pipeline.records import OnePassEngine
+from benchmarks import benchlib
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.spec.records import OnePassEngine
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
-from stages.oracle.engine import OracleEngine, load_engine
-from stages.oracle.kernel_cache import KernelCache
-from stages.oracle.kernel_engine import KernelEngine
+from stages.engines.cuda.cache import KernelCache
+from stages.engines.cuda.engine import KernelEngine
+from stages.engines.oracle.engine import OracleEngine, load_engine
 
 torch.set_num_threads(1)
 

@@ -10,16 +10,16 @@ import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 
-from pipeline.errors import UserError
-from stages.onnx.engine import OnnxEngine
-from stages.onnx.engine import load_engine as load_onnx
-from stages.tensorrt.bench import GpuBench
-from stages.tensorrt.build import build_bundle
-from stages.tensorrt.bundle import PLANS, PlanRecord, open_bundle
-from stages.tensorrt.engine import PlanEngine, open_session
-from stages.tensorrt.library import Library
-from stages.tensorrt.plan import Plan
-from stages.tensorrt.session import PlanSession
+from pipeline.spec.errors import UserError
+from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.tensorrt.build import build_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.engines.tensorrt.engine import PlanEngine, open_session
+from stages.engines.tensorrt.library import Library
+from stages.engines.tensorrt.plan import Plan
+from stages.engines.tensorrt.session import PlanSession
+from stages.selftest.bench import GpuBench
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -53,7 +53,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         out.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
-            patch.setattr("stages.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs))
+            patch.setattr(
+                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs)
+            )
             build_bundle(
                 twin, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx", targets=[89],
                 max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
@@ -137,7 +139,7 @@ def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, 
     def full(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("stages.tensorrt.pool.torch.zeros", full)
+    monkeypatch.setattr("stages.engines.tensorrt.pool.torch.zeros", full)
     with pytest.raises(UserError, match=rf"^backend\.max_batch={BATCH}, backend\.max_tokens={TOKENS}: .*lower one of the two"):
         pairs["int8_asym"].tensorrt()
 

@@ -1,4 +1,4 @@
-"""`python -m stages.tensorrt_first_run`: a verdict a line, whatever happens to the process of a check."""
+"""`python -m stages.selftest.__main__`: a verdict a line, whatever happens to the process of a check."""
 
 import subprocess
 import sys
@@ -12,13 +12,13 @@ import pytest
 import tensorrt_stubs_builder as builder
 from tensorrt_stubs_builder import Tensor
 
-from pipeline.errors import UserError
-from pipeline.formats import Format
-from pipeline.kv import KVPolicy, KVShape, Window
-from stages import tensorrt_first_run as first_run
-from stages.tensorrt.checks import CHECKS, judge
-from stages.tensorrt.library import Library
-from stages.tensorrt.probes import FAR_SHARED, declare_far_shared
+from pipeline.spec.errors import UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import KVPolicy, KVShape, Window
+from stages.engines.tensorrt.library import Library
+from stages.selftest import __main__ as first_run
+from stages.selftest.checks import CHECKS, judge
+from stages.selftest.probes import FAR_SHARED, declare_far_shared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_a_check_has_a_process_of_its_own(program: str, expected: tuple[str, str
 
 
 def test_a_check_without_tensorrt_says_how_to_get_it() -> None:
-    command = [sys.executable, "-m", "stages.tensorrt_first_run", "--check", "launch"]
+    command = [sys.executable, "-m", "stages.selftest.__main__", "--check", "launch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 4
     assert "pip install 'tensorrt-cu13>=10.14" in done.stdout.splitlines()[-1]
@@ -77,7 +77,7 @@ def test_what_a_library_throws_is_a_failure_with_its_traceback(
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(first_run, "load", lambda _: None)
-    monkeypatch.setitem(sys.modules, "stages.tensorrt.bench", SimpleNamespace(GpuBench=broken))
+    monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=broken))
     assert first_run.main(["--check", "launch"]) == 3
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
@@ -105,17 +105,17 @@ def test_what_tensorrt_refuses_is_a_failure_and_only_a_wrong_option_is_not(
         return _Machine(error)
 
     monkeypatch.setattr(first_run, "load", lambda _: None)
-    monkeypatch.setitem(sys.modules, "stages.tensorrt.bench", SimpleNamespace(GpuBench=bench))
+    monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=bench))
     assert first_run.main(["--check", "launch"]) == {"made": 4, "used": 3}[when]
     assert f"it was {when}: TensorRT cannot load it" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.tensorrt.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
+    from stages.selftest.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
 
     int8, fp16 = Format(dtype="int8", granularity="per_token", scale="dynamic"), Format(dtype="fp16")
     policy = KVPolicy(name="young", key=int8, value=int8, window=Window(tokens=64, key=fp16))
-    monkeypatch.setattr("stages.tensorrt.bench.register", lambda: None)
+    monkeypatch.setattr("stages.selftest.bench.register", lambda: None)
     info = SimpleNamespace(shape=KVShape(2, 2, 64), q_heads=4)
     monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
     bench = object.__new__(GpuBench)
@@ -133,7 +133,7 @@ def test_a_model_or_policy_that_is_none_cannot_run(
     option: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(first_run, "load", lambda _: None)
-    monkeypatch.setattr("stages.tensorrt.bench.load", lambda _: None)
+    monkeypatch.setattr("stages.selftest.bench.load", lambda _: None)
     assert first_run.main(["--check", "launch", *option]) == 4
     assert message in capsys.readouterr().out.splitlines()[-1]
 

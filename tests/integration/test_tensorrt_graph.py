@@ -18,22 +18,22 @@ from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, nothing, shared_decoder
 from tensorrt_stubs_builder import Plan, Tensor
 
-from pipeline.kv import KVPolicy, LayerOverride
+from pipeline.spec.kv import KVPolicy, LayerOverride
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of
-from stages.onnx.bundle import WEIGHTS_FILE, Bundle
-from stages.onnx.bundle import open_bundle as open_twin
-from stages.onnx.engine import load_engine as load_onnx
-from stages.tensorrt import build as build_module
-from stages.tensorrt.bundle import open_bundle
-from stages.tensorrt.library import Library, load
-from stages.tensorrt.plan import Parsed, build, parse
-from stages.tensorrt.plan import Plan as BuiltPlan
-from stages.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.tensorrt.plugin import kernel_digests
-from stages.tensorrt.shapes import Limits
-from stages.tensorrt.surgery import PLUGIN_VERSION, Replaced, use_plugin
+from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
+from stages.engines.onnx.bundle import open_bundle as open_twin
+from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.tensorrt import build as build_module
+from stages.engines.tensorrt.bundle import open_bundle
+from stages.engines.tensorrt.library import Library, load
+from stages.engines.tensorrt.plan import Parsed, build, parse
+from stages.engines.tensorrt.plan import Plan as BuiltPlan
+from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
+from stages.engines.tensorrt.plugin import kernel_digests
+from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.surgery import PLUGIN_VERSION, Replaced, use_plugin
 
 SPLITS, SM = 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
@@ -232,10 +232,10 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
     monkeypatch.setattr(build_module, "parse", parse_like_tensorrt)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
-    monkeypatch.setattr("stages.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.tensorrt.plugin.splits_here", lambda *_: SPLITS)
-    monkeypatch.setattr("stages.tensorrt.plugin.register", lambda: None)
-    monkeypatch.setattr("stages.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.splits_here", lambda *_: SPLITS)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
     twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", AGED)
     out = tmp_path / "plans"
     out.mkdir()
@@ -265,9 +265,9 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
         build_module, "parse", lambda library, graph: given.append(graph) or Parsed(library, None, None, None, [], [])
     )
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
-    monkeypatch.setattr("stages.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.tensorrt.plugin.splits_here", none)
-    monkeypatch.setattr("stages.tensorrt.plugin.register", none)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.splits_here", none)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.register", none)
     policy = BY_NAME["int8_asym"]
     twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", policy)
     out = tmp_path / "plans"

@@ -22,7 +22,7 @@ import tensorrt_stubs_builder as builder
 import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
-from pipeline.kv import KVPolicy, KVShape
+from pipeline.spec.kv import KVPolicy, KVShape
 from plugins.kv_attention.kernels.variants import append_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
@@ -37,8 +37,8 @@ from plugins.kv_attention.tensorrt_nodes import (
     node_of,
     reduce_attributes,
 )
-from stages.onnx.functions import AttentionSpec
-from stages.oracle.kernel_layout import layer_layouts
+from stages.engines.onnx.functions import AttentionSpec
+from stages.engines.paged.kernel_layout import layer_layouts
 
 CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto

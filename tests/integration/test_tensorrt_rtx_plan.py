@@ -9,19 +9,19 @@ import pytest
 from onnx import external_data_helper
 from onnx_fixtures import BY_NAME, SHIPPED, fmt, make_bundle, nothing, shared_decoder
 
-from pipeline import hardware
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.formats import Format
-from pipeline.kv import KVPolicy, LayerOverride
-from stages.onnx.bundle import open_bundle as open_twin
-from stages.onnx.functions import Mode
-from stages.tensorrt import engine as engine_module
-from stages.tensorrt.build import build_bundle
-from stages.tensorrt.bundle import PlanRecord, open_bundle
-from stages.tensorrt.engine import load_engine
-from stages.tensorrt.library import load
-from stages.tensorrt.plan import Refused, build, parse
-from stages.tensorrt.shapes import Limits
+from pipeline.artifacts import hardware
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import KVPolicy, LayerOverride
+from stages.engines.onnx.bundle import open_bundle as open_twin
+from stages.engines.onnx.functions import Mode
+from stages.engines.tensorrt import engine as engine_module
+from stages.engines.tensorrt.build import build_bundle
+from stages.engines.tensorrt.bundle import PlanRecord, open_bundle
+from stages.engines.tensorrt.engine import load_engine
+from stages.engines.tensorrt.library import load
+from stages.engines.tensorrt.plan import Refused, build, parse
+from stages.engines.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
 """TensorRT has no such type: its parser refuses pools of it as inputs."""

@@ -8,23 +8,25 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline import store as store_module
-from pipeline.backends import BackendConfig
-from pipeline.chain import BACKENDS, Chain, check_inputs, entry
-from pipeline.compose import plan
-from pipeline.config import Config
-from pipeline.digest import reachable_modules, tree_files
-from pipeline.errors import MissingRequirement, exit_code
-from pipeline.kv import SCALES_FILE, KVPolicy
-from pipeline.store import Artifact, Recipe, Store
+from pipeline.artifacts import store as store_module
+from pipeline.artifacts.digest import reachable_modules, tree_files
+from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.run.chain import BACKENDS, Chain, check_inputs, entry
+from pipeline.spec.backends import BackendConfig
+from pipeline.spec.errors import MissingRequirement, exit_code
+from pipeline.spec.kv import SCALES_FILE, KVPolicy
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stages.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "stages.evaluate.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(MissingRequirement, match=r"stages\.plots needs matplotlib, .* pip install matplotlib") as caught:
-        entry("stages.plots", "kl_by_context")
+    with pytest.raises(
+        MissingRequirement, match=r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
+    ) as caught:
+        entry("stages.evaluate.plots", "kl_by_context")
     assert exit_code(caught.value) == 4
 
 
@@ -40,7 +42,7 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
         hashed.append(target)
         return tree_files(target)
 
-    recipe = Recipe("demo", ("pipeline.kv",), {}, {})
+    recipe = Recipe("demo", ("pipeline.spec.kv",), {}, {})
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", count)
@@ -68,20 +70,20 @@ class _Made(Chain):
     """What plans are made from is there."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.get(Recipe("quantize", ("pipeline.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+        return self.store.get(Recipe("quantize", ("pipeline.spec.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return self.store.get(Recipe("build", ("pipeline.kv",), {}, {}), lambda _: None)
+        return self.store.get(Recipe("build", ("pipeline.spec.kv",), {}, {}), lambda _: None)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("stages.tensorrt.requirements.load", lambda _: _Library)
-    monkeypatch.setattr("pipeline.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("stages.engines.tensorrt.requirements.load", lambda _: _Library)
+    monkeypatch.setattr("pipeline.spec.backends.gpus", lambda: [gpu])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu["name"])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -107,7 +109,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     def build(twin: Path, out: Path, **options: object) -> None:  # noqa: ARG001
         given.update(options)
 
-    machine.setattr(f"stages.tensorrt.{builder}.build_bundle", build)
+    machine.setattr(f"stages.engines.tensorrt.{builder}.build_bundle", build)
     config = configured(tmp_path, f"backend={backend}")
     chain = _Made(config, Store(tmp_path))
     made = chain.bundle(config.kv)
@@ -120,13 +122,13 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
 
 
 def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr("stages.tensorrt.requirements._triton", lambda: None)
+    machine.setattr("stages.engines.tensorrt.requirements._triton", lambda: None)
     chain = Chain(configured(tmp_path, "backend=tensorrt"), Store(tmp_path))
     parts: Any = chain._evaluation_recipe("evaluate", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
     assert {"torch", "numpy"} <= set(parts["libraries"])
     assert "triton" not in parts["libraries"]
-    assert not [name for name in reachable_modules("stages.tensorrt.engine") if name.startswith("plugins")]
+    assert not [name for name in reachable_modules("stages.engines.tensorrt.engine") if name.startswith("plugins")]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,8 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 def test_what_plans_need_is_asked_for_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    found = {"gpu": ("pipeline.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
-             "triton": ("stages.tensorrt.requirements._triton", lambda: None)}  # fmt: skip
+    found = {"gpu": ("pipeline.spec.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+             "triton": ("stages.engines.tensorrt.requirements._triton", lambda: None)}  # fmt: skip
     if lacking in found:
         machine.setattr(*found[lacking])
     config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
@@ -160,4 +162,4 @@ def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:
-    assert not [name for name in reachable_modules("stages.oracle.engine") if name.startswith("stages.onnx")]
+    assert not [name for name in reachable_modules("stages.engines.oracle.engine") if name.startswith("stages.engines.onnx")]

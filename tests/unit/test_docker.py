@@ -15,7 +15,7 @@ from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pipeline.redaction import secret_name
+from pipeline.spec.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -82,7 +82,7 @@ def test_the_trtllm_image_leaves_the_interpreter_of_tensorrt_llm_alone_and_prese
 
 
 def test_the_preset_interpreter_is_the_default_of_backend_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.compose import plan
+    from pipeline.config.compose import plan
 
     def python(*overrides: str) -> object:
         return plan(["backend=trtllm", "stage=build", *overrides], multirun=False).jobs[0].model_dump()["backend"]["python"]

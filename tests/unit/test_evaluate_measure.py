@@ -12,12 +12,12 @@ import yaml
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
-from pipeline.errors import UserError
-from pipeline.gates import decide
-from pipeline.records import Sample
-from pipeline.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.thresholds import Gates, Verdict
-from pipeline.workloads import WorkloadsConfig
+from pipeline.spec.errors import UserError
+from pipeline.spec.records import Sample
+from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Gates, Verdict
 from stages.evaluate import evaluate_candidate, measure_baseline
 from stages.evaluate.scores import LogProbabilities
 

@@ -12,9 +12,9 @@ from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, fitting, fixed, nam
 from hypothesis import given, settings
 from torch import Tensor
 
-from pipeline import formats
-from pipeline.formats import CODES, MIN_SCALE, Code, Format
-from stages.oracle.formats import Static, Stored, dequantize, hadamard, quantize
+from pipeline.spec import formats
+from pipeline.spec.formats import CODES, MIN_SCALE, Code, Format
+from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize
 
 torch.set_num_threads(1)
 examples = settings(max_examples=25, derandomize=True, deadline=None)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.errors import UserError
-from pipeline.gates import decide
-from pipeline.report import Canary, NoiseFloor, SampleRow
+from pipeline.spec.errors import UserError
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import Canary, NoiseFloor, SampleRow
 
 
 def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:

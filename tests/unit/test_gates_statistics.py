@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.statistics import (
+from pipeline.verdict.statistics import (
     EXACT_LIMIT,
     Pairs,
     difference_bound,

@@ -8,13 +8,13 @@ import pytest
 import torch
 import yaml
 
-from pipeline.chain import check_inputs
-from pipeline.compose import plan
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.formats import Format
-from pipeline.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
-from stages.oracle.device import device_identity, resolve_device
-from stages.oracle.kernel_layout import check_kernels, layer_layouts
+from pipeline.config.compose import plan
+from pipeline.run.chain import check_inputs
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from stages.engines.cuda.device import device_identity, resolve_device
+from stages.engines.paged.kernel_layout import check_kernels, layer_layouts
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 CONF = Path(__file__).parents[2] / "conf" / "kv"
@@ -128,7 +128,7 @@ def test_with_a_gpu_auto_is_cuda_and_needs_triton_and_an_ampere(monkeypatch: pyt
     with pytest.raises(MissingRequirement, match=r"compute capability 8\.0 or newer, NVIDIA H200 has 7\.5"):
         resolve_device("auto")
     find = importlib.util.find_spec
-    monkeypatch.setattr("stages.oracle.device.find_spec", lambda name: None if name == "triton" else find(name))
+    monkeypatch.setattr("stages.engines.cuda.device.find_spec", lambda name: None if name == "triton" else find(name))
     with pytest.raises(MissingRequirement, match=r"needs triton, .* pip install 'kvgate\[kernels\]'"):
         resolve_device("auto")
 

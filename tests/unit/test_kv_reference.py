@@ -14,12 +14,12 @@ from test_kv_layout import SIDES
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.formats import Format
+from pipeline.spec.formats import Format
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, pack_int4
-from stages.oracle.formats import Static
-from stages.oracle.formats import dequantize as oracle_dequantize
-from stages.oracle.formats import quantize as oracle_quantize
+from stages.engines.oracle.formats import Static
+from stages.engines.oracle.formats import dequantize as oracle_dequantize
+from stages.engines.oracle.formats import quantize as oracle_quantize
 
 torch.set_num_threads(1)
 examples = settings(max_examples=40, derandomize=True, deadline=None)

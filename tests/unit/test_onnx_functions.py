@@ -10,12 +10,12 @@ import pytest
 import torch
 from onnx import helper
 
-from pipeline.formats import CODES, MIN_SCALE, Code, Format
-from pipeline.kv import KVScales, SideScales
-from stages.onnx.formats import Side
-from stages.onnx.functions import quantize_function
-from stages.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
-from stages.oracle import formats as oracle
+from pipeline.spec.formats import CODES, MIN_SCALE, Code, Format
+from pipeline.spec.kv import KVScales, SideScales
+from stages.engines.onnx.formats import Side
+from stages.engines.onnx.functions import quantize_function
+from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
+from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT

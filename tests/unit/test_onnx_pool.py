@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.kv import FP16_POLICY, KVPolicy, KVShape, Window
-from stages.onnx.pool import PagedPool
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape, Window
+from stages.engines.paged.pool import PagedPool
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
 FP16 = FP16_POLICY.key

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.formats import Format
-from pipeline.kv import PAGE_TOKENS, KVPolicy, Window
-from stages.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, Window
+from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
 
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import CalibrationConfig
-from pipeline.errors import UserError
-from pipeline.records import Sample
-from stages.calibration import calibration_texts
+from pipeline.config.config import CalibrationConfig
+from pipeline.spec.errors import UserError
+from pipeline.spec.records import Sample
 from stages.evaluate import BundleTokenizer
-from stages.prompts import load_tokenizer, prompt_ids, render, token_ids
+from stages.quantize.calibration import calibration_texts
 from stages.quantize.tokens import tokenize
+from stages.workloads.prompts import load_tokenizer, prompt_ids, render, token_ids
 
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",

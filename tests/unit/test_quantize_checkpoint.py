@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
-from pipeline.errors import UserError
-from pipeline.kv import KVShape
+from pipeline.spec.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVShape
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

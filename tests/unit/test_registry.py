@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.digest import file_digest, files_digest, tree_files
-from pipeline.errors import GateRefusal, UserError
-from pipeline.registry import choose, evidence_digest, promote, rollback
-from pipeline.summary import Candidate
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.registry.promotion import choose, evidence_digest, promote, rollback
+from pipeline.registry.summary import Candidate
+from pipeline.spec.errors import GateRefusal, UserError
 
 
 class Memory:

@@ -1,9 +1,9 @@
 import math
 from pathlib import Path
 
-from pipeline.report import SampleRow
-from pipeline.summary import Candidate
-from stages.plots import flips_by_workload, kl_by_context, quality_by_memory
+from pipeline.registry.summary import Candidate
+from pipeline.verdict.report import SampleRow
+from stages.evaluate.plots import flips_by_workload, kl_by_context, quality_by_memory
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pipeline.errors import MissingRequirement
-from pipeline.formats import Format
-from pipeline.kv import KVPolicy
-from stages.tensorrt import checks
-from stages.tensorrt.checks import CHECKS, Failed, judge
+from pipeline.spec.errors import MissingRequirement
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import KVPolicy
+from stages.selftest import checks
+from stages.selftest.checks import CHECKS, Failed, judge
 
 
 class Bench:

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from test_import_rules import importers
 
-from pipeline.backends import TensorRTBackend, TensorRTRTXBackend
-from pipeline.compose import plan
-from pipeline.errors import MissingRequirement, UserError
-from pipeline.formats import Format
-from pipeline.kv import KVPolicy, LayerOverride, Window
-from stages.tensorrt import library as library_module
-from stages.tensorrt.library import load
-from stages.tensorrt.plan import Refused
-from stages.tensorrt.plugin import check_gpu
-from stages.tensorrt.refusal import policy_key, refusal
-from stages.tensorrt.shapes import Limits, bucket, padded
+from pipeline.config.compose import plan
+from pipeline.spec.backends import TensorRTBackend, TensorRTRTXBackend
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import KVPolicy, LayerOverride, Window
+from stages.engines.tensorrt import library as library_module
+from stages.engines.tensorrt.library import load
+from stages.engines.tensorrt.plan import Refused
+from stages.engines.tensorrt.plugin import check_gpu
+from stages.engines.tensorrt.refusal import policy_key, refusal
+from stages.engines.tensorrt.shapes import Limits, bucket, padded
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
@@ -38,8 +38,8 @@ def _fresh() -> None:
 
 
 def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
-    assert importers("tensorrt_rtx") == ["stages/tensorrt/library.py"]
-    assert set(importers("tensorrt")) <= {"plugins/kv_attention/tensorrt_plugin.py", "stages/tensorrt/library.py"}
+    assert importers("tensorrt_rtx") == ["stages/engines/tensorrt/library.py"]
+    assert set(importers("tensorrt")) <= {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
 @pytest.mark.parametrize(("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'kvgate\[rtx\]'")])
@@ -127,11 +127,11 @@ def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_d
 
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TensorRTBackend(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
-    monkeypatch.setattr("pipeline.backends.gpus", list)
+    monkeypatch.setattr("pipeline.spec.backends.gpus", list)
     with pytest.raises(MissingRequirement, match=r"none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"):
         backend.build_options  # noqa: B018
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("pipeline.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("pipeline.spec.backends.gpus", lambda: [gpu])
     assert backend.build_options == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
 
 

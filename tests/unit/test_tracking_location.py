@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from pydantic import ValidationError
 
-from pipeline.errors import UserError
-from pipeline.tracking import Tracking, compare_url, locate, open_store, server_command, track
+from pipeline.registry.tracking import Tracking, compare_url, locate, open_store, server_command, track
+from pipeline.spec.errors import UserError
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_the_comparison_names_every_run_and_the_experiment(tmp_path: Path) -> No
 
 
 def test_importing_the_tracking_configuration_loads_nothing_heavy() -> None:
-    code = "import sys, pipeline.tracking, pipeline.registry, pipeline.summary; print(*sys.modules)"
+    code = "import sys, pipeline.registry.tracking, pipeline.registry.promotion, pipeline.registry.summary; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"mlflow", "pandas", "torch", "sqlalchemy"}.isdisjoint(result.stdout.split())
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from pipeline.redaction import (
+from pipeline.spec.redaction import (
     MASK,
     PARAM_CHARS,
     clip,

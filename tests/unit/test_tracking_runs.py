@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import processes
-from pipeline.digest import file_digest, files_digest, tree_files
-from pipeline.mlflow_store import MlflowStore, run_color
-from pipeline.summary import Candidate
-from pipeline.tracking import Tracking, locate, open_store, track
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.registry import processes
+from pipeline.registry.mlflow_store import MlflowStore, run_color
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Tracking, locate, open_store, track
 
 SECRET = "hunter2hunter2"
 

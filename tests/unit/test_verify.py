@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from judged_engine import config_of, exported, judged_engine
 
-from pipeline.chain import Chain
-from pipeline.digest import file_digest, files_digest, json_digest
-from pipeline.errors import MissingRequirement, UserError, exit_code
-from pipeline.identity import IDENTITY_FILE, read_identity
-from pipeline.runner import Run, verify
-from pipeline.store import Store
-from pipeline.verify import find_evidence, replay
+from pipeline.artifacts.digest import file_digest, files_digest, json_digest
+from pipeline.artifacts.store import Store
+from pipeline.run.chain import Chain
+from pipeline.run.identity import IDENTITY_FILE, read_identity
+from pipeline.run.runner import Run, verify
+from pipeline.run.verify import find_evidence, replay
+from pipeline.spec.errors import MissingRequirement, UserError, exit_code
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")

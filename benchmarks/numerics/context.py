@@ -1,0 +1,221 @@
+"""Sections about the context: its length, its first tokens, its latest tokens."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.numerics.formats import NO_FIGURE
+from benchmarks.numerics.judge import COLUMNS, better, cells, claim, scientific, verdict_above
+from benchmarks.numerics.lab import Lab, dynamic, policy, static
+from benchmarks.numerics.measure import Bench, Interval, Measurement
+from benchmarks.numerics.report import Claim, Section
+from benchmarks.numerics.texts import LONG_FIRST, LONG_TOKENS
+from pipeline.verdict.statistics import pooled_slope
+from stages.evaluate.distance import StepStatistics, compare, log_softmax
+from stages.tiny.batches import MIX
+
+Positions = npt.NDArray[np.int64]
+
+EDGES = (LONG_FIRST, 128, 256, 512, 768, LONG_TOKENS)
+SLOPE_FROM = 128
+"""The first tokens of a document are surprising to any model; the slope leaves them out."""
+
+TRAINED = MIX["prose"].length
+"""Tokens of the rows of prose that the model was trained on."""
+
+
+def bin_of(position: Positions, low: int, high: int) -> Positions:
+    """Indexes of the positions in [low, high)."""
+    return np.flatnonzero((position >= low) & (position < high))
+
+
+def kl_slope(found: Measurement, until: int = LONG_TOKENS) -> Interval:
+    """KL a token gains per 1,000 tokens of context, nats: within documents, from SLOPE_FROM to `until` tokens."""
+    x, y, documents = [], [], []
+    for text, step in zip(found.texts, found.steps, strict=True):
+        position = np.arange(len(step.kl)) + text.first
+        for low, high in pairwise(range(SLOPE_FROM, until + 1, 64)):
+            chosen = bin_of(position, low, high)
+            x.append((low + high) / 2000)
+            y.append(step.kl[chosen].mean())
+            documents.append(text.document)
+    value, drawn = pooled_slope(np.array(x), np.array(y), np.ones(len(x)), documents, documents)
+    return Interval.of(value, drawn)
+
+
+def perplexities(found: Measurement) -> list[str]:
+    """Perplexity with a float16 cache in every bin of EDGES."""
+    out = []
+    for low, high in pairwise(EDGES):
+        pairs = zip(found.texts, found.steps, strict=True)
+        nll = [step.baseline_nll[bin_of(np.arange(len(step.kl)) + text.first, low, high)] for text, step in pairs]
+        out.append(f"{np.exp(np.concatenate(nll).mean()):.3f}")
+    return out
+
+
+def by_length(found: Measurement) -> list[str]:
+    """Mean KL and the change of perplexity in every bin of EDGES."""
+    out = []
+    for low, high in pairwise(EDGES):
+        kl, before, after = [], [], []
+        for text, step in zip(found.texts, found.steps, strict=True):
+            chosen = bin_of(np.arange(len(step.kl)) + text.first, low, high)
+            kl.append(step.kl[chosen])
+            before.append(step.baseline_nll[chosen])
+            after.append(step.candidate_nll[chosen])
+        change = np.exp(np.concatenate(after).mean()) - np.exp(np.concatenate(before).mean())
+        out.append(f"{np.concatenate(kl).mean():.1e} ({change:+.3f})")
+    return out
+
+
+def length(lab: Lab) -> Section:
+    policies = {
+        "int8 per token": policy(dynamic("int8")),
+        "fp8 per tensor": policy(static("fp8_e4m3")),
+        "fp8 keys, int4 g64 values": policy(static("fp8_e4m3"), dynamic("int4", 64)),
+        "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
+        "int4 per token": policy(dynamic("int4")),
+    }
+    found = {name: lab.long.measure(chosen) for name, chosen in policies.items()}
+    slopes = {name: kl_slope(measured) for name, measured in found.items()}
+    claims = [
+        claim(
+            f"length: {name}",
+            f"{name}: the error grows with length",
+            "PPL +0.05 at 512, +0.16 at 4k, +0.52 at 16k" if name == "int4 per token" else NO_FIGURE,
+            ours=f"KL {scientific(slopes[name])} per 1,000 tokens",
+            verdict=verdict_above(slopes[name], 0.0),
+        )
+        for name in policies
+    ]
+    inside = kl_slope(found["int4 per token"], until=TRAINED)
+    answers = answer_slope(lab.shipped(policies["int4 per token"]), "retrieval")
+    claims += [
+        claim(
+            "length: trained prose",
+            f"int4 per token: also within the {TRAINED} tokens of prose that the model was trained on",
+            NO_FIGURE,
+            ours=f"KL {scientific(inside)} per 1,000 tokens",
+            verdict=verdict_above(inside, 0.0),
+            why="Within what it was trained on no growth shows: the growth above belongs in part to a model that is less "
+            "sure of itself beyond it.",
+        ),
+        claim(
+            "length: retrieval",
+            "int4 per token: also from short to long retrieval prompts, which it was trained on throughout",
+            NO_FIGURE,
+            ours=f"KL {scientific(answers)} per 1,000 tokens of the prompt",
+            verdict=verdict_above(answers, 0.0),
+            why="Whether an answer is lost differs too much between prompts of one length.",
+        ),
+    ]
+    rows = [("FP16 cache: perplexity", *perplexities(found["int4 per token"]), "")]
+    rows += [(name, *by_length(found[name]), scientific(slopes[name])) for name in policies]
+    return Section(
+        title="Error and length",
+        intro=f"{lab.long_count} documents of {LONG_TOKENS:,} tokens of stories, every token from {LONG_FIRST} on decoded: "
+        "mean KL (change of perplexity) by the tokens before it, and the slope within documents "
+        f"from {SLOPE_FROM} tokens on.",
+        columns=("policy", *(f"{low} to {high}" for low, high in pairwise(EDGES)), "KL slope per 1,000 tokens"),
+        rows=tuple(rows),
+        claims=tuple(claims),
+    )
+
+
+def answer_slope(found: Measurement, workload: str) -> Interval:
+    """KL an answer's tokens gain per 1,000 tokens of the prompt, from prompt to prompt."""
+    pairs = [(t, step) for t, step in zip(found.texts, found.steps, strict=True) if t.workload == workload]
+    value, drawn = pooled_slope(
+        np.array([text.first / 1000 for text, _ in pairs]),
+        np.array([step.kl.mean() for _, step in pairs]),
+        np.array([float(len(step.kl)) for _, step in pairs]),
+        [workload] * len(pairs),
+        [text.document for text, _ in pairs],
+    )
+    return Interval.of(value, drawn)
+
+
+def first_tokens_share(bench: Bench, tokens: Sequence[int], first: int = 4) -> float:
+    """Attention on the first tokens over what they would get if it were spread evenly: mean over layers, heads, late rows."""
+    config, ids = bench.model.config, torch.tensor([list(tokens)])
+    own = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        with torch.no_grad():
+            attentions = bench.model(ids, output_attentions=True).attentions
+    finally:
+        config._attn_implementation = own
+    half = len(tokens) // 2
+    evenly = (first / torch.arange(half + 1, len(tokens) + 1)).mean().item()
+    return float(np.mean([layer[0, :, half:, :first].sum(-1).mean().item() for layer in attentions])) / evenly
+
+
+def evicted(bench: Bench, sinks: int, window: int) -> list[StepStatistics]:
+    """Every document with only its first `sinks` and latest `window - sinks` tokens visible, at their own positions."""
+    steps = []
+    for text, baseline in zip(bench.texts, bench.baseline, strict=True):
+        row = torch.arange(len(text.tokens))
+        age = row[:, None] - row
+        seen = (age >= 0) & ((row < sinks) | (age < window - sinks))
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        with torch.no_grad():
+            logits = bench.model(torch.tensor([list(text.tokens)]), attention_mask=mask).logits[0, text.first :]
+        steps.append(compare(baseline, log_softmax(logits.numpy()), list(text.targets)))
+    return steps
+
+
+def sinks(lab: Lab) -> Section:
+    int4 = dynamic("int4")
+    counts = (0, 1, 4, 16)
+    found = {count: lab.shipped(policy(int4, sinks=count)) for count in counts}
+    window = 128
+    rows: list[tuple[str, ...]] = []
+    late: dict[int, float] = {}
+    for count in counts:
+        steps = evicted(lab.long, count, window)
+        late[count] = float(np.concatenate([step.kl[LONG_TOKENS // 2 :] for step in steps]).mean())
+        rows.append((str(count), *cells(found[count]), f"{late[count]:.3f}"))
+    share = first_tokens_share(lab.long, lab.long.texts[0].tokens)
+    why = (
+        f"This model does not park attention on its first tokens: the first 4 get {share:.2f} times what an even spread would "
+        "give them, so nothing special is lost with them."
+    )
+    claims = (
+        better("sinks: 4 exact", "int4: 4 exact sinks are better than none", "0 is catastrophic, 4 nearly all of the gain",
+               (found[4], found[0]), why),
+        claim("sinks: eviction", f"a sliding window of {window} without sinks is catastrophic, with 4 it is not",
+              "0 is catastrophic, 4 nearly all of the gain", ours=f"KL {late[0]:.3f} without, {late[4]:.3f} with 4",
+              verdict="HOLDS" if late[0] > 2 * late[4] else "DOES NOT HOLD", why=why),
+    )  # fmt: skip
+    return Section(
+        title="Sinks",
+        intro="INT4 per token with the first tokens kept in float16; and StreamingLLM's own question, on the long documents: "
+        f"only the first tokens and the latest are left in a window of {window}, the rest is evicted (later half, mean KL).",
+        columns=("exact sinks", *COLUMNS, "KL when the rest is evicted"),
+        rows=tuple(rows),
+        claims=claims,
+    )
+
+
+def recent_window(lab: Lab) -> Section:
+    int4 = dynamic("int4")
+    counts = (0, 16, 64, 256)
+    found = {count: lab.shipped(policy(int4, recent=count)) for count in counts}
+    claims: tuple[Claim, ...] = tuple(
+        better(f"recent: {b} before {a}", f"int4: {b} recent tokens exact are better than {a}", NO_FIGURE, (found[b], found[a]))
+        for a, b in pairwise(counts)
+    )
+    rows = []
+    for count in counts:
+        more = found[count].policy.exact_bytes(found[count].shape, sequences=1)
+        rows.append((str(count), *cells(found[count]), f"{more:,}"))
+    return Section(
+        title="What a recent window buys",
+        intro="INT4 per token with the latest tokens kept in float16 as well.",
+        columns=("recent tokens", *COLUMNS, "bytes more a sequence"),
+        rows=tuple(rows),
+        claims=claims,
+    )

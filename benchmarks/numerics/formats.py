@@ -1,0 +1,221 @@
+"""Sections about formats: their order, what shares a scale, group sizes, symmetry, rotation, calibration."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from benchmarks.numerics.judge import COLUMNS, better, cells, scientific
+from benchmarks.numerics.lab import Lab, dynamic, policy, static, uncalibrated
+from benchmarks.numerics.measure import Measurement
+from benchmarks.numerics.models import LOUD
+from benchmarks.numerics.report import Claim, Section
+from pipeline.spec.kv import KVPolicy
+
+BOTH_MODELS = ("format", *COLUMNS, "mean KL, natural")
+
+NO_FIGURE = "no figure"
+
+
+def both_models(lab: Lab, policies: Mapping[str, KVPolicy]) -> tuple[dict[str, Measurement], tuple[tuple[str, ...], ...]]:
+    """Measurements on the shipped model, and rows of BOTH_MODELS."""
+    found = {name: lab.shipped(chosen) for name, chosen in policies.items()}
+    rows = [(name, *cells(found[name]), scientific(lab.natural(policies[name]).mean_kl)) for name in policies]
+    return found, tuple(rows)
+
+
+PUBLISHED_PPL = {
+    "fp8 per token": "+0.01",
+    "int8 per token": "+0.02",
+    "int8 per tensor": "+0.09",
+    "int4 g32": "+0.10",
+    "int4 per token": "+0.16",
+    "int4 per tensor": "+0.89",
+}
+"""Llama-70B, WikiText-2, PPL 3.32 (seeds: formats and scales)."""
+
+ORDER_NOTES = {
+    "fp8 per token": "E4M3 errs by up to 1/16 of every number, INT8 per token by up to 1/254 of the token's largest: E4M3 is "
+    "the better one only where most numbers are below 1/16 of the largest, which eightfold outliers do not make them.",
+}
+
+
+def ordering(lab: Lab) -> Section:
+    policies = {
+        "fp8 per token": policy(dynamic("fp8_e4m3")),
+        "int8 per token": policy(dynamic("int8")),
+        "int8 per tensor": policy(static("int8")),
+        "int4 g32": policy(dynamic("int4", 32)),
+        "int4 per token": policy(dynamic("int4")),
+        "int4 per tensor": policy(static("int4")),
+    }
+    found, rows = both_models(lab, policies)
+    claims = tuple(
+        better(
+            f"order: {a} before {b}",
+            f"{a} is better than {b}",
+            f"PPL {PUBLISHED_PPL[a]} against {PUBLISHED_PPL[b]}",
+            (found[a], found[b]),
+            ORDER_NOTES.get(a, ""),
+        )
+        for a, b in pairwise(policies)
+    )
+    return Section(
+        title="The ordering of formats",
+        intro="Keys and values in the same format, in the published order (Llama-70B, WikiText-2, PPL 3.32 with FP16).",
+        columns=("format", "published PPL", *BOTH_MODELS[1:]),
+        rows=tuple((row[0], PUBLISHED_PPL[row[0]], *row[1:]) for row in rows),
+        claims=claims,
+    )
+
+
+def token_scales(lab: Lab) -> Section:
+    names = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+    policies = {f"{name} per token": policy(dynamic(dtype)) for name, dtype in names.items()}
+    policies |= {f"{name} per tensor": policy(static(dtype)) for name, dtype in names.items()}
+    ordered = {name: policies[name] for name in sorted(policies)}
+    found, rows = both_models(lab, ordered)
+    published = {"fp8": NO_FIGURE, "int8": "PPL +0.02 against +0.09", "int4": "PPL +0.16 against +0.89"}
+    why = {"fp8": "A floating-point code is as precise for small numbers as for large ones, so that it hardly matters what its "
+           "scale is, as long as nothing saturates."}  # fmt: skip
+    claims = tuple(
+        better(
+            f"per token: {name}",
+            f"{name}: a scale per token is better than one per tensor",
+            published[name],
+            (found[f"{name} per token"], found[f"{name} per tensor"]),
+            why.get(name, ""),
+        )
+        for name in names
+    )
+    intro = "Scales per token and KV head, made when a token is written, against one calibrated scale a layer."
+    return Section(title="Per token against per tensor", intro=intro, columns=BOTH_MODELS, rows=rows, claims=claims)
+
+
+def group_sizes(lab: Lab) -> Section:
+    policies = {f"int4 g{size}": policy(dynamic("int4", size)) for size in (16, 32, 64)}
+    found, rows = both_models(lab, policies)
+    claims = tuple(
+        better(f"groups: {a} before {b}", f"{a} is better than {b}", published, (found[a], found[b]))
+        for (a, b), published in zip(pairwise(policies), (NO_FIGURE, "PPL +0.10 against +0.16 (g32, per token)"), strict=True)
+    )
+    return Section(
+        title="Group sizes",
+        intro="INT4 in groups of channels, a float16 scale each. With this model's head_dim of 64, g64 is per token.",
+        columns=BOTH_MODELS,
+        rows=rows,
+        claims=claims,
+    )
+
+
+def symmetry(lab: Lab) -> Section:
+    policies = {
+        "int4 per token": policy(dynamic("int4")),
+        "int4 per token, asymmetric": policy(dynamic("int4", symmetric=False)),
+        "int4 g32": policy(dynamic("int4", 32)),
+        "int4 g32, asymmetric": policy(dynamic("int4", 32, symmetric=False)),
+        "int4 per tensor": policy(static("int4")),
+        "int4 per tensor, asymmetric": policy(static("int4", symmetric=False)),
+        "int8 per token": policy(dynamic("int8")),
+        "int8 per token, asymmetric": policy(dynamic("int8", symmetric=False)),
+    }
+    found, rows = both_models(lab, policies)
+    claims = [
+        better(
+            f"asymmetric: {name}",
+            f"{name}: a zero point helps",
+            NO_FIGURE,
+            (found[f"{name}, asymmetric"], found[name]),
+            "" if name != "int8 per token" else "A few tokens of one text carry most of the mean; the typical text gains.",
+        )
+        for name in ("int4 per token", "int4 g32", "int4 per tensor", "int8 per token")
+    ]
+    claims.append(
+        better(
+            "asymmetric: same bytes",
+            "int4 at 36 bytes a token and head: a zero per token buys more than scales per 32 channels",
+            NO_FIGURE,
+            (found["int4 per token, asymmetric"], found["int4 g32"]),
+        )
+    )
+    return Section(
+        title="Asymmetric against symmetric",
+        intro="A zero beside every scale: 15 steps from the smallest to the largest number instead of 14 around 0.",
+        columns=BOTH_MODELS,
+        rows=rows,
+        claims=tuple(claims),
+    )
+
+
+def rotation(lab: Lab) -> Section:
+    policies = {
+        "int4 per token": policy(dynamic("int4")),
+        "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
+        "int4 per token, keys rotated": policy(dynamic("int4", rotation="hadamard"), dynamic("int4")),
+        "int4 per tensor": policy(static("int4")),
+        "int4 per tensor, rotated": policy(static("int4", rotation="hadamard")),
+        "int8 per token": policy(dynamic("int8")),
+        "int8 per token, rotated": policy(dynamic("int8", rotation="hadamard")),
+    }
+    found, rows = both_models(lab, policies)
+    plain, turned = policies["int4 per token"], policies["int4 per token, rotated"]
+    claims: list[Claim] = [
+        better(f"rotation: {name}", f"{name}: a Hadamard rotation helps", NO_FIGURE, (found[f"{name}, rotated"], found[name]))
+        for name in ("int4 per token", "int4 per tensor", "int8 per token")
+    ]
+    claims.append(
+        better(
+            "rotation: natural",
+            "int4 per token: it also helps where no outliers were planted",
+            NO_FIGURE,
+            (lab.natural(turned), lab.natural(plain)),
+        )
+    )
+    return Section(
+        title="What a rotation buys",
+        intro="Every head's vector times an orthonormal Hadamard matrix: an outlier channel is spread over all, at no byte.",
+        columns=BOTH_MODELS,
+        rows=rows,
+        claims=tuple(claims),
+    )
+
+
+def calibration(lab: Lab) -> Section:
+    policies = {
+        "e4m3 per tensor, calibrated": policy(static("fp8_e4m3")),
+        "e4m3 per tensor, scale 1": policy(uncalibrated("fp8_e4m3")),
+        "e4m3 per head, calibrated": policy(static("fp8_e4m3", "per_head")),
+        "e5m2 per tensor, calibrated": policy(static("fp8_e5m2")),
+        "e5m2 per tensor, scale 1": policy(uncalibrated("fp8_e5m2")),
+    }
+    tensor, unit, head, e5m2, e5m2_unit = policies
+    shipped = {name: lab.shipped(chosen) for name, chosen in policies.items()}
+    loud = {name: lab.bench("loud").measure(chosen) for name, chosen in policies.items()}
+    rows = [(name, *cells(shipped[name]), scientific(loud[name].mean_kl), f"{loud[name].accuracy:.3f}") for name in policies]
+    largest = {name: lab.bench(name).observed.largest_key for name in ("shipped", "loud")}
+
+    inside = f"Its keys reach {largest['shipped']:.0f}, well inside E4M3's 448: a scale of 1 only moves where the codes lie."
+    chance = (
+        "Floating-point codes are as precise with one scale as with another, and the ranges of the heads differ by less than "
+        "2 times: which of two scales rounds better is chance, of which these intervals know nothing (they are about texts)."
+    )
+    claims = (
+        better("calibration: e4m3", "calibrated E4M3 is better than scale 1", NO_FIGURE, (shipped[tensor], shipped[unit]),
+               inside),
+        better(
+            "calibration: loud keys",
+            f"the same with keys {LOUD} times larger (they reach {largest['loud']:.0f})",
+            "models with large, biased keys break under uncalibrated FP8 (users' reports)",
+            (loud[tensor], loud[unit]),
+        ),
+        better("calibration: e5m2", "calibrated E5M2 is better than scale 1", NO_FIGURE, (shipped[e5m2], shipped[e5m2_unit])),
+        better("calibration: e4m3 before e5m2", "E4M3 is better than E5M2", NO_FIGURE, (shipped[tensor], shipped[e5m2])),
+        better("calibration: per head", "a scale per head is better than one per tensor", NO_FIGURE,
+               (shipped[head], shipped[tensor]), chance),
+    )  # fmt: skip
+    return Section(
+        title="Calibrated against uncalibrated scales",
+        intro="FP8 keys and values with static scales: the largest number of the calibration texts, or 1. "
+        f"*Loud* is the shipped model with all keys {LOUD} times larger, the queries smaller: exactly the same function.",
+        columns=("format", *COLUMNS, "mean KL, loud", "answers, loud"),
+        rows=tuple(rows),
+        claims=claims,
+    )

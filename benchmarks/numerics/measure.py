@@ -1,0 +1,131 @@
+"""Policies measured on the decode path of the one-pass oracle, against the same model with an unrounded cache.
+
+Intervals are 95 % bootstraps by document. KL is in nats per scored token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from transformers import LlamaForCausalLM
+
+from benchmarks.numerics.scales import Observed, kv_scales
+from benchmarks.numerics.texts import Text
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.spec.records import Progress
+from pipeline.verdict.statistics import resampled_sums
+from stages.engines.oracle.engine import OracleEngine
+from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
+
+LEAST_KL = 1e-9
+"""A document's mean KL below this is the noise of float32 logits and counts as this much in ratios."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, replicates: Array) -> "Interval":
+        low, high = np.percentile(replicates, [2.5, 97.5]).tolist()
+        return cls(value, low, high)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One policy on one model: a row of `steps` per text, in the texts' order."""
+
+    policy: KVPolicy
+    shape: KVShape
+    texts: Sequence[Text]
+    steps: Sequence[StepStatistics]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.policy.bytes_per_token(self.shape)
+
+    @cached_property
+    def document_kl(self) -> Array:
+        """Mean KL of every document, (documents,)."""
+        return np.array([step.kl.mean() for step in self.steps])
+
+    @cached_property
+    def mean_kl(self) -> Interval:
+        """Mean over all tokens."""
+        return self._token_mean([step.kl for step in self.steps], range(len(self.texts)))
+
+    @cached_property
+    def perplexity_ratio(self) -> Interval:
+        """Perplexity of the prose over that of the unrounded cache."""
+        prose = [i for i, text in enumerate(self.texts) if not text.judged]
+        found = self._token_mean([step.candidate_nll - step.baseline_nll for step in self.steps], prose)
+        return Interval(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+
+    @cached_property
+    def answers(self) -> list[bool]:
+        """Whether greedy decoding gives the answer, for every question."""
+        pairs = zip(self.texts, self.steps, strict=True)
+        return [bool((step.greedy == np.array(text.targets)).all()) for text, step in pairs if text.judged]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.answers) / len(self.answers)
+
+    def _token_mean(self, values: Sequence[npt.NDArray[np.float64]], chosen: Sequence[int]) -> Interval:
+        sums = np.array([[values[i].sum(), len(values[i])] for i in chosen])
+        total, drawn = sums.sum(axis=0), resampled_sums(sums, [self.texts[i].document for i in chosen])
+        return Interval.of(total[0] / total[1], drawn[:, 0] / drawn[:, 1])
+
+
+def times(worse: Measurement, better: Measurement) -> Interval:
+    """How many times the mean KL of `better` that of `worse` is, paired by document."""
+    sums = np.array([[w.kl.sum(), b.kl.sum()] for w, b in zip(worse.steps, better.steps, strict=True)])
+    drawn = resampled_sums(sums, [text.document for text in worse.texts])
+    total = sums.sum(axis=0)
+    return Interval.of(total[0] / total[1], drawn[:, 0] / drawn[:, 1])
+
+
+def typically(worse: Measurement, better: Measurement) -> float:
+    """The same for the typical document: the geometric mean of their ratios, which no few tokens can rule."""
+    floor = np.full(len(worse.texts), LEAST_KL)
+    ratios = np.maximum(worse.document_kl, floor) / np.maximum(better.document_kl, floor)
+    return float(np.exp(np.log(ratios).mean()))
+
+
+class Bench:
+    """A model, what is asked of it, and what it answers from an unrounded cache; every policy is measured once."""
+
+    def __init__(
+        self, name: str, model: LlamaForCausalLM, texts: Sequence[Text], observed: Observed, progress: Progress
+    ) -> None:
+        self.name, self.model, self.texts, self.observed = name, model, texts, observed
+        self._progress = progress
+        self._known: dict[str, Measurement] = {}
+        self.baseline = [array.astype(np.float32) for array in self._log_probabilities(self._engine(FP16_POLICY))]
+        """Log-probabilities (scored tokens, vocabulary) of every text with a float16 cache."""
+
+    def measure(self, policy: KVPolicy) -> Measurement:
+        key = policy.model_dump_json(exclude={"name"})
+        if key not in self._known:
+            engine = self._engine(policy)
+            triples = zip(self.baseline, self._log_probabilities(engine), self.texts, strict=True)
+            steps = [compare(base, candidate, list(text.targets)) for base, candidate, text in triples]
+            self._known[key] = Measurement(policy, engine.shape, self.texts, steps)
+        return self._known[key]
+
+    def _engine(self, policy: KVPolicy) -> OracleEngine:
+        return OracleEngine.from_model(self.model, policy, kv_scales(policy, self.observed))
+
+    def _log_probabilities(self, engine: OracleEngine) -> list[Array]:
+        rows = []
+        for i, text in enumerate(self.texts):
+            self._progress(f"{self.name} model, policy {len(self._known) + 1}", i, len(self.texts))
+            rows.append(log_softmax(engine.forced(text.tokens, text.first)))
+        return rows

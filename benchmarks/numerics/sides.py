@@ -1,0 +1,157 @@
+"""Sections about keys and values: which side needs the bits, and what shares a scale on each."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.numerics.formats import BOTH_MODELS, NO_FIGURE, both_models
+from benchmarks.numerics.judge import COLUMNS, better, cells, claim, factor
+from benchmarks.numerics.lab import EXACT, Lab, dynamic, policy, static
+from benchmarks.numerics.measure import times
+from benchmarks.numerics.report import Claim, Section, Verdict
+from pipeline.spec.formats import Format
+from stages.engines.oracle.formats import dequantize, quantize
+
+
+def keys_and_values(lab: Lab) -> Section:
+    formats = {"int4": dynamic("int4"), "int8": dynamic("int8"), "fp8": dynamic("fp8_e4m3")}
+    policies = {f"{name} keys": policy(form, EXACT) for name, form in formats.items()}
+    policies |= {f"{name} values": policy(EXACT, form) for name, form in formats.items()}
+    ordered = {name: policies[name] for name in sorted(policies)}
+    found, rows = both_models(lab, ordered)
+    published = {
+        "int4": "40 to 80 times, with outlier channels and sharp queries",
+        "int8": "KLD 9.4e-4 against 7.4e-4 (llama.cpp, q8)",
+        "fp8": NO_FIGURE,
+    }
+    claims: list[Claim] = []
+    for name in formats:
+        keys, values = (policies[f"{name} {side}"] for side in ("keys", "values"))
+        claims.append(
+            better(f"keys: {name}", f"{name}: keys are more sensitive than values", published[name],
+                   (found[f"{name} values"], found[f"{name} keys"]))
+        )  # fmt: skip
+        if name == "int4":
+            pair = (lab.natural(values), lab.natural(keys))
+            why = (
+                "Key errors are rare and large, value errors small and everywhere: without outliers a few tokens carry the "
+                "keys' whole mean, and the typical text suffers more from the values."
+            )
+            claims.append(
+                better("keys: int4, natural", "int4: also where no outliers were planted", published[name], pair, why)
+            )
+    return Section(
+        title="Keys and values",
+        intro="One side quantized per token and head, the other in float16.",
+        columns=BOTH_MODELS,
+        rows=rows,
+        claims=tuple(claims),
+    )
+
+
+QUERY_SIZES = (0.02, 0.1, 1.0, 4.0)
+GAUSSIAN_TOKENS, GAUSSIAN_DIM, GAUSSIAN_QUERIES, GAUSSIAN_DRAWS = 512, 64, 32, 20
+
+
+def gaussian_ratio(query_size: float) -> float:
+    """Squared error of attention's output with INT4 keys over that with INT4 values, all tensors normal."""
+    generator = torch.Generator().manual_seed(0)
+    form = dynamic("int4")
+    error = {"key": 0.0, "value": 0.0}
+    for _ in range(GAUSSIAN_DRAWS):
+        query = query_size * torch.randn(GAUSSIAN_QUERIES, GAUSSIAN_DIM, generator=generator)
+        key, value = (torch.randn(1, GAUSSIAN_TOKENS, GAUSSIAN_DIM, generator=generator) for _ in range(2))
+
+        def output(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor = query) -> torch.Tensor:
+            return torch.softmax(query @ key[0].T / GAUSSIAN_DIM**0.5, dim=-1) @ value[0]
+
+        rounded = {name: dequantize(quantize(x, form, None), form, None) for name, x in (("key", key), ("value", value))}
+        exact = output(key, value)
+        error["key"] += (output(rounded["key"], value) - exact).square().sum().item()
+        error["value"] += (output(key, rounded["value"]) - exact).square().sum().item()
+    return error["key"] / error["value"]
+
+
+def gaussian(lab: Lab) -> Section:
+    ratios = {size: gaussian_ratio(size) for size in QUERY_SIZES}
+    sides = policy(dynamic("int4"), EXACT), policy(EXACT, dynamic("int4"))
+    shipped, natural = (times(*map(measure, sides)) for measure in (lab.shipped, lab.natural))
+    opposite: Verdict = "HOLDS" if ratios[QUERY_SIZES[0]] < 1 < shipped.low else "DOES NOT HOLD"
+    return Section(
+        title="A warning: random tensors",
+        intro=f"Attention over {GAUSSIAN_TOKENS} tokens of standard normal keys and values (head_dim {GAUSSIAN_DIM}), one side "
+        "in INT4 per token: squared error of the output with quantized keys over that with quantized values.",
+        columns=("standard deviation of the queries", "key error / value error"),
+        rows=tuple((f"{size:g}", f"{ratio:.2g}") for size, ratio in ratios.items()),
+        notes="The ratio is no property of keys and values but of how sharp the queries are: a random tensor answers with "
+        "whatever was assumed of them.",
+        claims=(
+            claim(
+                "gaussian: mis-ranks",
+                "random Gaussian tensors rank values as the sensitive side, the model ranks keys",
+                "ratio 6e-4 on Gaussian tensors",
+                ours=f"{ratios[QUERY_SIZES[0]]:.1g} with unsharp Gaussian queries; KL {factor(shipped)} on the shipped model, "
+                f"{factor(natural)} on the natural one",
+                verdict=opposite,
+            ),
+        ),
+    )
+
+
+def key_scales(lab: Lab) -> Section:
+    kinds: dict[str, Callable[[str], Format]] = {
+        "per tensor": static,
+        "per head": lambda dtype: static(dtype, "per_head"),
+        "per channel": lambda dtype: static(dtype, "per_channel"),
+        "per token": dynamic,
+    }
+    policies = {
+        f"{dtype} keys {kind}": policy(make(dtype), EXACT) for dtype in ("int8", "int4") for kind, make in kinds.items()
+    }
+    policies["int4 keys per channel, asymmetric"] = policy(static("int4", "per_channel", symmetric=False), EXACT)
+    policies |= {f"int4 values {kind}": policy(EXACT, kinds[kind]("int4")) for kind in ("per channel", "per token")}
+    found, rows = both_models(lab, policies)
+
+    def pair(a: str, b: str, statement: str, published: str = NO_FIGURE, why: str = "") -> Claim:
+        return better(f"scales: {a} before {b}", statement, published, (found[a], found[b]), why)
+
+    claims = (
+        pair("int4 keys per channel", "int4 keys per token", "int4 keys: scales per channel are better than per token",
+             "keys have outlier channels (KIVI)"),
+        pair("int8 keys per channel", "int8 keys per tensor", "int8 keys: scales per channel are better than one per tensor",
+             "keys have outlier channels (KIVI)"),
+        pair("int4 keys per head", "int4 keys per tensor", "int4 keys: scales per head are better than one per tensor"),
+        pair("int4 values per token", "int4 values per channel", "int4 values: scales per token are better than per channel",
+             "values are fine per token (KIVI)"),
+    )  # fmt: skip
+    return Section(
+        title="What shares a scale: keys and values",
+        intro="One side quantized, the other in float16. Per tensor, head and channel are calibrated, per token is dynamic.",
+        columns=BOTH_MODELS,
+        rows=rows,
+        claims=claims,
+    )
+
+
+def progression(lab: Lab) -> Section:
+    fp8, int4 = static("fp8_e4m3"), dynamic("int4", 64)
+    policies = {"fp8 both": policy(fp8), "fp8 keys, int4 g64 values": policy(fp8, int4), "int4 g64 both": policy(int4)}
+    found = {name: lab.shipped(chosen) for name, chosen in policies.items()}
+    names = tuple(policies)
+    kept = sum(found[names[1]].answers) - sum(found[names[0]].answers)
+    claims = (
+        better("progression: fp8 first", "FP8 is better than FP8 keys with INT4 values", "PPL +1.17 % (vLLM k8v4)",
+               (found[names[0]], found[names[1]])),
+        better("progression: values before keys", "FP8 keys with INT4 values are better than INT4 on both", NO_FIGURE,
+               (found[names[1]], found[names[2]])),
+        claim("progression: answers kept", "FP8 keys with INT4 values lose no answer against FP8",
+              "quality recovery > 98 % (vLLM k8v4)", ours=f"{kept:+d} of {len(found[names[0]].answers)} answers",
+              verdict="HOLDS" if kept >= 0 else "DOES NOT HOLD"),
+    )  # fmt: skip
+    return Section(
+        title="The safe progression",
+        intro="FP8 on both sides, then INT4 values, then INT4 keys.",
+        columns=("policy", *COLUMNS),
+        rows=tuple((name, *cells(found[name])) for name in names),
+        claims=claims,
+    )

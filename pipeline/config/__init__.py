@@ -1,0 +1,1 @@
+"""The typed configuration and its composition from conf/ and the command line."""

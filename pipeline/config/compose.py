@@ -1,0 +1,156 @@
+"""From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from pipeline.config.config import Config
+from pipeline.spec.errors import UserError
+from pipeline.spec.redaction import redact_text
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+"""Beside this package in a checkout and in a wheel. By path: a folder `conf` where the user stands is not ours."""
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Validate a composed configuration; raises UserError with one line per problem."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(error, composed))) from error
+
+
+def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
+    """One line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        location = _as_written(problem["loc"], composed)
+        if _is_interpolated(composed, location):
+            continue  # it repeats a problem of the key it is taken from
+        key = ".".join(str(part) for part in location)
+        text, value = problem["msg"], problem["input"]
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key{_suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
+        elif problem["type"] == "union_tag_invalid":
+            choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
+            lines.append(f"{key}.name={value['name']}: no such option{_suggest(str(value['name']), choices)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing; give it a value")
+        elif problem["type"] == "value_error":  # our own validators begin with the key's name
+            lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
+        elif problem["type"] == "literal_error":
+            choices = re.findall(r"'([^']*)'", text)
+            lines.append(f"{key}={value}: no such option{_suggest(str(value), choices)}")
+        else:
+            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
+    return lines
+
+
+def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
+    """A problem's keys as the user writes them: pydantic adds which kind of backend it is."""
+    return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
+
+
+def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> bool:
+    if not location:  # a problem of several sections together
+        return False
+    parent = OmegaConf.select(composed, ".".join(str(part) for part in location[:-1])) if location[1:] else composed
+    return isinstance(parent, DictConfig) and location[-1] in parent and OmegaConf.is_interpolation(parent, location[-1])
+
+
+def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
+    """Keys that exist where an unknown one was given; of a choice, those of all that can be chosen unless it is known."""
+    models: list[Any] = [Config]
+    for part in location[:-1]:
+        found = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [m for kind in found for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
+        if part == "backend" and backend is not None:
+            models = [m for m in models if backend in get_args(m.model_fields["name"].annotation)] or models
+    return list(dict.fromkeys(key for model in models for key in model.model_fields))
+
+
+def _suggest(value: str, choices: Sequence[str]) -> str:
+    close = get_close_matches(value, choices, n=1)
+    if close:
+        return f", did you mean {close[0]}?"
+    return f"; choose one of {', '.join(choices)}" if choices else ""
+
+
+def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for what Hydra could not compose; its own texts are advice for its developers."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    if key:
+        return f"{key}: unknown key{_suggest(key.split('.')[-1], _siblings(tuple(key.split('.'))))}"
+    text = str(error)
+    option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
+    available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
+    if option:
+        options = [line.strip() for line in available[1].splitlines()] if available else []
+        return f"{option[1]}={option[2]}: no such option{_suggest(option[2], options)}"
+    given = redact_text(" ".join(overrides))
+    if isinstance(error, OverrideParseException):
+        return f"{given}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
+    return f"{given}: {text.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command line asks for, validated."""
+
+    jobs: list[Config]
+    sweeping: bool
+    swept: tuple[str, ...] = ()
+    """Keys that differ between the jobs of a sweep."""
+
+
+def plan(overrides: Sequence[str], multirun: bool) -> Plan:
+    """The validated configuration of every job; UserError names what is wrong with any."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
+            parsed = parser.parse_overrides(list(overrides))
+            plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+            swept = [o for o in parsed if o.is_sweep_override()]
+            composed = compose("config", overrides=plain, return_hydra_config=True)
+            sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
+            if not sweeping:
+                if swept:
+                    raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
+                return Plan([to_config(compose("config", overrides=plain))], sweeping=False)
+            params = composed.hydra.sweeper.params or {}
+            given = {o.key_or_group for o in parsed}
+            swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in given]) + swept
+            jobs = [to_config(compose("config", overrides=[*plain, *job])) for job in _jobs(swept)]
+            return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain_hydra(error, overrides)) from error
+
+
+def _jobs(swept: list[Override]) -> list[list[str]]:
+    """Overrides of each job: every combination of what is swept, with what `hydra.sweeper.params` fixes to one value."""
+    choices = [
+        [f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)]
+        for o in swept
+    ]
+    return [list(job) for job in product(*choices)]

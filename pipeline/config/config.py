@@ -1,0 +1,95 @@
+"""The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.registry.tracking import Tracking
+from pipeline.spec.backends import BackendConfig
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVPolicy
+from pipeline.spec.strict import StrictModel
+from pipeline.spec.weights import WeightsFormat
+from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.verdict.thresholds import Gates
+
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all"]
+
+PACKAGED = "pkg://"
+
+
+class ModelConfig(StrictModel):
+    """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
+
+    path: str
+
+    @property
+    def directory(self) -> Path:
+        if not self.path.startswith(PACKAGED):
+            return Path(self.path).expanduser().resolve()
+        module, _, folder = self.path.removeprefix(PACKAGED).partition("/")
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise UserError(f"model.path={self.path}: no such package; give a checkpoint's directory")
+        return Path(spec.origin).parent / folder
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and the registry."""
+        if self.path.startswith(PACKAGED):
+            return self.path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
+        return self.directory.name
+
+
+class WeightsConfig(StrictModel):
+    """How ModelOpt quantizes the weights; the baseline has the same weights, so that only the cache differs."""
+
+    format: WeightsFormat
+
+
+class CalibrationConfig(StrictModel):
+    """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
+
+    samples: Annotated[int, Field(ge=1, le=100_000)]
+    max_length: Annotated[int, Field(ge=16, le=131_072)]
+    """Longer texts are cut, in tokens."""
+    jsonl: str | None = None
+
+    @property
+    def file(self) -> Path | None:
+        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+
+
+class Config(StrictModel):
+    """Everything a run needs, one section per Hydra group."""
+
+    stage: Stage
+    model: ModelConfig
+    weights: WeightsConfig
+    kv: KVPolicy
+    backend: BackendConfig
+    calibration: CalibrationConfig
+    workloads: WorkloadsConfig
+    gates: Gates
+    tracking: Tracking
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    workdir: str
+    bundle: str | None
+    """An engine, or its evidence: what stage=verify looks at."""
+
+    @model_validator(mode="after")
+    def _bundle_is_for_verify(self) -> Self:
+        if self.stage == "verify" and self.bundle is None:
+            raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
+        if self.stage != "verify" and self.bundle is not None:
+            raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
+        return self
+
+    @property
+    def work(self) -> Path:
+        return Path(self.workdir).expanduser().resolve()

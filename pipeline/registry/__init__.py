@@ -1,0 +1,1 @@
+"""Candidates, promotion, and where both are tracked."""

@@ -1,0 +1,239 @@
+"""What a run does. STAGES is the table of stages; each makes what it needs first, or finds it in the store.
+
+checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from pipeline.artifacts.store import Store
+from pipeline.config.config import Config
+from pipeline.registry import promotion, summary
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import compare_url, open_store, server_command, track
+from pipeline.run import console, tables
+from pipeline.run.chain import WITHOUT_CHECKPOINT, Chain, entry
+from pipeline.run.identity import IDENTITY_FILE
+from pipeline.run.verify import find_evidence, replay
+from pipeline.spec.backends import PlanBackend
+from pipeline.spec.errors import (
+    DEFECT,
+    EXIT_CODES,
+    INTERRUPTED,
+    REFUSALS,
+    GateRefusal,
+    MissingRequirement,
+    UserError,
+    exit_code,
+)
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
+GATE_EXIT = EXIT_CODES[GateRefusal]
+
+
+@dataclass
+class Run:
+    """One job: its configuration, its chain of artifacts, the sweep it belongs to."""
+
+    config: Config
+    chain: Chain
+    sweep: str
+    sweeping: bool
+    label: str
+    """What tells its candidate from the sweep's others: the policy, and what else was overridden."""
+
+    def registry(self) -> "MlflowStore":
+        store = open_store(self.config.tracking, self.config.work, self.config.model.label)
+        if store is None:
+            raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
+        return store
+
+
+def quantize(run: Run) -> None:
+    """Quantize the checkpoint's weights and measure the cache's static scales."""
+    made = run.chain.quantized(run.config.kv)
+    console.out.print(f"quantized checkpoint: {made.path}", soft_wrap=True)
+
+
+def build(run: Run) -> None:
+    """Build the engine bundle."""
+    made = run.chain.bundle(run.config.kv)
+    console.out.print(f"engine bundle: {made.path}\ndigest: {made.digest}", soft_wrap=True)
+    if isinstance(run.config.backend, PlanBackend):
+        plans = {path.name: path.stat().st_size / 2**20 for path in sorted(made.path.glob("*.plan"))}
+        console.out.print("  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items()))
+        console.out.print(run.chain.twin_report(run.config.kv, run.config.backend), soft_wrap=True)
+
+
+def evaluate(run: Run) -> None:
+    """Judge the engine against the FP16-KV engine and register it; GateRefusal unless it passed."""
+    config, chain = run.config, run.chain
+    store = open_store(config.tracking, config.work, config.model.label)
+    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
+        report_artifact, engine, baseline = chain.evaluation(config.kv)
+        report, rows = load_report(report_artifact.path), load_rows(report_artifact.path)
+        verdict = decide(report, rows, config.gates)
+        report_path, samples_path = report_artifact.path / REPORT_FILE, report_artifact.path / SAMPLES_FILE
+        identity = chain.identity(config.kv, report, verdict)
+        candidate = Candidate(
+            kv=config.kv.name,
+            verdict=verdict.status,
+            reasons=tuple(verdict.reasons),
+            kib_per_token=report.system.kib_per_token,
+            metrics=report.flat_metrics(),
+            engine_digest=engine.digest,
+            baseline_digest=baseline.digest,
+            identity_digest=identity.files[IDENTITY_FILE],
+            report_digest=promotion.evidence_digest(report_path, samples_path),
+            engine_path=str(engine.path),
+            baseline_path=str(baseline.path),
+            report_path=str(report_path),
+            samples_path=str(samples_path),
+            identity_path=str(identity.path / IDENTITY_FILE),
+            label="" if run.label == config.kv.name else run.label,
+            model=config.model.label,
+            backend=config.backend.name,
+        )
+        for done in chain.done:
+            made = done.artifact
+            tracked.stage(done.title, done.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
+        with TemporaryDirectory() as scratch:
+            plots = _sample_plots(candidate.name, rows, Path(scratch))
+            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], plots)
+    summary.record(config.work, run.sweep, candidate)
+    tables.print_verdict(candidate)
+    # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
+    if candidate.verdict != promotion.PASS and not run.sweeping:
+        raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
+
+
+def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+    plots = ("kl_by_context", "flips_by_workload")
+    return [entry("stages.evaluate.plots", plot)(rows, name, folder / f"{plot}.png") for plot in plots]
+
+
+def promote(run: Run) -> None:
+    """Make the best of the last sweep's candidates that passed the champion; GateRefusal when none holds up."""
+    found, model = summary.load(run.config.work), run.config.model.label
+    candidates = [candidate for candidate in found.candidates if candidate.model == model]
+    if not candidates:
+        others = ", ".join(sorted({candidate.model for candidate in found.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {run.config.work}/summary.json; {hint}")
+    store = run.registry()
+
+    def decide_again(report: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
+        typed_rows = [SampleRow.model_validate(row) for row in rows]
+        verdict = decide(EvaluationReport.model_validate(report), typed_rows, run.config.gates)
+        return verdict.status, list(verdict.reasons)
+
+    move = promotion.promote(candidates, store, decide_again, sweep=found.sweep)
+    summary.conclude(run.config.work, champion=move.champion)
+    best = next(candidate for candidate in candidates if candidate.name == move.champion)
+    with TemporaryDirectory() as scratch:
+        plot = entry("stages.evaluate.plots", "quality_by_memory")(candidates, Path(scratch) / "quality_by_memory.png")
+        store.attach(str(best.run_id), [plot])
+    tables.print_promotion(candidates, move)
+    _print_mlflow(store, candidates)
+
+
+def rollback(run: Run) -> None:
+    """Bring the previous champion back."""
+    move = promotion.rollback(run.registry())
+    summary.conclude(run.config.work, champion=move.champion)
+    console.out.print(move.message)
+
+
+def verify(run: Run) -> None:
+    """Replay the evidence of an engine, offline and read-only; GateRefusal when something differs."""
+    directory = Path(str(run.config.bundle))
+    found = {path: replay(path) for path in find_evidence(directory)}
+    for path, (identity, findings) in found.items():
+        tables.print_findings(path, identity, findings)
+    by_status = {
+        status: [line.name for _, findings in found.values() for line in findings if line.status == status]
+        for status in ("differs", "missing")
+    }
+    if by_status["differs"]:
+        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(by_status['differs'])}")
+    if by_status["missing"]:
+        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(by_status['missing'])}")
+
+
+def everything(run: Run) -> None:
+    """Evaluate, and promote what passed; jobs of a sweep only register, since the last to finish would win."""
+    evaluate(run)
+    if not run.sweeping and run.config.tracking.enabled:
+        promote(run)
+
+
+def _print_mlflow(store: "MlflowStore", candidates: Sequence[Candidate]) -> None:
+    run_ids = [candidate.run_id for candidate in candidates if candidate.run_id is not None]
+    command = server_command(store.location)
+    console.out.print("\nCompare the candidates in MLflow:")
+    if command is not None:
+        console.out.print(f"  {command}", soft_wrap=True)
+    console.out.print(f"  {compare_url(store.location, store.experiment_id, run_ids)}", soft_wrap=True)
+
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "quantize": quantize,
+    "build": build,
+    "evaluate": evaluate,
+    "promote": promote,
+    "rollback": rollback,
+    "verify": verify,
+    "all": everything,
+}
+
+
+JUDGING = ("evaluate", "all")
+
+
+def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
+    """Run one job; summary.json says how it ended. Raises one of REFUSALS; anything else is a defect.
+
+    `changed` are overrides that belong to the candidate's name.
+    """
+    label = " ".join([config.kv.name, *changed])
+    job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
+    code = DEFECT
+    try:
+        if config.stage not in WITHOUT_CHECKPOINT:
+            console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
+        STAGES[config.stage](job)
+        code = 0
+    except REFUSALS as error:
+        code = exit_code(error)
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        code = INTERRUPTED
+        raise
+    finally:
+        # only a judgement begins or joins a sweep; promotion, and a build in between, leave the last one's candidates
+        if config.stage != "verify":  # which writes nothing, wherever it runs
+            summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
+
+
+def conclude_sweep(config: Config, sweep: str) -> int:
+    """The end of a sweep: the comparison, and its exit code: the worst of its jobs', else whether any candidate passed."""
+    if config.stage not in JUDGING:
+        return 0
+    found = summary.load(config.work)
+    if found.sweep != sweep or not found.candidates:
+        return found.exit_code if found.sweep == sweep else DEFECT
+    tables.print_comparison(found.candidates)
+    passed = any(candidate.verdict == promotion.PASS for candidate in found.candidates)
+    if not passed:
+        summary.finish(config.work, sweep, GATE_EXIT)
+        console.err.print("pipeline: error: no candidate of the sweep passed")
+    return found.exit_code or (0 if passed else GATE_EXIT)

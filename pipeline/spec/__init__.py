@@ -1,0 +1,1 @@
+"""What everything agrees on: records, formats, policies, errors. Imports nothing of ours."""

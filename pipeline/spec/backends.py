@@ -1,0 +1,221 @@
+"""What the user says of a backend: one record each, told apart by `name`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pipeline.artifacts.hardware import gpus
+from pipeline.spec.errors import MissingRequirement
+from pipeline.spec.kv import PAGE_TOKENS
+from pipeline.spec.strict import StrictModel
+
+
+class _Backend(StrictModel):
+    @property
+    def build_options(self) -> dict[str, object]:
+        """Keyword arguments of the backend's `build_bundle` that change what is built."""
+        return {}
+
+    @property
+    def run_options(self) -> dict[str, object]:
+        """Keyword arguments of the backend's `load_engine`."""
+        return {}
+
+
+class _ThreadedBackend(_Backend):
+    threads: Annotated[int, Field(ge=1, le=1024)]
+
+    @property
+    def run_options(self) -> dict[str, object]:
+        return {"threads": self.threads}
+
+
+class GraphBackend(_Backend):
+    """What is built from the exported ONNX decoder."""
+
+    compute_dtype: Literal["float32", "float16"]
+    """In which activations and weights are computed; part of the graph's digest."""
+
+
+class OnnxRuntimeBackend(GraphBackend, _ThreadedBackend):
+    """The embedded engine: the graphs as they are, on any CPU."""
+
+    name: Literal["onnxruntime"]
+
+
+class TorchBackend(_ThreadedBackend):
+    """The oracle on a CPU; the attention kernels on a GPU."""
+
+    name: Literal["torch"]
+    device: Literal["auto", "cpu", "cuda"]
+    """auto is cuda where torch finds a GPU."""
+
+    @property
+    def run_options(self) -> dict[str, object]:
+        return {**super().run_options, "device": self.device}
+
+
+class PlanBackend(GraphBackend):
+    """TensorRT plans of the ONNX engine's own graphs."""
+
+    name: str
+    max_batch: Annotated[int, Field(ge=1, le=1024)]
+    """Sequences at once."""
+    max_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    """Of one sequence. The pool holds max_batch sequences of this length, and is allocated when the engine is loaded."""
+    cuda_graphs: bool
+    """Whether decode steps are captured once per shape and replayed."""
+
+    @property
+    def twin(self) -> OnnxRuntimeBackend:
+        """The ONNX engine of the same graphs."""
+        return OnnxRuntimeBackend(name="onnxruntime", compute_dtype=self.compute_dtype, threads=1)
+
+    @property
+    def build_options(self) -> dict[str, object]:
+        return {"library": self.name, "max_batch": self.max_batch, "max_tokens": self.max_tokens}
+
+    @property
+    def run_options(self) -> dict[str, object]:
+        return {"library": self.name, "cuda_graphs": self.cuda_graphs}
+
+
+class TensorRTBackend(PlanBackend):
+    """TensorRT: builds on the GPU that will run the plans, with the attention plugin in them."""
+
+    name: Literal["tensorrt"]
+
+    @property
+    def gpu(self) -> dict[str, str]:
+        """The one that plans are built on and for, the driver's first. Raises MissingRequirement without one."""
+        found = gpus()
+        if not found:
+            raise MissingRequirement(
+                "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
+                "(nvidia-smi); backend=tensorrt_rtx builds without one"
+            )
+        return found[0]
+
+    @property
+    def build_options(self) -> dict[str, object]:
+        """Raises MissingRequirement without a GPU: plans are tuned on the one that they are for, so it is part of the key."""
+        return {**super().build_options, "gpu": self.gpu}
+
+
+RTX_TARGETS = (75, 80, 86, 89, 120, 121)
+"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability)."""
+
+
+class TensorRTRTXBackend(PlanBackend):
+    """TensorRT for RTX: builds for named GPUs, without one."""
+
+    name: Literal["tensorrt_rtx"]
+    compute_capabilities: Annotated[tuple[int, ...], Field(strict=False)]
+    """GPUs that the plans have code for: 89 is SM 8.9."""
+
+    @field_validator("compute_capabilities", mode="before")
+    @classmethod
+    def _is_a_list(cls, given: object) -> object:
+        if type(given) is int:
+            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": given})
+        return given
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.compute_capabilities or not set(self.compute_capabilities) <= set(RTX_TARGETS):
+            listed = ", ".join(map(str, RTX_TARGETS))
+            raise ValueError(f"compute_capabilities={list(self.compute_capabilities)}: name some of {listed}")
+        return self
+
+    @property
+    def build_options(self) -> dict[str, object]:
+        return {**super().build_options, "targets": sorted(set(self.compute_capabilities))}
+
+
+Switch = Literal["auto", "enable", "disable"]
+
+
+class Speculation(StrictModel):
+    """Speculative decoding while serving; an evaluation decodes without it."""
+
+    decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
+    max_draft_len: Annotated[int, Field(ge=1, le=64)]
+    speculative_model: str | None = None
+    """The draft model's directory, where the type has one."""
+
+    @model_validator(mode="after")
+    def _has_its_model(self) -> Self:
+        if (self.decoding_type == "NGram") != (self.speculative_model is None):
+            hint = "leave it null" if self.decoding_type == "NGram" else "give the draft model's directory"
+            raise ValueError(f"speculative_model={self.speculative_model}: decoding_type={self.decoding_type}: {hint}")
+        return self
+
+
+class Serving(StrictModel):
+    """What `trtllm-serve` is told beyond the cache's format; only target=pytorch has it in its bundle."""
+
+    enable_block_reuse: bool
+    host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
+    """Host memory for blocks that were pushed out of the GPU; 0 is none."""
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Of the memory that weights leave free, what the cache may take."""
+    attention_windows: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] | None
+    """Tokens that a layer attends to, repeated over the layers; null is all."""
+    speculation: Speculation | None
+
+
+class TrtllmBackend(_Backend):
+    """TensorRT-LLM, in an interpreter of its own."""
+
+    name: Literal["trtllm"]
+    target: Literal["auto", "engine", "pytorch"]
+    """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
+    python: str | None
+    """The Python that has TensorRT-LLM: a path, or a command on PATH."""
+    build_timeout_s: Annotated[int, Field(ge=1)]
+    request_timeout_s: Annotated[int, Field(ge=1)]
+    """Of loading an engine, and of one batch of requests."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
+    max_batch_size: Annotated[int, Field(ge=1, le=4096)]
+    max_input_len: Annotated[int, Field(ge=1)]
+    max_seq_len: Annotated[int, Field(ge=2)]
+    """Prompt and answer of one sequence."""
+    max_num_tokens: Annotated[int, Field(ge=1)]
+    """Of all sequences of one step."""
+    paged_context_fmha: Switch
+    """Whether prompts attend through the paged cache, which block reuse and chunked prompts need. auto: where TensorRT-LLM
+    keeps it."""
+    fp8_context_fmha: Switch
+    gather_context_logits: bool
+    allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
+    """Keys in which the built engine may differ from what was asked; any other difference is an error."""
+    serving: Serving
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.max_input_len >= self.max_seq_len:
+            raise ValueError(f"max_input_len={self.max_input_len}: must be below max_seq_len={self.max_seq_len}")
+        if self.max_input_len > self.max_num_tokens:
+            raise ValueError(f"max_num_tokens={self.max_num_tokens}: must hold a prompt of max_input_len={self.max_input_len}")
+        # TensorRT-LLM builds with the bound instead, without an error (tensorrt_llm/builder.py).
+        largest = self.max_batch_size * self.max_seq_len
+        if not PAGE_TOKENS <= self.max_num_tokens <= largest:
+            raise ValueError(
+                f"max_num_tokens={self.max_num_tokens}: must be {PAGE_TOKENS} (a block of the cache) to {largest} "
+                f"(max_batch_size * max_seq_len)"
+            )
+        return self
+
+    @property
+    def build_options(self) -> dict[str, object]:
+        return self.model_dump(mode="json", exclude={"name", "request_timeout_s"})
+
+    @property
+    def run_options(self) -> dict[str, object]:
+        return {"python": self.python, "timeout_s": self.request_timeout_s, "build_timeout_s": self.build_timeout_s}
+
+
+BackendConfig = Annotated[
+    OnnxRuntimeBackend | TorchBackend | TensorRTRTXBackend | TensorRTBackend | TrtllmBackend, Field(discriminator="name")
+]

@@ -1,0 +1,224 @@
+"""What a Hugging Face checkpoint directory is, read from its JSON alone: no torch, no transformers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVShape
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Decoders whose attention is quantized, exported and tested here, and the model_type by which transformers loads them."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the running length, so that they are constants of the graph."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+}
+"""What transformers 4.57 assumes for keys that config.json leaves out, as far as it decides something here."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint that passed the checks. Files are names inside `path`."""
+
+    path: Path
+    architecture: str
+    shape: KVShape
+    q_heads: int
+    vocab_size: int
+    max_positions: int
+    """Longest sequence that the model's rotary embedding was made for, in tokens."""
+    rope_scaling: str | None
+    """Kind of rotary scaling (`llama3`, `yarn`, ...), None for plain rotary embeddings."""
+    weight_files: tuple[str, ...]
+    other_files: tuple[str, ...]
+    """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
+
+
+def inspect_checkpoint(path: Path) -> CheckpointInfo:
+    """Read and check `path`; raise UserError naming `model.path`, what is wrong and what to do."""
+    if not path.is_dir():
+        raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint")
+    config = _read_json(path, "config.json")
+    architecture = _architecture(path, config)
+    if config.get("quantization_config") is not None:
+        raise UserError(f"model.path={path}: the checkpoint is already quantized; give the unquantized one")
+    config = DEFAULTS[ARCHITECTURES[architecture]] | config
+    rope_scaling = _rope_scaling(path, config)
+    layers = _integer(path, config, "num_hidden_layers")
+    _refuse_sliding_window(path, architecture, config, layers)
+    weight_files, index = _weight_files(path)
+    tokenizer = _tokenizer_files(path)
+    generation = ("generation_config.json",) if (path / "generation_config.json").is_file() else ()
+    other_files = ("config.json", *generation, *index, *tokenizer)
+    for name in (*weight_files, *other_files):
+        _refuse_escape(path, name)
+
+    q_heads = _integer(path, config, "num_attention_heads")
+    hidden_size = _integer(path, config, "hidden_size")
+    kv_heads = _integer(path, config, "num_key_value_heads", default=q_heads)
+    head_dim = _integer(path, config, "head_dim", default=hidden_size // q_heads)
+    if config.get("head_dim") is None and hidden_size % q_heads:
+        raise UserError(f"model.path={path}: config.json has no head_dim, and {q_heads} heads do not divide {hidden_size}")
+    if q_heads % kv_heads:
+        raise UserError(f"model.path={path}: num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
+    if head_dim % 2:
+        raise UserError(f"model.path={path}: head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+    return CheckpointInfo(
+        path=path,
+        architecture=architecture,
+        shape=KVShape(layers, kv_heads, head_dim),
+        q_heads=q_heads,
+        vocab_size=_integer(path, config, "vocab_size"),
+        max_positions=_integer(path, config, "max_position_embeddings"),
+        rope_scaling=rope_scaling,
+        weight_files=weight_files,
+        other_files=other_files,
+    )
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((path / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"model.path={path}: not a Hugging Face checkpoint, {name} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"model.path={path}: {name} is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model.path={path}: {name} must hold a JSON object")
+    return content
+
+
+def _architecture(path: Path, config: dict[str, Any]) -> str:
+    declared = config.get("architectures")
+    if not isinstance(declared, list) or len(declared) != 1:
+        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {declared}")
+    architecture = str(declared[0])
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"model.path={path}: {architecture} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    # transformers picks the class by model_type alone.
+    if config.get("model_type") != ARCHITECTURES[architecture]:
+        raise UserError(
+            f"model.path={path}: config.json: model_type must be {ARCHITECTURES[architecture]} for {architecture}, "
+            f"got {config.get('model_type')}"
+        )
+    return architecture
+
+
+def _integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        raise UserError(f"model.path={path}: config.json: {key} must be a positive integer, got {value}")
+    return value
+
+
+def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
+    if "rope_parameters" in config:
+        raise UserError(
+            f"model.path={path}: config.json has rope_parameters, as transformers 5 writes it and transformers 4 ignores it; "
+            "put its rope_theta and the rest, as rope_scaling, at the top level instead"
+        )
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise UserError(f"model.path={path}: config.json: rope_scaling must be an object or null, got {scaling}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UserError(
+            f"model.path={path}: config.json: rope_scaling.rope_type={kind} is not supported, its frequencies may depend on "
+            f"the running length; use one of {', '.join(ROPE_TYPES)}"
+        )
+    return None if kind == "default" else str(kind)
+
+
+def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any], layers: int) -> None:
+    """The engine's cache is full attention in every layer. Llama ignores sliding_window, Mistral always applies it."""
+    listed = config.get("layer_types")
+    other = [kind for kind in listed or () if kind != "full_attention"]
+    if other:
+        raise UserError(
+            f"model.path={path}: config.json: layer_types holds {other[0]}, which is not supported; "
+            "use a model with full_attention in every layer"
+        )
+    window = config.get("sliding_window")
+    if window is None:
+        return
+    off = f"is not supported; if no sequence gets longer than {window} tokens, set"
+    if architecture == "MistralForCausalLM":
+        raise UserError(f"model.path={path}: config.json: sliding_window={window} {off} sliding_window to null")
+    # transformers applies Qwen's window from layer max_window_layers on, unless layer_types lists the layers.
+    if architecture.startswith("Qwen") and config.get("use_sliding_window") and listed is None:
+        first = config["max_window_layers"]
+        if not isinstance(first, int) or first < layers:
+            raise UserError(f"model.path={path}: config.json: use_sliding_window=true {off} it to false")
+
+
+def _tokenizer_files(path: Path) -> tuple[str, ...]:
+    found = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
+    if "tokenizer.json" in found or {"vocab.json", "merges.txt"} <= set(found):
+        return found
+    if "tokenizer.model" in found:
+        raise UserError(
+            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
+            "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
+        )
+    raise UserError(
+        f"model.path={path}: no tokenizer, neither tokenizer.json nor vocab.json with merges.txt; "
+        "save it there with tokenizer.save_pretrained"
+    )
+
+
+def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Safetensors files that transformers would load, and the index when there is one."""
+    if (path / SINGLE).is_file():
+        return (SINGLE,), ()
+    if not (path / INDEX).is_file():
+        pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
+                "save as safetensors with model.save_pretrained"
+            )
+        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing")
+    weight_map = _read_json(path, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"model.path={path}: {INDEX} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"model.path={path}: {INDEX} names {name!r}, which is not a safetensors file beside it")
+        if not (path / name).is_file():
+            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing")
+    return tuple(names), (INDEX,)
+
+
+def _refuse_escape(path: Path, name: str) -> None:
+    if not (path / name).resolve().is_relative_to(path.resolve()):
+        raise UserError(f"model.path={path}: {name} is a link that leaves the directory; copy the files (cp -rL)")

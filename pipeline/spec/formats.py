@@ -1,0 +1,146 @@
+"""Cache formats: what a code is, what shares a scale, where the scale comes from, and the bytes of all that.
+
+A new code type is a new entry of CODES: both engines read their arithmetic and their packing from it.
+
+Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pipeline.spec.strict import StrictModel
+
+PARAMETER_BYTES = 2
+"""Scales and zeros that are stored per token or per group are float16."""
+
+MIN_SCALE = 2.0**-14
+"""Floor of a stored scale: the smallest normal float16, so that an all-zero group divides by something and the rounding
+of the scale itself stays below half a step."""
+
+MAX_FLOAT16 = 65504.0
+"""Engines refuse keys and values beyond it like NaN, and saturate scales and zeros there."""
+
+GROUP_SIZES = (16, 32, 64, 128)
+
+Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
+ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
+Rotation = Literal["none", "hadamard"]
+
+
+@dataclass(frozen=True)
+class Code:
+    """One stored number. `exact` types are not scaled; `float` types round to nearest even and saturate; `integer` types
+    are packed 8 / bits to a byte."""
+
+    kind: Literal["exact", "float", "integer"]
+    bits: int
+    limit: float = 0.0
+    """Largest magnitude of a symmetric code; symmetric scale = amax / limit."""
+
+    @property
+    def levels(self) -> int:
+        """Codes of an asymmetric integer format are 0 to levels; asymmetric scale = (max - min) / levels."""
+        return (1 << self.bits) - 1
+
+
+CODES: dict[str, Code] = {
+    "fp16": Code("exact", 16),
+    "bf16": Code("exact", 16),
+    "fp8_e4m3": Code("float", 8, 448.0),
+    "fp8_e5m2": Code("float", 8, 57344.0),
+    "int8": Code("integer", 8, 127.0),
+    "int4": Code("integer", 4, 7.0),
+}
+
+
+class Format(StrictModel):
+    """How one side of the cache (keys or values) is stored.
+
+    granularity says what shares a scale: `per_tensor` one per layer, `per_head` one per KV head, `per_channel` one per KV
+    head and channel (all static, fixed at build time); `per_token` one per token and KV head, `per_group` one per token,
+    KV head and `group_size` channels (both dynamic, stored beside the codes as float16).
+    scale says where it comes from: `calibrated` by ModelOpt, `uncalibrated` is 1.0, `dynamic` is made from what is written.
+    symmetric=false stores a zero beside every scale: the value of code 0, the smallest of what shares it.
+    rotation=hadamard multiplies every head's vector by the orthonormal Hadamard matrix before anything else, which spreads
+    outlier channels; queries are rotated alike and outputs rotated back, so that the attention is unchanged.
+    """
+
+    dtype: str
+    granularity: Granularity = "none"
+    group_size: int | None = None
+    symmetric: bool = True
+    scale: ScaleSource = "none"
+    rotation: Rotation = "none"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.dtype not in CODES:
+            raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
+        if self.exact:
+            unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
+            if not unscaled or self.rotation != "none":
+                raise ValueError(
+                    f"dtype {self.dtype} has no scale: set granularity=none, scale=none, group_size=null, symmetric=true "
+                    "and rotation=none"
+                )
+            return self
+        if self.granularity == "none":
+            raise ValueError(f"granularity must not be none for dtype {self.dtype}: per_tensor, per_token or per_group, say")
+        if not self.symmetric and self.code.kind == "float":
+            raise ValueError(f"symmetric must be true for {self.dtype}: floating-point codes have no zero point")
+        allowed: tuple[ScaleSource, ...] = ("calibrated",) if self.static else ("dynamic",)
+        if self.granularity == "per_tensor" and self.code.kind == "float":
+            allowed = ("calibrated", "uncalibrated")
+        if self.scale not in allowed:
+            raise ValueError(f"scale must be {' or '.join(allowed)} for {self.dtype} {self.granularity}, got {self.scale}")
+        if self.granularity == "per_group" and self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES[:-1]))
+            raise ValueError(f"group_size must be {sizes} or {GROUP_SIZES[-1]}, got {self.group_size}")
+        if self.granularity != "per_group" and self.group_size is not None:
+            raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
+        return self
+
+    @property
+    def code(self) -> Code:
+        return CODES[self.dtype]
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is scaled: fp16 or bf16."""
+        return self.code.kind == "exact"
+
+    @property
+    def static(self) -> bool:
+        """Whether the scales are fixed at build time (and stored once, not per token)."""
+        return self.granularity in ("per_tensor", "per_head", "per_channel")
+
+    def static_scales(self, kv_heads: int, head_dim: int) -> int:
+        """Scales of a layer that are fixed at build time: 1, H or H * D (head-major); 0 when they are dynamic."""
+        return {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}.get(self.granularity, 0)
+
+    def scales_per_token(self, head_dim: int) -> int:
+        """Stored scales of one token of one KV head: 0 when static or unscaled, 1 per token, D / group_size per group."""
+        if self.granularity == "per_group":
+            assert self.group_size is not None
+            return head_dim // self.group_size
+        return 1 if self.granularity == "per_token" else 0
+
+    def code_bytes(self, head_dim: int) -> int:
+        """Bytes of the codes of one token of one KV head."""
+        return head_dim * self.code.bits // 8
+
+    def token_bytes(self, head_dim: int) -> int:
+        """Bytes of one token of one KV head, its scales and zeros included."""
+        parameters = self.scales_per_token(head_dim) * (1 if self.symmetric else 2)
+        return self.code_bytes(head_dim) + PARAMETER_BYTES * parameters
+
+    def refuse_head_dim(self, head_dim: int) -> str | None:
+        """Why this format cannot hold heads of `head_dim` channels: the key, and what to choose; None when it can."""
+        if self.group_size is not None and head_dim % self.group_size:
+            choice = "choose one that does, or granularity=per_token"
+            return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"
+        if self.rotation == "hadamard" and head_dim & (head_dim - 1):
+            return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
+        return None

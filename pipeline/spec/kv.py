@@ -1,0 +1,228 @@
+"""KV policies: which format every part of the cache has, and exactly how many bytes that takes.
+
+Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantization factor: x ~ code * scale + zero.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, FiniteFloat, model_validator
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.strict import StrictModel
+
+PAGE_TOKENS = 64
+"""Tokens in a page of the pool, fixed by the page layout that every backend and kernel shares."""
+
+EXACT_BYTES = 2
+"""Sink and recent tokens are kept as float16."""
+
+POLICY_FILE = "kv_policy.json"
+SCALES_FILE = "kv_scales.json"
+"""A KVPolicy and its KVScales, beside the quantized checkpoint and in every engine bundle."""
+
+SideName = Literal["key", "value", "window_key", "window_value"]
+"""One stored copy of the keys or values of a layer: of every token, or of the tokens in the window only."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The part of a model's shape that the cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class Window(StrictModel):
+    """A finer format for younger tokens. A page is in the window while any of its tokens is among the last `tokens`.
+
+    Pages in the window are stored twice, so that a page leaves it by being forgotten, not by being rounded again. A side
+    without a format of its own reads young tokens like old ones.
+    """
+
+    tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    key: Format | None = None
+    value: Format | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("key and value are both null: give the window a format, or set window=null")
+        return self
+
+    def first_page(self, length: int) -> int:
+        """First page that is in the window of a cache of `length` tokens."""
+        return max(0, length - self.tokens) // PAGE_TOKENS
+
+
+class LayerOverride(StrictModel):
+    """Other formats for some layers (0 is the first). An overridden side is stored once: the window does not apply to it."""
+
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
+    key: Format | None = None
+    value: Format | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("key and value are both null: give the layers a format")
+        return self
+
+
+class KVPolicy(StrictModel):
+    """A cache format for keys, one for values, and where another one applies: the first and the latest tokens, which are
+    kept exact (float16), a window of younger tokens, single layers."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    key: Format
+    value: Format
+    sink_tokens: int = Field(default=0, ge=0, le=1024)
+    recent_tokens: int = Field(default=0, ge=0, le=4096)
+    window: Window | None = None
+    overrides: Annotated[tuple[LayerOverride, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _one_override_a_layer(self) -> Self:
+        for side in ("key", "value"):
+            layers = [layer for override in self.overrides if getattr(override, side) for layer in override.layers]
+            twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+            if twice:
+                raise ValueError(f"overrides give layer {twice[0]} two {side} formats; name each layer once")
+        return self
+
+    def sides(self, layer: int) -> dict[SideName, Format]:
+        """Every stored copy of a layer's keys and values, in the order of SideName."""
+        named: dict[SideName, Format] = {"key": self.key, "value": self.value}
+        if self.window is not None:
+            named |= {"window_key": self.window.key} if self.window.key is not None else {}
+            named |= {"window_value": self.window.value} if self.window.value is not None else {}
+        for override in self.overrides:
+            if layer in override.layers:
+                if override.key is not None:
+                    named["key"] = override.key
+                    named.pop("window_key", None)
+                if override.value is not None:
+                    named["value"] = override.value
+                    named.pop("window_value", None)
+        return named
+
+    @property
+    def formats(self) -> tuple[tuple[str, Format], ...]:
+        """Every format with the configuration key below `kv.` that gives it."""
+        named: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
+        if self.window is not None:
+            named += [("window.key", self.window.key), ("window.value", self.window.value)]
+        for number, override in enumerate(self.overrides):
+            named += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
+        return tuple((name, form) for name, form in named if form is not None)
+
+    @property
+    def quantized(self) -> bool:
+        return any(form.dtype != "fp16" for _, form in self.formats)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens per sequence that are also kept as float16 (the pool holds every token, these included)."""
+        return self.sink_tokens + self.recent_tokens
+
+    def check_shape(self, shape: KVShape) -> None:
+        """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
+        for name, form in self.formats:
+            refusal = form.refuse_head_dim(shape.head_dim)
+            if refusal is not None:
+                raise UserError(f"kv.{name}.{refusal}")
+        for number, override in enumerate(self.overrides):
+            if max(override.layers) >= shape.layers:
+                raise UserError(
+                    f"kv.overrides.{number}.layers={list(override.layers)}: the model has {shape.layers} layers, the last "
+                    f"is {shape.layers - 1}"
+                )
+
+    def bytes_per_token(self, shape: KVShape) -> int:
+        """Bytes that one more token costs for good in the pools of all layers, per-token scales included.
+
+        What is held of sinks, recent tokens and the window is bounded per sequence: `exact_bytes`, `window_bytes`.
+        """
+        return shape.kv_heads * sum(
+            form.token_bytes(shape.head_dim)
+            for layer in range(shape.layers)
+            for side, form in self.sides(layer).items()
+            if not side.startswith("window")
+        )
+
+    def pool_bytes(self, shape: KVShape, pages: int) -> int:
+        """Bytes of the pools of all layers for `pages` pages."""
+        return pages * PAGE_TOKENS * self.bytes_per_token(shape)
+
+    def window_page_bytes(self, shape: KVShape) -> int:
+        """Bytes of the second copies of one page in the window, all layers."""
+        return PAGE_TOKENS * shape.kv_heads * sum(
+            form.token_bytes(shape.head_dim)
+            for layer in range(shape.layers)
+            for side, form in self.sides(layer).items()
+            if side.startswith("window")
+        )  # fmt: skip
+
+    def window_pages(self, length: int) -> int:
+        """Pages in the window of a cache of `length` tokens, 0 without a window."""
+        if self.window is None:
+            return 0
+        return -(-length // PAGE_TOKENS) - self.window.first_page(length)
+
+    def exact_bytes(self, shape: KVShape, sequences: int) -> int:
+        """Bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""
+        return sequences * self.exact_tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * EXACT_BYTES
+
+    def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
+        """Bytes that one sequence of `tokens` tokens really occupies: whole pages, its window and its exact buffers."""
+        pages = -(-tokens // PAGE_TOKENS)
+        window = self.window_pages(tokens) * self.window_page_bytes(shape)
+        return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
+
+
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SideScales(StrictModel):
+    """Static scales of one side of one layer, 1, H or H * D of them (head-major), and the zeros of an asymmetric format:
+    x ~ code * scale + zero, where asymmetric codes start at 0."""
+
+    scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
+    zero: tuple[FiniteFloat, ...] | None = None
+
+
+class KVScales(StrictModel):
+    """Static scales by layer; a side that has none (dynamic or exact) is absent."""
+
+    layers: tuple[dict[SideName, SideScales], ...]
+
+    def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
+        """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
+        if len(self.layers) != shape.layers:
+            raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
+        for layer, found in enumerate(self.layers):
+            wanted = {side: form for side, form in policy.sides(layer).items() if form.static}
+            for side in wanted.keys() ^ found.keys():
+                problem = "has no static scale" if side in found else "has static scales, which are missing"
+                raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")
+            for side, form in wanted.items():
+                count = form.static_scales(shape.kv_heads, shape.head_dim)
+                zeros = None if form.symmetric else count
+                stored = found[side].zero
+                if (len(found[side].scale), None if stored is None else len(stored)) != (count, zeros):
+                    raise UserError(
+                        f"{source}: layer {layer}: {side} must hold {count} scales and {zeros or 'no'} zeros for "
+                        f"{form.dtype} {form.granularity}, got {len(found[side].scale)} and {len(stored or ())}"
+                    )
+
+
+FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))
+"""The baseline of every comparison."""
+
+
+def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
+    """Most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long."""
+    sequences = budget_bytes // policy.sequence_bytes(shape, sequence_tokens)
+    return sequences * sequence_tokens

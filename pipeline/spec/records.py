@@ -1,0 +1,120 @@
+"""Records that stages exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from pipeline.spec.kv import KVPolicy, KVShape
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Progress = Callable[[str, int, int], None]
+"""Progress of a stage: what it is doing, how much is done, of how much."""
+
+Check = Literal["none", "exact", "json", "tool_call"]
+
+PREFILL_CHUNK = 1024
+"""Tokens of one prefill run: they see each other exactly, and the cache of the chunks before them like a decoded token."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with a known answer. `messages` are rendered by the tokenizer's chat template, `prompt` is raw text."""
+
+    id: str
+    workload: str
+    reference: str
+    messages: tuple[tuple[str, str], ...] = ()
+    prompt: str = ""
+    check: Check = "exact"
+    """How a generated answer is judged: not at all, as text, as strict JSON, or as a call of one of `tools`."""
+    document: str = ""
+    """Samples of one document are resampled together by the bootstrap; the id when empty."""
+    depth: float | None = None
+    """Retrieval: relative position of the needle in the prompt, 0 to 1."""
+    tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Allowed tools and their argument names."""
+
+    @property
+    def cluster(self) -> str:
+        return self.document or self.id
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of the cache, as allocated."""
+
+    pool_bytes: int
+    exact_bytes: int
+    window_bytes: int
+    static_scale_bytes: int
+    pages: int
+    live_tokens: int
+
+
+class Engine(Protocol):
+    """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size)."""
+
+    policy: KVPolicy
+    shape: KVShape
+    vocab_size: int
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
+        """Start one sequence a prompt; logits of each prompt's last token. Those of a prompt of one chunk
+        (PREFILL_CHUNK) do not read the quantized cache."""
+        ...
+
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append one token to each sequence; logits computed from the quantized cache."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+    ) -> list[list[int]]:
+        """Greedy continuations without the stop token."""
+        ...
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free the sequences' pages."""
+        ...
+
+    def memory(self) -> MemoryReport: ...
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Multiply every key scale that decoding reads (the stored keys where the format has none): the canary's fault."""
+        ...
+
+
+@runtime_checkable
+class OnePassEngine(Engine, Protocol):
+    """An engine that computes forced decode of a whole sequence at once."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
+        """Logits (len(tokens) - first, vocab_size): row r is what `decode` gives for tokens[first + r] after
+        `prefill` of tokens[:first] (at least one token) and `decode` of those between. No sequence stays behind."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """What a load of prompts took on an engine."""
+
+    first_token_ms: list[float]
+    """One prompt after the other, alone."""
+    step_ms: list[float]
+    """Decode steps of all sequences together, in order."""
+    memory: MemoryReport
+    """At the last step."""
+
+
+@runtime_checkable
+class TimedEngine(Engine, Protocol):
+    """An engine whose steps cannot be timed from outside: it serves whole requests."""
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """Times of `steps` decode steps after the first token of every prompt."""
+        ...

@@ -1,0 +1,69 @@
+"""Which samples an evaluation runs, how they are batched, and the fixed load that times the engine."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.spec.strict import StrictModel
+
+Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
+"""The built-in workloads, those of `stages.workloads.WORKLOADS`."""
+
+Count = Annotated[int, Field(ge=0, le=100_000)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class LoadConfig(StrictModel):
+    """The load that system metrics are timed on: `batch` sequences of `context_tokens`, `new_tokens` decode steps."""
+
+    batch: Annotated[int, Field(ge=1, le=4096)]
+    context_tokens: Positive
+    new_tokens: Annotated[int, Field(ge=2, le=100_000)]
+    warmup_steps: Annotated[int, Field(ge=0, le=1000)]
+    """Decode steps before the timed ones."""
+    budget_gib: Annotated[float, Field(gt=0)]
+    """Cache memory for which the most live tokens are computed."""
+    sequence_tokens: Positive
+    """Length of every sequence in that computation."""
+
+
+class WorkloadsConfig(StrictModel):
+    """What is asked, and how."""
+
+    samples: dict[Workload, Count]
+    """Samples of each built-in workload; 0 or absent leaves it out."""
+    jsonl: str | None
+    """The user's own samples: one JSON object a line (README says which keys); added to the built-in ones."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    batch_size: Annotated[int, Field(ge=1, le=1024)]
+    """Sequences decoded together; a finished one makes room for the next."""
+    extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]
+    """A generation may be this much longer than its reference, in tokens, before it is cut."""
+    max_scored_tokens: Positive
+    """References that are not checked as answers (prose) are cut to this many tokens."""
+    context_bins: list[int]
+    """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
+    noise_samples: Count
+    """Samples per workload that the baseline repeats one at a time: the A/A noise floor."""
+    canary_samples: Annotated[int, Field(ge=1, le=1000)]
+    """Samples per workload on which a corrupted key scale must be noticed."""
+    canary_factor: float
+    """By how much the canary multiplies every key scale."""
+    load: LoadConfig
+
+    @property
+    def file(self) -> Path | None:
+        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not any(self.samples.values()) and self.jsonl is None:
+            raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
+        edges = self.context_bins
+        if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
+        if self.canary_factor == 1.0:
+            raise ValueError("canary_factor must differ from 1, which corrupts nothing")
+        return self

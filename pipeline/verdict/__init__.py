@@ -1,0 +1,1 @@
+"""The report of an evaluation and the gates that judge it."""

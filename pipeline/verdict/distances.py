@@ -1,0 +1,251 @@
+"""The gates on what is there, on distances and on the evaluation itself; those on answers are in `pipeline.verdict.answers`.
+
+Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.verdict import statistics as st
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Check, Gates, Status, finite
+
+MEASURED = (
+    "mean_kl",
+    "max_kl",
+    "baseline_nll",
+    "candidate_nll",
+    "top1_agreement",
+    "top10_overlap",
+    "mean_squared_delta_p",
+)
+
+
+def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
+    """FAIL for what is missing, doubled or not a number."""
+    problems: list[tuple[str, str]] = []
+    if not rows:
+        problems.append(("all", "all: no samples were evaluated"))
+    if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
+        problems.append(("all", f"all: the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+    for workload in sorted({row.workload for row in rows}):
+        mine = [row for row in rows if row.workload == workload]
+        broken = [row.id for row in mine if not _complete(row)]
+        if broken:
+            text = f"{workload}: {len(broken)} of {len(mine)} samples have no finite numbers or answer ({broken[0]})"
+            problems.append((workload, text))
+    return [
+        Check(gate="complete", where=where, value=None, bound=None, threshold=None, status="FAIL", reason=reason)
+        for where, reason in problems
+    ]
+
+
+def _complete(row: SampleRow) -> bool:
+    values = [getattr(row, name) for name in MEASURED]
+    measured = all(value is not None and math.isfinite(value) for value in values)
+    answered = not row.judged or (row.baseline_correct is not None and row.candidate_correct is not None)
+    return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
+
+
+def evidence(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """Whether distances may decide alone, where no sample has an answer: with gates.min_samples documents or more.
+
+    Of documents, because samples of one are alike; of all workloads together, because it is the report that has to show
+    enough (few prose samples beside judged ones are fine). No line where an answer is judged: accuracy is the verdict then.
+    """
+    if any(row.judged for row in rows):
+        return []
+    documents = len({row.document for row in rows})
+    enough = documents >= gates.min_samples
+    said = f"all: no sample has an answer to judge, {documents} documents have distances"
+    return [
+        Check(
+            gate="min_samples",
+            where="all",
+            value=documents,
+            bound=None,
+            threshold=gates.min_samples,
+            status="PASS" if enough else "INCONCLUSIVE",
+            reason=f"{said}; gates.min_samples is {gates.min_samples}",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class _TripWire:
+    gate: str
+    label: str
+    threshold: float
+    value: float
+    replicates: st.Array
+    upper_is_bad: bool = True
+
+    def status(self, alpha: float, passes_by_bound: bool) -> tuple[Status, float]:
+        """The verdict and the bound that it rests on."""
+        low, high = (float(np.quantile(self.replicates, q)) for q in (alpha, 1 - alpha))
+        if not all(math.isfinite(v) for v in (self.value, low, high)):
+            return "FAIL", math.nan
+        best, worst = (low, high) if self.upper_is_bad else (high, low)
+        if self._outside(best):
+            return "FAIL", best
+        if passes_by_bound and self._outside(worst):
+            return "INCONCLUSIVE", worst
+        return "PASS", worst if passes_by_bound else best
+
+    def _outside(self, value: float) -> bool:
+        return value > self.threshold if self.upper_is_bad else value < self.threshold
+
+    def check(self, where: str, alpha: float, passes_by_bound: bool = True) -> Check:
+        status, bound = self.status(alpha, passes_by_bound)
+        limit = "at most" if self.upper_is_bad else "at least"
+        judgement = {"PASS": "within", "FAIL": "outside", "INCONCLUSIVE": "not clearly within"}[status]
+        text = (
+            f"{where}: {self.label} {self.value:.4g}, {100 * (1 - alpha):.4g} % bound {bound:.4g}, "
+            f"{judgement} {self.gate} ({limit} {self.threshold:g})"
+        )
+        return Check(
+            gate=self.gate,
+            where=where,
+            value=finite(self.value),
+            bound=finite(bound),
+            threshold=self.threshold,
+            status=status,
+            reason=text,
+        )
+
+
+def _sums(rows: Sequence[SampleRow]) -> st.Array:
+    """Per row: tokens, and sums over tokens of KL, overlap, squared delta p and NLL difference, shape (rows, 5)."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    per_token = [
+        (
+            1.0,
+            number(row.mean_kl),
+            number(row.top10_overlap),
+            number(row.mean_squared_delta_p),
+            number(row.candidate_nll) - number(row.baseline_nll),
+        )
+        for row in rows
+    ]
+    tokens = np.array([row.scored_tokens for row in rows], dtype=np.float64)
+    return np.asarray(np.array(per_token) * tokens[:, None])
+
+
+def _trip_wires(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_TripWire]:
+    sums = _sums(rows)
+    resampled = st.resampled_sums(sums, [row.document for row in rows])
+    tokens, kl, overlap, squared, nll = np.concatenate([sums.sum(axis=0, keepdims=True), resampled]).T
+    with np.errstate(over="ignore"):  # an infinite ratio fails as not finite
+        series = (
+            ("max_mean_kl", "mean KL", gates.max_mean_kl, kl / tokens, True),
+            ("min_top10_overlap", "top-10 overlap", gates.min_top10_overlap, overlap / tokens, False),
+            ("max_ppl_ratio", "PPL ratio", gates.max_ppl_ratio, np.exp(nll / tokens), True),
+            ("max_rms_delta_p", "RMS change of p", gates.max_rms_delta_p, np.sqrt(squared / tokens), True),
+        )
+    for gate, label, threshold, values, upper_is_bad in series:
+        yield _TripWire(gate, label, threshold, float(values[0]), values[1:], upper_is_bad)
+
+
+def fidelity(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """The trip-wires of every workload; with fewer than two documents nothing bounds the value, which never passes."""
+    checks: list[Check] = []
+    for workload in sorted({row.workload for row in rows}):
+        mine = [row for row in rows if row.workload == workload]
+        found = [wire.check(workload, gates.alpha) for wire in _trip_wires(mine, gates)]
+        if len({row.document for row in mine}) < 2:
+            reason = f"{workload}: one document says nothing about the spread; about 2 documents or more are needed"
+            single = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
+            found = [check if check.status == "FAIL" else check.model_copy(update=single) for check in found]
+        checks += found
+    return checks
+
+
+def tail_and_slope(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """p99.9 of the KL and, with `min_samples` documents, its slope over context: FAIL when clearly outside, else PASS."""
+    documents = [row.document for row in rows]
+    tokens = np.array([row.scored_tokens for row in rows], dtype=np.float64)
+    weights, index = st.document_weights(documents)
+    tails = [row.kl_tail for row in rows]
+    floor = report.overall.fidelity.kl_p99
+    floor = math.nan if floor is None else floor
+    counts = np.concatenate([np.ones((1, len(rows))), weights[:, index]])  # first the data, then the replicates
+    values = st.tail_quantile(tails, counts, tokens, 0.001, floor)
+    wires = [_TripWire("max_p999_kl", "99.9th percentile of KL", gates.max_p999_kl, float(values[0]), values[1:])]
+    slope, slopes = kl_slope(rows)
+    slopes = slopes[np.isfinite(slopes)]  # a replicate may have drawn one context length only
+    # through a few documents every replicate draws nearly the same line, and the bound would look certain
+    if math.isfinite(slope) and len(slopes) and len(set(documents)) >= gates.min_samples:
+        wires.append(_TripWire("max_kl_slope", "growth of KL per 1k tokens", gates.max_kl_slope, slope, slopes))
+    return [wire.check("all", gates.alpha, passes_by_bound=False) for wire in wires]
+
+
+def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, st.Array]:
+    """Slope of the mean KL per 1,000 tokens of context within workloads, and its bootstrap by document."""
+    return st.pooled_slope(
+        np.array([row.context_tokens / 1000 for row in rows]),
+        np.array([math.nan if row.mean_kl is None else row.mean_kl for row in rows]),
+        np.array([row.scored_tokens for row in rows], dtype=np.float64),
+        [row.workload for row in rows],
+        [row.document for row in rows],
+    )
+
+
+def noise(report: EvaluationReport, gates: Gates) -> list[Check]:
+    """INCONCLUSIVE where a KL threshold is not above what the baseline shows against itself, or where nobody looked."""
+    floor = report.noise.fidelity
+    if floor is None:
+        reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
+        lines: list[tuple[str, float | None, float | None, str]] = [("noise_floor", None, None, reason)]
+    else:
+        pairs = (
+            ("max_mean_kl", "mean KL", floor.kl_mean, gates.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", floor.kl_p999, gates.max_p999_kl),
+        )
+        lines = [
+            (
+                gate,
+                value,
+                limit,
+                f"all: {gate}={limit:g} is finer than the baseline's own noise ({label} {_text(value)})",
+            )
+            for gate, label, value, limit in pairs
+            if value is None or value >= limit
+        ]
+    return [
+        Check(gate=g, where="A/A noise", value=v, bound=None, threshold=t, status="INCONCLUSIVE", reason=r)
+        for g, v, t, r in lines
+    ]
+
+
+def _text(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"
+
+
+def canary(report: EvaluationReport, gates: Gates) -> list[Check]:
+    """FAIL unless these very gates would have failed the engine whose key scales were corrupted.
+
+    A corrupted engine whose logits are no longer finite counts as noticed.
+    """
+    rows = report.canary.rows
+    wires = list(_trip_wires(rows, gates)) if rows else []
+    kl = wires[0].value if wires else math.nan
+    noticed = any(wire.status(gates.alpha, passes_by_bound=True)[0] == "FAIL" for wire in wires)
+    said = f"canary: with key scales x {report.canary.factor:g} the mean KL is {kl:.3g}"
+    blind = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
+    return [
+        Check(
+            gate="canary",
+            where="canary",
+            value=finite(kl),
+            bound=None,
+            threshold=gates.max_mean_kl,
+            status="PASS" if noticed else "FAIL",
+            reason=said + (", noticed" if noticed else blind),
+        )
+    ]

@@ -1,0 +1,89 @@
+"""Thresholds of the gates (`gates.*` on the command line) and the record of a verdict; `pipeline.verdict.gates` decides."""
+
+import math
+from collections.abc import Collection
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.strict import StrictModel
+
+Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Margin = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Gates(StrictModel):
+    """Thresholds, `gates.*` on the command line. Raw values are compared; only texts are rounded."""
+
+    alpha: Annotated[float, Field(gt=0, le=0.2)]
+    """One-sided error of every bound; over workloads it is shared by Holm's procedure."""
+    power: Annotated[float, Field(ge=0.5, lt=1)]
+    """With which an equal engine should pass, for the number of samples that an INCONCLUSIVE asks for."""
+    margin: Margin
+    """Accuracy that a candidate may lose, as a fraction: 0.05 is five points."""
+    margins: dict[str, Margin]
+    """Other margins by workload."""
+    min_samples: Annotated[int, Field(ge=1)]
+    """A workload with fewer judged samples cannot pass, nor can a report without answers that has fewer documents."""
+    min_baseline_accuracy: Share
+    """A workload that the baseline itself gets right less often cannot pass: what it cannot do, it cannot lose."""
+    max_mean_kl: Positive
+    """Mean KL(baseline || candidate) per workload, nats per token."""
+    max_p999_kl: Positive
+    """99.9th percentile of the KL over all tokens."""
+    min_top10_overlap: Share
+    """Mean share of the ten most likely tokens that both engines agree on, per workload."""
+    max_ppl_ratio: Annotated[float, Field(ge=1)]
+    """Candidate's perplexity over the baseline's, per workload."""
+    max_rms_delta_p: Share
+    """Root mean square change of the reference token's probability, per workload."""
+    max_kl_slope: Positive
+    """Growth of the mean KL per 1,000 tokens of context."""
+
+    def margin_of(self, workload: str) -> float:
+        return self.margins.get(workload, self.margin)
+
+    def check_margins(self, workloads: Collection[str]) -> None:
+        """Raise UserError for a margin of something else than `workloads`, those that have answers."""
+        for name, margin in self.margins.items():
+            if name not in workloads:
+                those = ", ".join(sorted(workloads)) or "none of the workloads"
+                raise UserError(f"gates.margins.{name}={margin:g}: {name} has no answers to judge; {those} could have a margin")
+
+
+class Check(BaseModel):
+    """One line of the verdict's table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    gate: str
+    """Metric, as named under `gates.` where it has a threshold there."""
+    where: str
+    """Workload, `workload [low, high)`, or "all"."""
+    value: float | None
+    bound: float | None
+    """The one-sided bound that was compared with the threshold: the one nearer to the other verdict."""
+    threshold: float | None
+    status: Status
+    reason: str
+
+
+class Verdict(BaseModel):
+    """What the gates say, and why."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    status: Status
+    reasons: list[str]
+    """What failed, else what is open, else what was shown; answers first, distances after them."""
+    checks: list[Check]
+    samples_needed: dict[str, int]
+    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay what they are."""
+
+
+def finite(value: float | None) -> float | None:
+    """None for what JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None

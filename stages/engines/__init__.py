@@ -1,0 +1,1 @@
+"""Engines over a quantized KV cache: one folder a backend."""

@@ -1,0 +1,1 @@
+"""backend=torch on a GPU: the engine over the attention kernels."""

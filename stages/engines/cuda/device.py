@@ -1,0 +1,48 @@
+"""Where backend=torch runs: what backend.device means on this machine, and what it lacks."""
+
+from importlib.util import find_spec
+
+import torch
+
+from pipeline.spec.errors import MissingRequirement
+
+OLDEST = 8
+"""Major compute capability from which the kernels compile."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU.
+
+    Raises MissingRequirement when a GPU is asked for, or found, and something that it takes is missing.
+    """
+    found = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not found):
+        return torch.device("cpu")
+    if torch.version.cuda is None:
+        raise MissingRequirement(
+            f"backend.device=cuda needs a torch that is built for CUDA, this one is {torch.__version__}: install one "
+            "from https://download.pytorch.org/whl/cu130, or set backend.device=cpu"
+        )
+    if not found:
+        raise MissingRequirement(f"backend.device={device}: torch finds no NVIDIA GPU here; set backend.device=cpu")
+    if find_spec("triton") is None:
+        raise MissingRequirement(
+            f"backend.device={device} needs triton, which is not installed here: pip install 'kvgate[kernels]', or set "
+            "backend.device=cpu"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if major < OLDEST:
+        raise MissingRequirement(
+            f"backend.device={device} needs a GPU of compute capability {OLDEST}.0 or newer, {torch.cuda.get_device_name()} "
+            f"has {major}.{minor}; set backend.device=cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def device_identity(device: str) -> dict[str, object]:
+    """What results depend on: the kind of device, and which GPU it is."""
+    resolved = resolve_device(device)
+    if resolved.type == "cpu":
+        return {"device": "cpu"}
+    major, minor = torch.cuda.get_device_capability(resolved)
+    return {"device": "cuda", "gpu": torch.cuda.get_device_name(resolved), "compute_capability": f"{major}.{minor}"}

@@ -1,0 +1,288 @@
+"""backend=torch on a GPU: transformers' own model, in float32, whose decoding attends through the Triton kernels.
+
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of a chunk, T cached tokens, D head_dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.spec.records import PREFILL_CHUNK, MemoryReport
+from plugins.kv_attention import ops
+from stages.engines.base import check_step, check_tokens, greedy, not_finite
+from stages.engines.cuda.cache import KernelCache
+from stages.engines.oracle.model import hidden_states, refuse_options, scales_for, shape_for
+from stages.engines.paged.kernel_layout import check_kernels
+
+ATTENTION = "kvgate_kernels"
+
+SCORE_BYTES = 1 << 28
+"""Bound of the scores of one block of rows in prefill."""
+
+WARM_UP = 2
+"""Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
+
+Logits = npt.NDArray[np.float32]
+
+
+class Pass(Protocol):
+    """One forward pass of the model; it attends, and keeps the new keys and values of every layer."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query (B, Hq, S, D), key and value (B, H, S, D) of the new tokens -> (B, S, Hq, D)."""
+        ...
+
+
+class DecodePass:
+    """One token of each of `batch` sequences. All it reads and writes has a fixed address; on a GPU it is a CUDA graph.
+
+    Queries, keys and values go into the kernels as the float32 that the model computes, not as float16: the kernels take such a
+    query as two float16 terms, 22 of its 24 bits, and give float32 back. So what is between this and the oracle is the
+    rounding of softmax weights and the order of sums, for one more small matrix product a tile.
+    """
+
+    def __init__(self, model: Any, cache: KernelCache, shape: KVShape, batch: int) -> None:
+        self.model, self.cache, self.batch = model, cache, batch
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=cache.device)
+        new = (shape.layers, batch, shape.kv_heads, shape.head_dim)
+        self.keys = torch.zeros(new, device=cache.device)
+        self.values = torch.zeros(new, device=cache.device)
+        self.logits: Tensor
+        """(batch, vocab_size)."""
+        self.finite: Tensor
+        """(L, 2, batch): whether all new keys, all new values fit float16."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: Any) -> None:
+        """Capture `run` into a CUDA graph, which takes its memory from `pool`; the tables must show some sequence."""
+        side = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.cache.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._forward()
+        torch.cuda.current_stream(self.cache.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward()
+        self._graph = graph
+
+    def run(self) -> None:
+        """Fill `logits`, `finite`, `keys` and `values` for the tokens `ids` of the sequences in the cache's tables."""
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        group, i = self.cache.places[layer]
+        self.keys[layer].copy_(key[:, :, 0])
+        self.values[layer].copy_(value[:, :, 0])
+        out: Tensor = ops.decode_attention(
+            query[:, :, 0].contiguous(),
+            self.keys[layer],
+            self.values[layer],
+            page_table=self.cache.page_table[: self.batch],
+            lengths=self.cache.lengths[: self.batch],
+            exact_slots=self.cache.exact_slots[: self.batch] if group.exact else None,
+            sink_tokens=group.layout.sink_tokens,
+            scaling=scaling,
+            **group.to_read(i),
+        )
+        return out.unsqueeze(1)
+
+    def _forward(self) -> None:
+        positions = self.cache.lengths[: self.batch, None].long()
+        hidden = hidden_states(self.model, ATTENTION, self.ids, positions, step=self)
+        self.logits = self.model.lm_head(hidden[:, -1])
+        self.finite = _fits(self.keys, self.values)
+
+
+class PrefillPass:
+    """A chunk of one sequence: exact causal attention within it, over the dequantized cache of the tokens before."""
+
+    def __init__(self, model: Any, cache: KernelCache, handle: int) -> None:
+        self.model, self.cache, self.handle = model, cache, handle
+        self.new: list[tuple[Tensor, Tensor]] = []
+        """(S, H, D) of each layer."""
+
+    def run(self, tokens: Sequence[int]) -> Tensor:
+        """Logits (vocab_size) after the last of `tokens`, which are appended to the sequence unless they are refused."""
+        start = self.cache.length(self.handle)
+        ids = torch.tensor([list(tokens)], device=self.cache.device)
+        positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
+        hidden = hidden_states(self.model, ATTENTION, ids, positions, step=self)
+        keys, values = (torch.stack(layers) for layers in zip(*self.new, strict=True))
+        _refuse_not_finite(_fits(keys, values), [(self.handle, start + n) for n in range(len(tokens))])
+        self.cache.extend(self.handle, keys, values)
+        logits: Tensor = self.model.lm_head(hidden[0, -1])
+        return logits
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.new.append((key[0].transpose(0, 1), value[0].transpose(0, 1)))
+        past_key, past_value = self.cache.read(self.handle, layer)
+        keys, values = torch.cat([past_key, key[0]], 1)[None], torch.cat([past_value, value[0]], 1)[None]
+        heads, tokens = query.shape[1:3]
+        start, total = past_key.shape[1], keys.shape[2]
+        rows = max(1, SCORE_BYTES // (4 * heads * total))
+        out = torch.empty_like(query)
+        for low in range(0, tokens, rows):
+            high = min(low + rows, tokens)
+            column = torch.arange(start + high, device=query.device)
+            mask = column <= torch.arange(start + low, start + high, device=query.device)[:, None]
+            out[:, :, low:high] = scaled_dot_product_attention(
+                query[:, :, low:high],
+                keys[:, :, : start + high],
+                values[:, :, : start + high],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        return out.transpose(1, 2)
+
+
+class KernelEngine:
+    """pipeline.spec.records.Engine over the attention kernels.
+
+    It has no `forced` on purpose: forced decode of a whole sequence at once would compute what the kernels should give.
+    Here it runs step by step through the very kernels that are judged.
+    """
+
+    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
+        self.policy, self.shape, self.model, self.cache = policy, shape, model, cache
+        self.vocab_size = int(model.config.vocab_size)
+        self._chunk = chunk
+        self._passes: dict[int, DecodePass] = {}
+        """By padded batch size."""
+        self._seen_moves = -1
+        self._pool: Any = None
+        """Memory that the captured graphs share: none runs while another's outputs are needed."""
+
+    @classmethod
+    def from_model(
+        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> Self:
+        """An engine around a transformers causal language model in float32, on the device where the model is: a GPU, or a
+        CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
+
+        `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
+        fit together, and for what the kernels do not hold.
+        """
+        shape = shape_for(model, policy)
+        check_kernels(policy, shape, model.config.num_attention_heads)
+        scales = scales_for(policy, shape, scales)
+        return cls(model.eval(), policy, shape, KernelCache(policy, shape, scales, model.device), prefill_chunk)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        handles: list[int] = []
+        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
+        try:
+            for i, prompt in enumerate(prompts):
+                handles.append(self.cache.start())
+                self.cache.reserve(handles[-1:], len(prompt))
+                for begin in range(0, len(prompt), self._chunk):
+                    last = PrefillPass(self.model, self.cache, handles[-1]).run(prompt[begin : begin + self._chunk])
+                logits[i] = last.cpu().numpy()
+        except UserError:
+            self.release(handles)
+            raise
+        return handles, logits
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
+        batch = len(sequences)
+        check_step(sequences, tokens, self.vocab_size)
+        self.cache.reserve(sequences, 1)
+        padded = 1 << (batch - 1).bit_length()
+        self.cache.show(sequences, padded)
+        step = self._pass(padded)
+        step.ids[:batch, 0] = torch.tensor(tokens)
+        step.run()
+        # The host looks before anything is stored: a refused token would overwrite a recent one that is still needed.
+        _refuse_not_finite(step.finite[..., :batch], [(handle, self.cache.length(handle)) for handle in sequences])
+        self.cache.append(sequences, step.keys[:, :batch], step.values[:, :batch])
+        logits: Logits = step.logits[:batch].cpu().numpy()
+        return logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+    ) -> list[list[int]]:
+        """Greedy continuations without the stop token."""
+        return greedy(self, prompts, max_new_tokens, stop_token)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free the sequences' pages and exact buffers."""
+        for handle in sequences:
+            self.cache.release(handle)
+
+    def memory(self) -> MemoryReport:
+        return self.cache.memory()
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Multiply what the pools' keys are read with, of stored and of later tokens; the codes stay right."""
+        with torch.inference_mode():
+            self.cache.corrupt_key_scale(factor)
+
+    def _pass(self, batch: int) -> DecodePass:
+        """The pass for `batch` sequences; those that were captured over other addresses are dropped."""
+        if self._seen_moves != self.cache.moves:
+            self._passes, self._seen_moves = {}, self.cache.moves
+            self._pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
+        if batch not in self._passes:
+            step = DecodePass(self.model, self.cache, self.shape, batch)
+            if self.cache.device.type == "cuda":
+                step.capture(self._pool)
+            self._passes[batch] = step
+        return self._passes[batch]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float,
+    *,
+    step: Pass,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+
+    `step` travels through the model's forward as a keyword argument. transformers makes no mask for an attention that has
+    registered none.
+    """
+    refuse_options(module, options)
+    return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def _fits(keys: Tensor, values: Tensor) -> Tensor:
+    """(L, n, H, D) each -> (L, 2, n): whether all of a row are finite as float16."""
+    return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
+
+
+def _refuse_not_finite(fits: Tensor, rows: Sequence[tuple[int, int]]) -> None:
+    """Raise UserError for the first row of `fits` (L, 2, n) that is false; `rows` are their sequences and positions.
+
+    Of the lowest layer, since it spoils the layers above.
+    """
+    host = fits.cpu()
+    if not host.all():
+        layer, side, row = (~host).nonzero()[0].tolist()
+        handle, position = rows[row]
+        raise not_finite(("key", "value")[side], layer, position, f"sequence {handle}")

@@ -1,0 +1,1 @@
+"""backend=onnxruntime: the embedded engine."""

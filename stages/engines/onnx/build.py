@@ -1,0 +1,77 @@
+"""A decoder skeleton and a KV policy to an engine bundle: no torch, a fraction of a second."""
+
+import shutil
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.spec.checkpoint import TOKENIZER_FILES
+from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.spec.records import Progress
+from stages.engines.bundle import read_record, read_scales, write_bundle, write_policy
+from stages.engines.files import link_or_copy
+from stages.engines.onnx.bundle import (
+    BACKEND,
+    GRAPHS,
+    WEIGHTS_FILE,
+    Bundle,
+    ModelInfo,
+    Tensor,
+)
+from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.surgery import specialise
+
+
+def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+    """Fill the empty directory `out` with an engine bundle for `policy`.
+
+    `decoder` is what export_decoder wrote, `scales` a kv_scales.json. Raises UserError when the policy does not fit the
+    model or the scales do not fit the policy.
+    """
+    info = read_record(decoder / "model.json", ModelInfo)
+    policy.check_shape(info.shape)
+    static = read_scales(scales, policy, info.shape)
+    write_policy(out, policy, static)
+    link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
+    for name in TOKENIZER_FILES:
+        if (decoder / name).is_file():
+            shutil.copyfile(decoder / name, out / name)
+    modes: tuple[Mode, ...] = ("prefill", "decode")
+    for done, (mode, name) in enumerate(zip(modes, GRAPHS, strict=True)):
+        progress("build", done, len(GRAPHS))
+        model = onnx.load(decoder / "decoder.onnx", load_external_data=False)
+        specialise(model, info, policy, static, mode)
+        onnx.save(model, out / name)
+        _check(model)
+    digests = {name: file_digest(out / name) for name in (*GRAPHS, POLICY_FILE, SCALES_FILE)}
+    bundle = Bundle(
+        backend=BACKEND,
+        graph_digest=digests["decode.onnx"],
+        model=info,
+        inputs=[_tensor(value) for value in model.graph.input],
+        outputs=[_tensor(value) for value in model.graph.output],
+        files={**digests, WEIGHTS_FILE: info.weights_sha256},
+    )
+    write_bundle(out, bundle)
+    progress("build", len(GRAPHS), len(GRAPHS))
+
+
+def _check(model: onnx.ModelProto) -> None:
+    """onnx.checker on the graph. It refuses hard-linked external data, so weights become inputs in the checked copy."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            copy.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        else:
+            copy.graph.initializer.append(tensor)
+    onnx.checker.check_model(copy)
+
+
+def _tensor(value: onnx.ValueInfoProto) -> Tensor:
+    kind = value.type.tensor_type
+    dims: list[int | str] = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+    return Tensor(name=value.name, dtype=onnx.TensorProto.DataType.Name(kind.elem_type).lower(), shape=dims)

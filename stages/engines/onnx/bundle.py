@@ -1,0 +1,60 @@
+"""The engine bundle on disk: what it describes, and the check that it is still what was built."""
+
+from pathlib import Path
+from typing import Literal
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.spec.strict import StrictModel
+from stages.engines.bundle import BUNDLE_FILE, BundleRecord, open_record, read_policy
+
+BACKEND = "onnxruntime"
+GRAPHS = ("prefill.onnx", "decode.onnx")
+WEIGHTS_FILE = "weights.bin"
+SKELETON_NODE = "Attention"
+"""Operator of the decoder skeleton that stands for one layer's attention."""
+
+
+class ModelInfo(StrictModel):
+    """`model.json` of the decoder skeleton."""
+
+    model_type: str
+    compute_dtype: Literal["float32", "float16"]
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    weights_sha256: str
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.layers, self.kv_heads, self.head_dim)
+
+
+class Tensor(StrictModel):
+    """One input or output of a graph; dynamic dimensions are named."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+class Bundle(BundleRecord):
+    """`bundle.json`."""
+
+    graph_digest: str
+    """sha256 of decode.onnx: what an evaluation cites."""
+    model: ModelInfo
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
+    """Read and verify a bundle; UserError names the file that is missing or not what was built."""
+    bundle = open_record(directory, Bundle, BACKEND)
+    if bundle.files.get("decode.onnx") != bundle.graph_digest:
+        raise UserError(f"{directory / BUNDLE_FILE}: graph_digest is not decode.onnx's: build the engine again")
+    policy, scales = read_policy(directory, bundle.model.shape)
+    return bundle, policy, scales

@@ -1,0 +1,80 @@
+"""The embedded engine: ONNX Runtime over a paged, quantized KV cache.
+
+Pools stay where they are: a run binds the addresses of the numpy arrays as inputs, and what is stored of the new tokens is
+then written into their pages.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVScales
+from pipeline.spec.records import PREFILL_CHUNK
+from stages.engines.onnx.bundle import Bundle, open_bundle
+from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.graph import NUMPY_FLOATS
+from stages.engines.onnx.session import GraphSession
+from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.paged.engine import PagedEngine
+from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
+
+
+def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill_chunk: int = PREFILL_CHUNK) -> "OnnxEngine":
+    """Load a bundle that build_bundle wrote.
+
+    `max_pages` bounds the pool (it grows as needed), `prefill_chunk` the tokens of one prefill run: a longer prompt
+    attends over the quantized cache of its earlier chunks. Raises UserError when a file is missing or was altered.
+    """
+    for name, value in (("threads", threads), ("max_pages", max_pages), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    described, policy, scales = open_bundle(bundle)
+    pool = PagedPool(policy, described.model.shape, max_pages)
+    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk)
+
+
+class OnnxEngine(PagedEngine):
+    """pipeline.spec.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
+
+    def __init__(
+        self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, prefill_chunk: int
+    ) -> None:
+        super().__init__(bundle.model, scales, pool, prefill_chunk=prefill_chunk)
+        self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
+        self._sessions: dict[Mode, GraphSession] = {
+            "prefill": GraphSession(directory / "prefill.onnx", threads),
+            "decode": GraphSession(directory / "decode.onnx", threads),
+        }
+        self._bound: dict[Mode, Spans] = {}
+        """What of the pool's arrays a session's inputs are."""
+        for session in self._sessions.values():
+            for name, values in self._constants.items():
+                session.bind_input(name, values)
+
+    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last."""
+        session = self._sessions[mode]
+        batch, tokens = ids.shape
+        tables, spans = self.pool.view(handles)
+        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(tokens)
+        inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
+        for name, values in inputs.items():
+            session.put(name, values)
+        if self._bound.get(mode) != spans:
+            for name in self.pool.arrays:
+                session.bind_input(name, self.pool.shown(name, spans))
+            self._bound[mode] = spans
+        new: dict[str, Array] = {
+            name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
+            for name, array in self.pool.arrays.items()
+        }
+        logits = session.output("logits", (batch, self.vocab_size), self._float)
+        sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
+        session.run()
+        if sums.any():
+            self._refuse(sums, handles)
+        self.pool.append(handles, new | {name: scaled(new[name], factor) for name, factor in self._faults.items()})
+        return logits.astype(np.float32)

@@ -1,0 +1,163 @@
+"""A Hugging Face checkpoint to a decoder skeleton: ONNX with one node of domain `kv` per layer where attention was.
+
+The skeleton does not depend on the KV policy, so that one export (seconds of torch.export) serves every policy;
+stages.engines.onnx.build puts the attention over a quantized cache into it.
+"""
+
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.spec.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
+from pipeline.spec.records import Progress
+from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
+from stages.engines.onnx.graph import DOMAIN
+
+ComputeDType = Literal["float32", "float16"]
+
+_ATTENTION = "kvgate_skeleton"
+
+
+def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, progress: Progress) -> None:
+    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files into the empty directory `out`.
+
+    Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
+    Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
+    `layer` and `scaling`. Raises UserError for a checkpoint that inspect_checkpoint refuses.
+    """
+    info = inspect_checkpoint(checkpoint)
+    progress("export", 0, 3)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=getattr(torch, compute_dtype),
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    model.eval()
+    AttentionInterface.register(_ATTENTION, _attention_node)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    model.config._attn_implementation = _ATTENTION
+    progress("export", 1, 3)
+    _write_graph(_Decoder(model), out)
+    progress("export", 2, 3)
+    (out / "model.json").write_text(json.dumps(_describe(info, out, compute_dtype), indent=1, sort_keys=True) + "\n")
+    for name in info.other_files:
+        if name in TOKENIZER_FILES:
+            shutil.copyfile(checkpoint / name, out / name)
+    progress("export", 3, 3)
+
+
+def _attention_node(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    scaling: float,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: leaves one symbolic node, shape (B, S, Hq, D)."""
+    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+        if options.get(name) is not None:
+            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+    batch, heads, length, head_dim = query.shape
+    node = torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{SKELETON_NODE}",
+        (query, key, value),
+        {"layer": int(module.layer_idx), "scaling": float(scaling)},  # type: ignore[arg-type]
+        dtype=query.dtype,
+        shape=(batch, length, heads, head_dim),
+        version=1,
+    )
+    return node, None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The attention node masks by itself."""
+
+
+class _Decoder(torch.nn.Module):
+    """Logits of one chosen row per sequence: lm_head over all rows would be most of a prefill of a small model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        index = last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+        logits: torch.Tensor = self.model.lm_head(hidden.gather(1, index).squeeze(1))
+        return logits
+
+
+def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
+    batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
+    # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
+    example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+    rows = {0: batch, 1: length}
+    shapes = {"input_ids": rows, "position_ids": rows, "last": {0: batch}}
+    # It would tell the user that torchvision's operators are not registered, and of deprecations inside torch.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        exported = torch.export.export(decoder, example, dynamic_shapes=shapes, strict=False)
+        program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
+    assert program is not None
+    graph = out / "decoder.onnx"
+    program.save(graph, external_data=True)
+    data = out / "decoder.onnx.data"
+    model = onnx.load(graph, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = WEIGHTS_FILE
+    data.rename(out / WEIGHTS_FILE)
+    # Stack traces and paths of this machine would make the digest differ from machine to machine.
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    for value in [*model.graph.value_info, *model.graph.input, *model.graph.output]:
+        del value.metadata_props[:]
+    for tensor in model.graph.initializer:
+        del tensor.metadata_props[:]
+    del model.graph.metadata_props[:], model.metadata_props[:]
+    _divide(model.graph)
+    onnx.save(model, graph)
+
+
+def _divide(graph: onnx.GraphProto) -> None:
+    """x * Reciprocal(y) as x / y, in place: the form in which ONNX Runtime knows an RMSNorm and runs it as one node."""
+    reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
+    for node in graph.node:
+        factor = next((name for name in node.input if name in reciprocals), None)
+        if node.op_type == "Mul" and factor is not None:
+            (x,) = (name for name in node.input if name != factor)
+            node.op_type = "Div"
+            node.input[:] = [x, reciprocals[factor].input[0]]
+    used = {name for node in graph.node for name in node.input}
+    for output, node in reciprocals.items():
+        if output not in used:
+            graph.node.remove(node)
+
+
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: str) -> dict[str, Any]:
+    """What ModelInfo reads."""
+    return {
+        "model_type": ARCHITECTURES[info.architecture],
+        "compute_dtype": compute_dtype,
+        "layers": info.shape.layers,
+        "q_heads": info.q_heads,
+        "kv_heads": info.shape.kv_heads,
+        "head_dim": info.shape.head_dim,
+        "vocab_size": info.vocab_size,
+        "max_position_embeddings": info.max_positions,
+        "weights_sha256": file_digest(out / WEIGHTS_FILE),
+    }

@@ -1,0 +1,212 @@
+"""Bodies of the `kv` functions for any KV policy: paged attention and the quantization of new tokens.
+
+Shapes: B sequences, S new tokens each, Hq query heads on H KV heads (G = Hq / H), R = G * S query rows of a KV head, D
+head_dim, P pages of a sequence, T = 64 * P pool positions, E = sink_tokens + recent_tokens exact slots, M exact buffers.
+With a window: P older pages and Y younger ones, which a side may have a second copy of.
+
+What a query sees: new tokens exactly (causal), sinks and the last `recent_tokens` before the chunk from float16 buffers,
+everything else from the quantized pool. Every token is in the pool too; positions that are seen exactly are masked there.
+A sink's slot is its position; slot sink + position % recent holds the newest token of that residue.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import onnx
+
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVShape, SideName
+from stages.engines.onnx.formats import Side, layer_sides
+from stages.engines.onnx.graph import Body
+from stages.engines.onnx.reading import read_scores, read_values
+
+Mode = Literal["prefill", "decode"]
+MASKED = {"float32": -1e30, "float16": -6e4}
+"""Score of a position that must not be seen: exp underflows to 0, and unlike -inf it never makes a NaN."""
+
+INT32 = onnx.TensorProto.INT32
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer's attention function is specialised for."""
+
+    policy: KVPolicy
+    shape: KVShape
+    layer: int
+    q_heads: int
+    scaling: float
+    compute: str
+    mode: Mode
+
+    @property
+    def sides(self) -> dict[SideName, Side]:
+        return layer_sides(self.policy, self.shape, self.layer)
+
+    @property
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        """Inputs that all layers share, int32: dimensions by name."""
+        tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
+        if self.policy.window is not None:
+            tables |= {"young_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
+        return tables | ({"exact_slots": ("B",)} if self.policy.exact_tokens else {})
+
+    @property
+    def cache(self) -> list[str]:
+        """Inputs of this layer alone, without its number."""
+        names = [name for side in self.sides.values() for name in (*side.arrays, *side.constants)]
+        return [*names, *(["key_exact", "value_exact"] if self.policy.exact_tokens else [])]
+
+
+def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
+    """kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), the tables, the cache -> (B, S, Hq, D)."""
+    body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
+    group = spec.q_heads // heads
+    q = body.op("Mul", body.reshape("query", 0, heads, -1, dim), body.real(spec.scaling))
+    keys, values = (_regions(body, spec, name) for name in ("key", "value"))
+    seen = _pool_masks(body, spec)
+    exact = spec.policy.exact_tokens
+
+    masked = body.real(MASKED[spec.compute])
+    scores = _join(body, [read_scores(body, side, q, index) for side, index in keys])
+    parts = [body.op("Where", _join(body, seen), scores, masked)]
+    if exact:
+        scores = _dot(body, q, _exact_rows(body, "key_exact"))
+        parts.append(body.op("Where", _exact_mask(body, spec.policy), scores, masked))
+    parts.append(_new_scores(body, spec, q, group, masked))
+
+    p = body.op("Softmax", _join(body, parts), axis=-1)
+    sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
+    ends = [body.ints([0])]
+    for size in sizes:
+        ends.append(body.op("Add", ends[-1], size))
+    pieces = [body.op("Slice", p, *span, body.ints([3])) for span in pairwise([*ends, body.ints([2**31 - 1])])]
+    out = body.op("MatMul", pieces[-1], "value")
+    if exact:
+        out = body.op("Add", out, body.op("MatMul", pieces[-2], _exact_rows(body, "value_exact")))
+    for (side, index), piece in zip(values, pieces, strict=False):
+        out = body.op("Add", out, read_values(body, side, piece, index))
+    if spec.mode == "decode":
+        body.op("Reshape", out, body.ints([0, 1, spec.q_heads, dim]), out="attended")
+    else:
+        split = body.op("Reshape", out, _shape(body, 0, spec.q_heads, "S", dim))
+        body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
+    inputs = ["query", "key", "value", *spec.tables, *spec.cache]
+    return body.function("PagedAttention", spec.layer, inputs, ["attended"])
+
+
+def quantize_function(layer: int, side: Side, compute: str) -> onnx.FunctionProto:
+    """kv.Quantize<Side>: x (B, H, S, D), its static parameters -> codes and float16 parameters, as Side.arrays."""
+    body = Body(compute)
+    return body.function(quantize_name(side), layer, ["x", *side.constants], side.encode(body, "x"))
+
+
+def quantize_name(side: Side) -> str:
+    return "Quantize" + "".join(word.capitalize() for word in side.name.split("_"))
+
+
+def _regions(body: Body, spec: AttentionSpec, name: Literal["key", "value"]) -> list[tuple[Side, str]]:
+    """The copies that keys or values are read from, with the blocks (page, head) of each, int32 (B, H, pages), oldest
+    pages first."""
+    base, window = spec.sides[name], spec.sides.get("window_key" if name == "key" else "window_value")
+    if spec.policy.window is None:
+        return [(base, _page_index(body, "page_table", base.kv_heads))]
+    if window is not None:
+        return [(side, _page_index(body, table, side.kv_heads))
+                for side, table in ((base, "page_table"), (window, "window_table"))]  # fmt: skip
+    pages = body.op("Concat", "page_table", "young_table", axis=1)
+    return [(base, _page_index(body, pages, base.kv_heads))]
+
+
+def _page_index(body: Body, table: str, heads: int) -> str:
+    """Blocks (page, head) of a table of pages (B, pages)."""
+    pages = body.op("Mul", body.op("Unsqueeze", table, body.ints([1])), body.const(heads, "int32"))
+    return body.op("Add", pages, body.const([[[h] for h in range(heads)]], "int32"))
+
+
+def _positions_of(body: Body, pages: str) -> str:
+    """Pool positions of a table or an index (..., pages), int64 (1,)."""
+    return body.op("Mul", body.op("Shape", pages, start=-1), body.ints([PAGE_TOKENS]))
+
+
+def _pool_masks(body: Body, spec: AttentionSpec) -> list[str]:
+    """Whether a position of the pages is seen through the pool, bool (B, 1, 1, T): one, or older and younger pages."""
+    end = _per_sequence(body, "lengths")
+    if spec.policy.recent_tokens:
+        end = body.op("Sub", end, body.const(spec.policy.recent_tokens, "int32"))
+    older = _steps(body, _positions_of(body, "page_table"))
+    if spec.policy.window is None:
+        regions = [(older, end)]
+    else:
+        start = _per_sequence(body, "window_starts")
+        younger = _steps(body, _positions_of(body, "window_table"))
+        regions = [(older, body.op("Min", end, start)), (body.op("Add", younger, start), end)]
+    masks = []
+    for positions, limit in regions:
+        seen = body.op("Less", positions, limit)
+        if spec.policy.sink_tokens:
+            sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
+            seen = body.op("And", seen, sinks)
+        masks.append(seen)
+    return masks
+
+
+def _exact_mask(body: Body, policy: KVPolicy) -> str:
+    """Whether an exact slot holds a position that is seen exactly, bool (B, 1, 1, E)."""
+    sink, recent = policy.sink_tokens, policy.recent_tokens
+    lengths = _per_sequence(body, "lengths")
+    parts = []
+    if sink:
+        parts.append(body.op("Less", body.const(range(sink), "int32"), lengths))
+    if recent:
+        # The slot of residue r holds position length - 1 - age, age = (length - 1 - r) mod recent.
+        newest = body.op("Sub", lengths, body.const(1, "int32"))
+        shifted = body.op("Add", newest, body.const([recent - r for r in range(recent)], "int32"))
+        age = body.op("Mod", shifted, body.const(recent, "int32"))
+        parts.append(body.op("GreaterOrEqual", body.op("Sub", newest, age), body.const(sink, "int32")))
+    return _join(body, parts)
+
+
+def _exact_rows(body: Body, name: str) -> str:
+    """Exact buffers (M, H, E, D) float16 of the batch's sequences, (B, H, E, D) in the compute dtype."""
+    return body.to_compute(body.op("Gather", name, "exact_slots", axis=0))
+
+
+def _new_scores(body: Body, spec: AttentionSpec, q: str, group: int, masked: str) -> str:
+    """Scores of the new tokens among themselves, (B, H, R, S), causal."""
+    scores = _dot(body, q, "key")
+    if spec.mode == "decode":
+        return scores
+    steps = _steps(body, _new_tokens(body))
+    causal = body.op("LessOrEqual", steps, body.op("Unsqueeze", steps, body.ints([1])))
+    heads = spec.shape.kv_heads
+    by_query = body.op("Reshape", scores, _shape(body, 0, heads, group, "S", "S"))
+    return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))
+
+
+def _new_tokens(body: Body) -> str:
+    return body.op("Shape", "query", start=2, end=3)
+
+
+def _shape(body: Body, *dims: int | str) -> str:
+    """A shape in which "S" stands for the number of new tokens."""
+    return body.op("Concat", *(_new_tokens(body) if d == "S" else body.ints([int(d)]) for d in dims), axis=0)
+
+
+def _steps(body: Body, count: str) -> str:
+    """0 .. count - 1, int32."""
+    end = body.op("Cast", body.op("Squeeze", count, body.ints([0])), to=INT32)
+    return body.op("Range", body.const(0, "int32"), end, body.const(1, "int32"))
+
+
+def _per_sequence(body: Body, name: str) -> str:
+    """(B,) as (B, 1, 1, 1)."""
+    return body.reshape(name, -1, 1, 1, 1)
+
+
+def _join(body: Body, parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else body.op("Concat", *parts, axis=-1)
+
+
+def _dot(body: Body, q: str, k: str) -> str:
+    return body.op("MatMul", q, body.op("Transpose", k, perm=[0, 1, 3, 2]))

@@ -1,0 +1,169 @@
+"""How a format's codes are read: attention's scores and weighted sums over pages, without a dequantized copy where scales
+and offsets can be folded into the queries, the scores or the sums.
+
+Shapes: B sequences, H KV heads, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code streams, g
+scales of a token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.spec.kv import PAGE_TOKENS
+from stages.engines.onnx.formats import Side
+from stages.engines.onnx.graph import Body
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Part of the stored numbers, widened: x of shape (B, H, T, D / n). If nested, x holds all higher parts too: the code is
+    gain * x + offset - 2 ** bits * (the next stream's x)."""
+
+    x: str
+    gain: float = 1.0
+    offset: float = 0.0
+    nested: bool = False
+
+
+def read_scores(body: Body, side: Side, q: str, index: str) -> str:
+    """q . k for q (B, H, R, D) and every position of the pages `index` (B, H, P): (B, H, R, T)."""
+    q = side.rotated(body, q)
+    pieces = [body.op("Mul", q, body.to_compute(f"{side.name}_scale")) if side.form.static else q]
+    parts, rows = _scaled(body, side, index)
+    mixing = _mixing(side, parts)
+    if mixing is not None:
+        pieces = [body.op("MatMul", pieces[0], body.real(mixing))]
+    sizes = [side.head_dim // len(parts)] * len(parts) + [1 for part in parts if part.offset]
+    if len(sizes) > 1:
+        pieces = body.ops("Split", len(sizes), *pieces, body.ints(sizes), axis=-1)
+    biases = iter(pieces[len(parts) :])
+    total = ""
+    for i, part in enumerate(parts):
+        product = body.op("MatMul", pieces[i], body.op("Transpose", part.x, perm=[0, 1, 3, 2]))
+        if part.offset:
+            product = body.op("Add", product, next(biases))
+        if len(rows) > 1:
+            product = body.op("Mul", product, rows[i])
+        total = body.op("Add", total, product) if total else product
+    total = body.op("Mul", total, rows[0]) if len(rows) == 1 else total
+    if side.form.symmetric:
+        return total
+    if side.form.static:
+        bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{side.name}_zero")), body.ints([-1]), keepdims=1)
+    else:
+        sums = body.op("MatMul", q, body.op("Transpose", _spread(body, side), perm=[1, 0]))
+        bias = body.op("MatMul", sums, body.op("Transpose", _stored(body, side, "zero", index), perm=[0, 1, 3, 2]))
+    return body.op("Add", total, bias)
+
+
+def read_values(body: Body, side: Side, p: str, index: str) -> str:
+    """Sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
+    parts, rows = _scaled(body, side, index)
+    mixing = _mixing(side, parts)
+    weights = [body.op("Mul", p, row) for row in rows] or [p]
+    weights = weights if len(weights) > 1 else weights * len(parts)
+    outs = [body.op("MatMul", weight, part.x) for weight, part in zip(weights, parts, strict=True)]
+    for weight, part in zip(weights, parts, strict=True):
+        if part.offset:
+            outs.append(body.op("ReduceSum", weight, body.ints([-1]), keepdims=1))
+    out = outs[0] if len(outs) == 1 else body.op("Concat", *outs, axis=-1)
+    if mixing is not None:
+        out = body.op("MatMul", out, body.real(mixing.T))
+    if side.form.static:
+        out = body.op("Mul", out, body.to_compute(f"{side.name}_scale"))
+    if not side.form.symmetric:
+        if side.form.static:
+            mass = body.op("ReduceSum", p, body.ints([-1]), keepdims=1)
+            bias = body.op("Mul", mass, body.to_compute(f"{side.name}_zero"))
+        else:
+            bias = body.op("MatMul", body.op("MatMul", p, _stored(body, side, "zero", index)), _spread(body, side))
+        out = body.op("Add", out, bias)
+    return side.rotated(body, out)
+
+
+def _streams(body: Body, side: Side, index: str, nested: bool) -> list[Stream]:
+    """The pages' codes, widened to the compute dtype but not scaled; together they hold the channels in order."""
+    pool, code = f"{side.name}_pool", side.form.code
+    _, width = side.arrays[pool]
+    if code.kind == "float":
+        # Gather is not defined on float8, so the bound part of the pool is widened before it.
+        wide = body.op("DequantizeLinear", pool, body.real(1.0))
+        return [Stream(gather_pages(body, wide, index, side.kv_heads, width))]
+    codes = gather_pages(body, pool, index, side.kv_heads, width)
+    if code.kind == "exact":
+        return [Stream(body.to_compute(codes))]
+    # Split by floor and fraction of byte / 2 ** (8 - bits), which is exact in float16 too.
+    step = 2.0**code.bits
+    x = body.op("DequantizeLinear", codes, body.real(2.0 ** (code.bits - 8)))
+    streams: list[Stream] = []
+    for offset in reversed(side.packing[1:]):
+        x = body.op("Mul", x, body.real(step)) if streams else x
+        whole = body.op("Floor", x)
+        x = x if nested else body.op("Sub", x, whole)
+        streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
+    return [Stream(x, step if streams else 1.0, side.packing[0], nested and bool(streams)), *streams]
+
+
+def _mixing(side: Side, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
+    """The linear map from streams to codes, (D, D + one for every part with an offset); None when they are the same.
+
+    codes = (streams, one sum of weights for every offset) @ its transpose, hence q . codes = (q @ it) . streams + biases.
+    """
+    if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
+        return None
+    channels = np.eye(side.head_dim // len(parts))
+    nested = np.eye(len(parts), k=1) * [[part.nested] for part in parts]
+    gains = np.diag([part.gain for part in parts]) - 2.0**side.form.code.bits * nested
+    ones = np.kron(np.eye(len(parts)), np.ones((len(channels), 1)))
+    biases = [ones[:, [i]] * part.offset for i, part in enumerate(parts) if part.offset]
+    return np.hstack([np.kron(gains, channels), *biases])
+
+
+def _scaled(body: Body, side: Side, index: str) -> tuple[list[Stream], list[str]]:
+    """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a
+    part. Scales that vary within a part can't be folded and are multiplied in."""
+    groups = side.groups
+    # Nesting spares a pass over the codes, but its sums are of numbers 2 ** bits as large: too much for float16, which has
+    # 11 bits, and for more than two parts.
+    parts = _streams(body, side, index, nested=groups <= 1 and len(side.packing) == 2 and body.compute == "float32")
+    if not groups:
+        return parts, []
+    if groups == 1:
+        return parts, [_stored(body, side, "scale", index, rows=True)]
+    scales = _stored(body, side, "scale", index)
+    if groups == len(parts):
+        rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
+        return parts, body.ops("Split", groups, rows, axis=2, num_outputs=groups)
+    if groups % len(parts):
+        # A group may have channels in two parts: count every group as several.
+        scales = body.op("Gather", scales, body.ints([i // len(parts) for i in range(len(parts) * groups)]), axis=-1)
+        groups *= len(parts)
+    pieces = [scales] if len(parts) == 1 else body.ops("Split", len(parts), scales, axis=-1, num_outputs=len(parts))
+    out = []
+    for part, piece in zip(parts, pieces, strict=True):
+        x = body.reshape(part.x, 0, 0, 0, groups // len(parts), -1)
+        if part.gain != 1:
+            x = body.op("Mul", x, body.real(part.gain))
+        if part.offset:
+            x = body.op("Add", x, body.real(part.offset))
+        x = body.op("Mul", x, body.reshape(piece, 0, 0, 0, -1, 1))
+        out.append(Stream(body.reshape(x, 0, 0, 0, -1)))
+    return out, []
+
+
+def _stored(body: Body, side: Side, parameter: str, index: str, rows: bool = False) -> str:
+    """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
+    blocks = gather_pages(body, f"{side.name}_{parameter}_pool", index, side.kv_heads, side.groups)
+    return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
+
+
+def _spread(body: Body, side: Side) -> str:
+    """(g, D), 1 where a channel is in a group: x @ its transpose sums by group, x @ it repeats for every channel."""
+    return body.real(np.eye(side.groups).repeat(side.head_dim // side.groups, axis=1))
+
+
+def gather_pages(body: Body, pool: str, index: str, kv_heads: int, width: int) -> str:
+    """Pool (N, H, 64, width) and index (B, H, P) of (page, head) blocks -> (B, H, P * 64, width), without a transpose."""
+    blocks = body.reshape(pool, -1, PAGE_TOKENS * width)
+    return body.reshape(body.op("Gather", blocks, index, axis=0), 0, kv_heads, -1, width)

@@ -1,0 +1,132 @@
+"""The decoder skeleton to the prefill or decode graph of a KV policy: graph surgery, no torch.
+
+Every skeleton attention node becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> makes of the new tokens
+what is stored of them. Those are outputs, `new_<array>`: the graph is pure, the runner writes them into the pools.
+"""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVScales
+from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
+from stages.engines.onnx.formats import FLOAT16, Side
+from stages.engines.onnx.functions import AttentionSpec, Mode, attention_function, quantize_function, quantize_name
+from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+
+IR_VERSION = 10
+INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
+
+NOT_FINITE = "not_finite"
+"""Output (B, L * 2 * H, S, 1): not 0 where a new key or value (layer, key before value, head; token) is not finite as a
+float16, which exact copies, stored scales and zeros are."""
+
+Dims = list[int | str]
+"""B sequences, S new tokens, N pages of a pool, NW of a window pool, M exact buffers."""
+
+
+def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
+    """Turn the skeleton into the prefill or the decode graph, in place."""
+    graph = model.graph
+    nodes = {_attribute(n, "layer").i: n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
+    assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
+    specs = {
+        layer: AttentionSpec(policy, info.shape, layer, info.q_heads, _attribute(node, "scaling").f, info.compute_dtype, mode)
+        for layer, node in sorted(nodes.items())
+    }
+    length: int | str = 1 if mode == "decode" else "S"
+    _rename_dims(graph, length)
+    for name, table in specs[0].tables.items():
+        graph.input.append(helper.make_tensor_value_info(name, INT32, table))
+    sources: list[str] = []
+    for layer, spec in specs.items():
+        query, key, value = nodes[layer].input
+        sources += [key, value]
+        for side in spec.sides.values():
+            graph.input.extend(_side_inputs(side, layer))
+            graph.initializer.extend(_write_constants(side, layer, static))
+        if policy.exact_tokens:
+            buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
+            for name in ("key_exact", "value_exact"):
+                graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", FLOAT16.onnx_type, buffers))
+        attention = helper.make_node(
+            layer_function("PagedAttention", layer),
+            [query, key, value, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
+            list(nodes[layer].output),
+            name=f"attention.{layer}",
+            domain=DOMAIN,
+        )
+        nodes[layer].CopyFrom(attention)
+        for side in spec.sides.values():
+            source = key if side.name.endswith("key") else value
+            _append_quantize(graph, side, layer, source, length)
+            model.functions.append(quantize_function(layer, side, info.compute_dtype))
+        if policy.exact_tokens:
+            for name, source in (("key_exact", key), ("value_exact", value)):
+                copy = f"new_{name}.{layer}"
+                graph.node.append(helper.make_node("Cast", [source], [copy], to=FLOAT16.onnx_type))
+                new: Dims = ["B", info.kv_heads, length, info.head_dim]
+                graph.output.append(helper.make_tensor_value_info(copy, FLOAT16.onnx_type, new))
+        model.functions.append(attention_function(spec))
+    _append_check(graph, info, sources, length)
+    for imported in model.opset_import:
+        if imported.domain == "":
+            imported.version = OPSET
+    model.ir_version = IR_VERSION
+
+
+def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
+    """Name the dynamic dimensions B and S and fix S where it is known; stale inferred shapes are dropped."""
+    del graph.value_info[:]
+    names: Dims = ["B", length]
+    for value in [*graph.input, *graph.output]:
+        wanted = names if value.name in ("input_ids", "position_ids") else ["B"]
+        for dim, name in zip(value.type.tensor_type.shape.dim, wanted, strict=False):
+            if isinstance(name, int):
+                dim.dim_value = name
+            else:
+                dim.dim_param = name
+
+
+def _side_inputs(side: Side, layer: int) -> list[onnx.ValueInfoProto]:
+    """Pools and static parameters that attention reads of one side of one layer."""
+    pages = "NW" if side.name.startswith("window") else "N"
+    pools = [
+        helper.make_tensor_value_info(f"{name}.{layer}", storage.onnx_type, [pages, side.kv_heads, PAGE_TOKENS, width])
+        for name, (storage, width) in side.arrays.items()
+    ]
+    return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in side.constants.items()]
+
+
+def _write_constants(side: Side, layer: int, static: KVScales) -> list[onnx.TensorProto]:
+    """The writer's own static parameters: the reader's are inputs (the canary corrupts what reading uses)."""
+    return [numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in side.parameters(static, layer).items()]
+
+
+def _append_quantize(graph: onnx.GraphProto, side: Side, layer: int, source: str, length: int | str) -> None:
+    """What is stored of the new tokens of one side of one layer, as outputs."""
+    function = layer_function(quantize_name(side), layer)
+    inputs = [source, *(f"write_{name}.{layer}" for name in side.constants)]
+    outputs = [f"new_{name}.{layer}" for name in side.arrays]
+    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{side.name}.{layer}", domain=DOMAIN))
+    for output, (storage, width) in zip(outputs, side.arrays.values(), strict=True):
+        dims: Dims = ["B", side.kv_heads, length, width]
+        graph.output.append(helper.make_tensor_value_info(output, storage.onnx_type, dims))
+
+
+def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
+    """The output NOT_FINITE over the new keys and values `sources`: 0 * x summed over channels is NaN unless x is finite."""
+    dtype = NUMPY_FLOATS[info.compute_dtype]
+    graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
+    graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=FLOAT16.onnx_type))
+    graph.node.append(helper.make_node("Cast", ["half_states"], ["checked_states"], to=FLOAT_TYPES[info.compute_dtype]))
+    graph.initializer.append(numpy_helper.from_array(np.zeros((info.head_dim, 1), dtype), "zeros"))
+    graph.node.append(helper.make_node("MatMul", ["checked_states", "zeros"], [NOT_FINITE]))
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    dims: Dims = ["B", len(sources) * info.kv_heads, length, 1]
+    graph.output.append(helper.make_tensor_value_info(NOT_FINITE, kind, dims))
+
+
+def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    found: onnx.AttributeProto = next(attribute for attribute in node.attribute if attribute.name == name)
+    return found

@@ -1,0 +1,205 @@
+"""Attention in which every row says which copy of every token it sees; one code path for prefill, decode and one pass.
+
+A row is a query; `start` is how long the cache was when the row's chunk began. By position, row i sees, in this order:
+float16 sinks, base copies, window copies, float16 recent tokens, and its own chunk up to itself as it was computed.
+All these borders grow with i, so that in a block of rows nearly every column is the same copy for all of them, and a
+narrow band is masked. Blocks bound the memory: nothing is quadratic in the tokens.
+
+Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
+from stages.engines.oracle.model import refuse_options
+
+ATTENTION = "kvgate_oracle"
+
+BLOCK_ROWS = 64
+"""Fewer waste less on the band, more make larger matrix products."""
+
+BLOCK_BYTES = 1 << 24
+"""Bound of a block's scores: long contexts get fewer rows a block."""
+
+
+SMALLEST_EXPONENT = -80.0
+"""e**-80 is a normal float32."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One copy of consecutive tokens of one side of one layer, as read."""
+
+    tokens: Tensor
+    """(H, n, D) float32."""
+    begin: int = 0
+    """Position of the first."""
+
+    def part(self, low: int, high: int) -> Tensor:
+        return self.tokens[:, low - self.begin : high - self.begin]
+
+
+Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
+"""Sinks, base, window, recent, own chunk; None where no row reads it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [begin, end) of a sequence that make one chunk, or with start=None one chunk each (decoded tokens)."""
+
+    begin: int
+    end: int
+    start: int | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns [low, high) of one source, for the rows that `mask_RT` says; None is all of them."""
+
+    source: int
+    low: int
+    high: int
+    mask_RT: Tensor | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [begin, end), and the columns that each of them sees, for a side without and with a window."""
+
+    begin: int
+    end: int
+    plain: tuple[Piece, ...]
+    windowed: tuple[Piece, ...]
+
+
+class View(Protocol):
+    """What one sequence of a batch shows to attention, and takes from it."""
+
+    blocks: Sequence[Block]
+    first_row: int
+    """Position of the first new token."""
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        """Hand over the new tokens' (H, S, D) keys and values: all copies to read."""
+        ...
+
+
+def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]:
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows; `row_bytes` is what one row's scores may take."""
+    rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
+    blocks = []
+    for span in spans:
+        for begin in range(span.begin, span.end, rows):
+            end = min(begin + rows, span.end)
+            row = torch.arange(begin, end)
+            starts = row if span.start is None else torch.full_like(row, span.start)
+            plain = tuple(_pieces(_borders(policy, row, starts, windowed=False)))
+            windowed = plain if policy.window is None else tuple(_pieces(_borders(policy, row, starts, windowed=True)))
+            blocks.append(Block(begin, end, plain, windowed))
+    return blocks
+
+
+def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, windowed: bool) -> Tensor:
+    """(6, R): source v of row i is columns borders[v, i] to borders[v + 1, i]."""
+    sinks = starts.clamp(max=policy.sink_tokens)
+    recent = torch.maximum(starts - policy.recent_tokens, sinks)
+    window = recent
+    if windowed and policy.window is not None:
+        page = (starts - policy.window.tokens).clamp(min=0) // PAGE_TOKENS
+        window = torch.minimum(torch.maximum(page * PAGE_TOKENS, sinks), recent)
+    return torch.stack([torch.zeros_like(row), sinks, window, recent, starts, row + 1])
+
+
+def _pieces(borders: Tensor) -> Iterator[Piece]:
+    for source in range(5):
+        low, high = borders[source], borders[source + 1]
+        bands: tuple[tuple[int, int], ...]
+        begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
+        if last_low < first_high:  # columns that all rows see, between two bands that some see
+            bands = ((begin, last_low), (first_high, end))
+            yield Piece(source, last_low, first_high, None)
+        else:
+            bands = ((begin, end),)
+        for a, b in bands:
+            column = torch.arange(a, b)
+            mask = (column >= low[:, None]) & (column < high[:, None])
+            if mask.any():
+                yield Piece(source, a, b, mask)
+
+
+def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece], value_pieces: Sequence[Piece]) -> Tensor:
+    """Rows q (H, G, R, D), scaled, that end at the last column of the pieces: (H, G, R, D)."""
+    heads, groups, rows, head_dim = q.shape
+    flat = q.reshape(heads, groups * rows, head_dim)
+    columns = max(piece.high for piece in key_pieces)
+    scores = q.new_empty(heads, groups * rows, columns)
+    by_row = scores.view(heads, groups, rows, columns)
+    # What no row of the source sees stays masked: the later tokens of the own chunk.
+    by_row[..., columns - rows :] = -torch.inf
+    for piece in key_pieces:
+        k = _read(keys, piece, q.dtype).transpose(1, 2)
+        if piece.mask_RT is None:
+            torch.matmul(flat, k, out=scores[..., piece.low : piece.high])
+        else:
+            seen = by_row[..., piece.low : piece.high]
+            seen.copy_(torch.where(piece.mask_RT, torch.matmul(flat, k).view(seen.shape), seen))
+    # Softmax, normalized at the end. The floor vanishes in a sum with 1, but denormal weights would make the products below
+    # thirty times slower on a CPU.
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=SMALLEST_EXPONENT).exp_()
+    out = torch.zeros_like(flat)
+    for piece in value_pieces:
+        weight = weights[..., piece.low : piece.high]
+        if piece.mask_RT is not None:
+            weight = (weight.view(heads, groups, rows, -1) * piece.mask_RT).flatten(1, 2)
+        out += torch.matmul(weight, _read(values, piece, q.dtype))
+    return (out / weights.sum(-1, keepdim=True)).view(q.shape)
+
+
+def _read(sources: Sources, piece: Piece, dtype: torch.dtype) -> Tensor:
+    copies = sources[piece.source]
+    assert copies is not None
+    return copies.part(piece.low, piece.high).to(dtype)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float,
+    *,
+    views: Sequence[View],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+
+    `views`, one a sequence, travels through the model's forward as a keyword argument.
+    """
+    refuse_options(module, options)
+    batch, _, length, head_dim = query.shape
+    heads = key.shape[1]
+    q = query.view(batch, heads, -1, length, head_dim) * scaling
+    out = torch.empty_like(q)
+    for b, view in enumerate(views):
+        keys, values = view.exchange(int(module.layer_idx), key[b], value[b])  # type: ignore[arg-type]
+        for block in view.blocks:
+            rows = slice(block.begin - view.first_row, block.end - view.first_row)
+            key_pieces = block.plain if keys[2] is None else block.windowed
+            value_pieces = block.plain if values[2] is None else block.windowed
+            out[b, :, :, rows] = attend(q[b, :, :, rows], keys, values, key_pieces, value_pieces)
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Pieces mask."""
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)

@@ -1,0 +1,41 @@
+"""A checkpoint and a KV policy to a bundle of the torch backend: the checkpoint itself, the policy and its scales."""
+
+import shutil
+from pathlib import Path
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.spec.checkpoint import inspect_checkpoint
+from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
+from pipeline.spec.records import Progress
+from stages.engines.bundle import BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
+from stages.engines.files import link_or_copy
+
+BACKEND = "torch"
+
+
+def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+    """Fill the empty directory `out` with all that the engine loads; weights are hard-linked, not copied.
+
+    `scales` is a kv_scales.json. Raises UserError for a checkpoint that inspect_checkpoint refuses, and when policy,
+    scales and model do not fit together.
+    """
+    info = inspect_checkpoint(checkpoint)
+    policy.check_shape(info.shape)
+    write_policy(out, policy, read_scales(scales, policy, info.shape))
+    for name in info.other_files:
+        shutil.copyfile(checkpoint / name, out / name)
+    for name in info.weight_files:
+        link_or_copy(checkpoint / name, out / name)
+    names = (*info.weight_files, *info.other_files, POLICY_FILE, SCALES_FILE)
+    files: dict[str, str] = {}
+    for done, name in enumerate(names):
+        progress("build", done, len(names))
+        files[name] = file_digest(out / name)
+    write_bundle(out, BundleRecord(backend=BACKEND, files=files))
+    progress("build", len(names), len(names))
+
+
+def open_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
+    """Read and verify a bundle; UserError names the file that is missing or not what was built."""
+    open_record(directory, BundleRecord, BACKEND)
+    return read_policy(directory, inspect_checkpoint(directory).shape)

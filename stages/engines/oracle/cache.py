@@ -1,0 +1,170 @@
+"""A sequence's quantized cache: whole pages of codes and scales for every token, a window's second copies, exact tokens.
+
+Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, SideName
+from stages.engines.oracle.attention import Copies, Sources
+from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, static_scales
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one copy of one side of one layer is stored."""
+
+    form: Format
+    static: Static | None
+
+    def write(self, x: Tensor) -> Stored:
+        return quantize(x, self.form, self.static)
+
+    def read(self, stored: Stored, gain: float) -> Tensor:
+        """`gain` multiplies what is read: 1, except for the canary's fault."""
+        x = dequantize(stored, self.form, self.static)
+        return x if gain == 1 else x * gain
+
+
+LayerStorage = dict[SideName, Storage]
+
+
+def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales) -> list[LayerStorage]:
+    """The copies that every layer keeps. `scales` has been checked against the policy."""
+
+    def storage(layer: int, side: SideName, form: Format) -> Storage:
+        found = scales.layers[layer].get(side)
+        return Storage(form, None if found is None else static_scales(found, form, shape.kv_heads, shape.head_dim))
+
+    return [{side: storage(n, side, form) for side, form in policy.sides(n).items()} for n in range(shape.layers)]
+
+
+class Pages:
+    """One copy of the tokens from page `first` on, in whole pages of PAGE_TOKENS."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.length = 0
+        self.first = 0
+        self.pages: list[Stored] = []
+
+    def append(self, x: Tensor) -> None:
+        """Quantize and store x (H, S, D)."""
+        stored = self.storage.write(x)
+        done = 0
+        while done < x.shape[1]:
+            offset = self.length % PAGE_TOKENS
+            if offset == 0:
+                self.pages.append(_each(_empty_page, [stored]))
+            count = min(PAGE_TOKENS - offset, x.shape[1] - done)
+            for page, new in zip(_tensors(self.pages[-1]), _tensors(stored), strict=True):
+                page[:, offset : offset + count] = new[:, done : done + count]
+            self.length += count
+            done += count
+
+    def forget(self, first: int) -> None:
+        """Free the pages before page `first`."""
+        del self.pages[: first - self.first]
+        self.first = first
+
+    def read(self, gain: float) -> Copies | None:
+        """Every token that is held, dequantized."""
+        if not self.pages:
+            return None
+        begin = self.first * PAGE_TOKENS
+        joined = _each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - begin], self.pages)
+        return Copies(self.storage.read(joined, gain), begin)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for page in self.pages for t in _tensors(page))
+
+
+class Exact:
+    """float16 copies of the first and of the latest tokens of one side of one layer."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape) -> None:
+        self.length = 0
+        self.sinks = torch.zeros(shape.kv_heads, policy.sink_tokens, shape.head_dim, dtype=torch.float16)
+        self.recent = torch.zeros(shape.kv_heads, policy.recent_tokens, shape.head_dim, dtype=torch.float16)
+        """The latest token is the last."""
+
+    def append(self, x: Tensor) -> None:
+        """Store x (H, S, D)."""
+        fill = self.sinks[:, self.length : self.length + x.shape[1]]
+        fill.copy_(x[:, : fill.shape[1]])
+        joined = torch.cat([self.recent, x.half()], dim=1)
+        self.recent = joined[:, joined.shape[1] - self.recent.shape[1] :].clone()
+        self.length += x.shape[1]
+
+    def read(self) -> tuple[Copies, Copies]:
+        """The sinks and the recent tokens."""
+        held = min(self.length, self.recent.shape[1])
+        recent = self.recent[:, self.recent.shape[1] - held :]
+        return Copies(self.sinks[:, : self.length].float()), Copies(recent.float(), self.length - held)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sinks.nbytes + self.recent.nbytes
+
+
+class LayerCache:
+    """Keys and values of one layer of one sequence."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
+        self.policy = policy
+        self.pages = {side: Pages(storage) for side, storage in storages.items()}
+        self.exact = {side: Exact(policy, shape) for side in ("key", "value")}
+
+    @property
+    def length(self) -> int:
+        return self.exact["key"].length
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values (H, S, D), then free the window's pages that left it."""
+        for side, pages in self.pages.items():
+            pages.append(key if side.endswith("key") else value)
+            if side.startswith("window") and self.policy.window is not None:
+                pages.forget(self.policy.window.first_page(pages.length))
+        self.exact["key"].append(key)
+        self.exact["value"].append(value)
+
+    def read(self, side: str, own: Tensor, gain: float) -> Sources:
+        """What the tokens after the cached ones see; `own` (H, S, D) are they themselves."""
+        sinks, recent = self.exact[side].read()
+        window = self.pages.get("window_key" if side == "key" else "window_value")
+        base = self.pages["key" if side == "key" else "value"].read(gain)
+        return sinks, base, None if window is None else window.read(gain), recent, Copies(own, self.length)
+
+
+def one_pass(policy: KVPolicy, storages: LayerStorage, side: str, x: Tensor, gain: float) -> Sources:
+    """Every copy that any of the tokens x (H, T, D) of a whole sequence sees: what a cache would have given back."""
+    base = storages["key" if side == "key" else "value"]
+    window = storages.get("window_key" if side == "key" else "window_value")
+    exact = Copies(x.half().float()) if policy.exact_tokens else None
+    second = None if window is None else Copies(window.read(window.write(x), gain))
+    return exact, Copies(base.read(base.write(x), gain)), second, exact, Copies(x)
+
+
+def _tensors(stored: Stored) -> list[Tensor]:
+    return [t for t in (stored.codes, stored.scale, stored.zero) if t is not None]
+
+
+def _each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
+    """`function` of the codes, of the scales and of the zeros of `stored`."""
+
+    def part(tensors: Iterable[Tensor | None]) -> Tensor | None:
+        there = [t for t in tensors if t is not None]
+        return function(there) if there else None
+
+    return Stored(function([s.codes for s in stored]), part(s.scale for s in stored), part(s.zero for s in stored))
+
+
+def _empty_page(like: list[Tensor]) -> Tensor:
+    """Room for PAGE_TOKENS tokens stored like (H, S, ...)."""
+    return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype)

@@ -1,0 +1,214 @@
+"""backend=torch: loading it, and on a CPU the oracle. transformers' own model, in float32, over the reference cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipeline.spec.checkpoint import inspect_checkpoint
+from pipeline.spec.errors import UserError
+from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.spec.records import PREFILL_CHUNK, Engine, MemoryReport
+from stages.engines.base import check_forced, check_step, check_tokens, greedy, not_finite
+from stages.engines.cuda.device import resolve_device
+from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
+from stages.engines.oracle.build import open_bundle
+from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.engines.oracle.model import hidden_states, scales_for, shape_for
+from stages.engines.paged.kernel_layout import check_kernels
+
+Logits = npt.NDArray[np.float32]
+
+
+def load_engine(bundle: Path, *, threads: int, device: str = "cpu", prefill_chunk: int = PREFILL_CHUNK) -> Engine:
+    """Load a bundle that build_bundle wrote: on a CPU the oracle, on a GPU the engine over the attention kernels.
+
+    `threads` is set for all of torch in this process; `device` is backend.device. Raises UserError when a file is missing
+    or was altered, and for a policy that the kernels do not hold; MissingRequirement when there is no GPU, or no Triton.
+    """
+    for name, value in (("threads", threads), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    place = resolve_device(device)
+    policy, scales = open_bundle(bundle)
+    if place.type == "cuda":
+        info = inspect_checkpoint(bundle)
+        check_kernels(policy, info.shape, info.q_heads)
+    torch.set_num_threads(threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        bundle, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
+    )
+    if place.type == "cuda":
+        from stages.engines.cuda.engine import KernelEngine  # it imports Triton, which a CPU does without
+
+        return KernelEngine.from_model(model.to(place), policy, scales, prefill_chunk=prefill_chunk)
+    return OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+
+
+class _CachedView:
+    """A chunk of a sequence whose earlier tokens are in the cache."""
+
+    def __init__(self, engine: "OracleEngine", handle: int, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.engine, self.handle = engine, handle
+        self.caches = engine.sequences[handle]
+        self.first_row = self.caches[0].length
+        self.new: list[tuple[Tensor, Tensor]] = []
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
+        self.new.append((key, value))
+        cache = self.caches[layer]
+        return cache.read("key", key, self.engine.key_gain), cache.read("value", value, 1.0)
+
+    def store(self) -> None:
+        """Append what was computed, once every layer has been: a refused token leaves nothing behind."""
+        for cache, (key, value) in zip(self.caches, self.new, strict=True):
+            cache.append(key, value)
+
+
+class _OnePassView:
+    """A whole sequence, of which nothing is in the cache."""
+
+    first_row = 0
+
+    def __init__(self, engine: "OracleEngine", blocks: Sequence[Block]) -> None:
+        self.engine, self.blocks = engine, blocks
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        _check_finite(key, value, layer, "the sequence", 0)
+        policy, storages = self.engine.policy, self.engine.storages[layer]
+        return (
+            one_pass(policy, storages, "key", key, self.engine.key_gain),
+            one_pass(policy, storages, "value", value, 1.0),
+        )
+
+
+def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
+    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
+    for side, x in (("key", key), ("value", value)):
+        fits = torch.isfinite(x.half())
+        if not fits.all():
+            row = int((~fits).any(-1).any(0).nonzero()[0])
+            raise not_finite(side, layer, first_row + row, sequence)
+
+
+class OracleEngine:
+    """pipeline.spec.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
+
+    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
+        self.policy, self.shape, self.storages = policy, shape, storages
+        self.vocab_size = int(model.config.vocab_size)
+        self.model = model
+        self.sequences: dict[int, list[LayerCache]] = {}
+        """Handle -> caches of all layers."""
+        self.key_gain = 1.0
+        self._chunk = chunk
+        self._next_handle = 0
+
+    @classmethod
+    def from_model(
+        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> Self:
+        """An engine around a transformers causal language model in float32, which stays as it is.
+
+        `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
+        fit together.
+        """
+        shape = shape_for(model, policy)
+        scales = scales_for(policy, shape, scales)
+        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        handles: list[int] = []
+        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
+        try:
+            for i, prompt in enumerate(prompts):
+                handles.append(self._start())
+                for begin in range(0, len(prompt), self._chunk):
+                    end = min(begin + self._chunk, len(prompt))
+                    blocks = self._plan([Span(begin, end, begin)])
+                    view = _CachedView(self, handles[-1], blocks)
+                    hidden = self._hidden([prompt[begin:end]], torch.arange(begin, end)[None], [view])
+                    view.store()
+                logits[i] = self.model.lm_head(hidden[0, -1]).numpy()
+        except UserError:
+            self.release(handles)
+            raise
+        return handles, logits
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
+        check_step(sequences, tokens, self.vocab_size)
+        lengths = [self.sequences[handle][0].length for handle in sequences]
+        views = [
+            _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
+            for handle, length in zip(sequences, lengths, strict=True)
+        ]
+        hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
+        for view in views:
+            view.store()
+        logits: Logits = self.model.lm_head(hidden[:, -1]).numpy()
+        return logits
+
+    @torch.inference_mode()
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, as prefill of the others and then decode
+        of these, one by one, would give them. No sequence stays behind."""
+        check_forced(tokens, first, self.vocab_size)
+        chunks = [Span(begin, min(begin + self._chunk, first), begin) for begin in range(0, first, self._chunk)]
+        view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None)]))
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
+        logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
+        return logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+    ) -> list[list[int]]:
+        """Greedy continuations without the stop token."""
+        return greedy(self, prompts, max_new_tokens, stop_token)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free the sequences' caches."""
+        for handle in sequences:
+            del self.sequences[handle]
+
+    def memory(self) -> MemoryReport:
+        """Bytes of the tensors that hold the cache now: pages are allocated one by one, so nothing is spare."""
+        caches = [cache for sequence in self.sequences.values() for cache in sequence]
+        static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
+        return MemoryReport(
+            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.startswith("window")),
+            exact_bytes=sum(e.nbytes for c in caches for e in c.exact.values()),
+            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.startswith("window")),
+            static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
+            pages=sum(len(sequence[0].pages["key"].pages) for sequence in self.sequences.values()),
+            live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
+        )
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Multiply what the pool's keys are read with, of stored and of later tokens; the codes stay right."""
+        self.key_gain *= factor
+
+    def _start(self) -> int:
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self.sequences[handle] = [LayerCache(self.policy, self.shape, storages) for storages in self.storages]
+        return handle
+
+    def _plan(self, spans: Sequence[Span]) -> list[Block]:
+        row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
+        return plan(self.policy, spans, row_bytes)
+
+    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
+        """The last layer's normalized hidden states, (B, S, hidden)."""
+        return hidden_states(self.model, ATTENTION, torch.tensor([list(row) for row in ids]), positions, views=views)

@@ -1,0 +1,157 @@
+"""What pipeline.spec.formats means, in plain torch: numbers to codes and back.
+
+Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scales of a token. All arithmetic is float32.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pipeline.spec.formats import MAX_FLOAT16, MIN_SCALE, Format
+from pipeline.spec.kv import SideScales
+
+TYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Storage of codes that are floating-point numbers; integers are packed into int8."""
+
+
+@dataclass(frozen=True)
+class Static:
+    """Scales of one side of one layer that are fixed at build time, and the zeros of an asymmetric format."""
+
+    scale: Tensor
+    """(1 | H, 1, 1 | D) float32."""
+    zero: Tensor | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Codes as they lie in memory, and the scales and zeros that lie beside them."""
+
+    codes: Tensor
+    """(..., H, T, W) in the storage type."""
+    scale: Tensor | None
+    """(..., H, T, g) float16; None for static and exact formats."""
+    zero: Tensor | None
+
+
+def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) -> Static:
+    """The scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
+    heads = 1 if form.granularity == "per_tensor" else kv_heads
+    channels = head_dim if form.granularity == "per_channel" else 1
+
+    def shaped(values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).view(heads, 1, channels)
+
+    return Static(shaped(side.scale), None if side.zero is None else shaped(side.zero))
+
+
+def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
+    """Finite x (..., H, T, D), as it is stored. `static` is None exactly when the format is not static."""
+    x = x.float()
+    if form.exact:
+        return Stored(x.to(TYPES[form.dtype]), None, None)
+    if form.rotation == "hadamard":
+        x = x @ hadamard(x.shape[-1])
+    if static is not None:
+        return Stored(_encode(x, static.scale, static.zero, form), None, None)
+    grouped = _grouped(x, form.scales_per_token(x.shape[-1]))
+    if form.symmetric:
+        zero = None
+        # Codes are made with the rounded scale that will be read back, not with the exact one.
+        scale = _stored_scale(grouped.abs().amax(-1, keepdim=True) / form.code.limit)
+    else:
+        low, high = grouped.aminmax(dim=-1, keepdim=True)
+        zero = _half_below(low)
+        scale = _stored_scale((high - zero.float()) / form.code.levels)
+    codes = _encode(grouped, scale.float(), None if zero is None else zero.float(), form, flatten=True)
+    return Stored(codes, scale.squeeze(-1), None if zero is None else zero.squeeze(-1))
+
+
+def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
+    """What the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
+    if form.exact:
+        return stored.codes.float()
+    codes = _unpack(stored.codes, form.code.bits) if form.code.kind == "integer" else stored.codes.float()
+    if not form.symmetric:
+        codes = codes + (1 << form.code.bits - 1)
+    if static is not None:
+        x = _affine(codes, static.scale, static.zero)
+    else:
+        assert stored.scale is not None
+        grouped = _grouped(codes, stored.scale.shape[-1])
+        zero = None if stored.zero is None else stored.zero.float().unsqueeze(-1)
+        x = _affine(grouped, stored.scale.float().unsqueeze(-1), zero).flatten(-2)
+    return x @ hadamard(x.shape[-1]) if form.rotation == "hadamard" else x
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(..., D) -> (..., groups, D / groups)."""
+    return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def _affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return codes * scale if zero is None else codes * scale + zero
+
+
+def _stored_scale(scale: Tensor) -> Tensor:
+    """Saturating: a rotation adds up channels, beyond float16 if all of them are huge."""
+    return scale.clamp(MIN_SCALE, MAX_FLOAT16).half()
+
+
+def _half_below(low: Tensor) -> Tensor:
+    """A float16 at most `low` and at most about two ulps below: codes count from it upwards."""
+    zero = low.half()
+    below = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24
+    return torch.where(zero.float() > low, below, zero.float()).clamp(min=-MAX_FLOAT16).half()
+
+
+def _encode(x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, flatten: bool = False) -> Tensor:
+    """Nearest codes, ties to even, saturating; (..., g, D / g) is made (..., D) first with `flatten`."""
+    code = form.code
+    steps = (x if zero is None else x - zero) / scale
+    if flatten:
+        steps = steps.flatten(-2)
+    if code.kind == "float":
+        # Older torch makes NaN of what overflows float8.
+        return steps.clamp(-code.limit, code.limit).to(TYPES[form.dtype])
+    if form.symmetric:
+        return _pack(steps.round().clamp(-code.limit, code.limit), code.bits)
+    # Codes 0 to levels are stored as signed numbers.
+    return _pack(steps.round().clamp(0, code.levels) - (1 << code.bits - 1), code.bits)
+
+
+def _pack(signed: Tensor, bits: int) -> Tensor:
+    """Whole numbers (..., D) -> int8 (..., D * bits / 8).
+
+    Part j of the 8 / bits equal parts of the channels sits in bits j * bits and up; all but the top part are offset by
+    half their range, so that the byte's own sign is the top part's.
+    """
+    parts = signed.chunk(8 // bits, dim=-1)
+    byte = parts[-1] * (1 << 8 - bits)
+    for j, part in enumerate(parts[:-1]):
+        byte = byte + (part + (1 << bits - 1)) * (1 << bits * j)
+    return byte.to(torch.int8)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_pack`, as float32."""
+    mask, half = (1 << bits) - 1, 1 << bits - 1
+    low = [((packed >> bits * j) & mask) - half for j in range(8 // bits - 1)]
+    return torch.cat([*low, packed >> 8 - bits], dim=-1).float()
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix over sqrt(size), (size, size) float32: symmetric, and its own inverse."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix / math.sqrt(size)

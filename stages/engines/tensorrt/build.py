@@ -1,0 +1,111 @@
+"""The ONNX engine's bundle to a bundle of TensorRT plans of the very same graphs.
+
+What only backend=tensorrt does to them is in plugin.py: plans for TensorRT for RTX do not depend on the plugin's code.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.spec.checkpoint import TOKENIZER_FILES
+from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.spec.records import Progress
+from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
+from stages.engines.onnx.bundle import ModelInfo, Tensor
+from stages.engines.onnx.bundle import open_bundle as open_twin
+from stages.engines.onnx.functions import Mode
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord
+from stages.engines.tensorrt.library import Name, load
+from stages.engines.tensorrt.plan import Plan, Refused, build, parse
+from stages.engines.tensorrt.refusal import refusal
+from stages.engines.tensorrt.shapes import Limits, Range
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The decode graph that a plan is built from, in place of the twin's."""
+
+    graph: Path
+    native: dict[int, str]
+    """By layer: why its attention is not the plugin's."""
+    kernels: dict[str, str]
+    """Plugin node -> sha256 of its kernel's PTX."""
+
+
+Adapt = Callable[[Path, ModelInfo, Limits], AbstractContextManager[Adapted]]
+"""Of a decode graph, what is built in its place; it is there as long as the context."""
+
+
+def build_bundle(
+    twin: Path,
+    out: Path,
+    *,
+    policy: KVPolicy,
+    scales: Path,
+    library: Name,
+    max_batch: int,
+    max_tokens: int,
+    progress: Progress,
+    targets: Sequence[int] = (),
+    gpu: Mapping[str, str] | None = None,
+    adapt: Adapt | None = None,
+) -> None:
+    """Fill the empty directory `out` with plans of the graphs in the ONNX bundle `twin`.
+
+    `scales` is a kv_scales.json. TensorRT for RTX builds for the compute capabilities `targets` (89 is SM 8.9), TensorRT
+    for `gpu`, an entry of pipeline.artifacts.hardware.gpus(). `adapt` makes the decode graph to build. Raises UserError
+    when TensorRT does not take the policy's graphs, MissingRequirement when something is not installed.
+    """
+    trt = load(library)
+    described, built, _ = open_twin(twin)
+    assert built == policy, f"{twin} is a bundle of {built.name}, not of {policy.name}"
+    limits = Limits(policy, max_batch, max_tokens)
+    graphs: dict[Mode, Path] = {mode: twin / f"{mode}.onnx" for mode in PLANS}
+    plans: dict[Mode, Plan] = {}
+    as_it_is = nullcontext(Adapted(graphs["decode"], {}, {}))
+    with adapt(graphs["decode"], described.model, limits) if adapt is not None else as_it_is as adapted:
+        graphs["decode"] = adapted.graph
+        for mode, graph in graphs.items():
+
+            def steps(done: int, total: int, mode: str = mode) -> None:
+                progress(f"{mode} plan", done, total)
+
+            try:
+                plan = build(parse(trt, graph), limits.ranges(mode), targets, steps)
+            except Refused as refused:
+                raise refusal(trt, policy, refused, targets, gpu) from refused
+            (out / PLANS[mode]).write_bytes(plan.data)
+            plans[mode] = replace(plan, data=b"")  # with all weights in it, one at a time is enough
+    write_policy(out, policy, read_scales(scales, policy, described.model.shape))
+    for name in TOKENIZER_FILES:
+        if (twin / name).is_file():
+            shutil.copyfile(twin / name, out / name)
+    capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
+    names = (*PLANS.values(), POLICY_FILE, SCALES_FILE)
+    record = PlanRecord(
+        backend=library,
+        built_for=BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities),
+        flags=plans["decode"].flags,
+        graph_digest=described.graph_digest,
+        graphs={f"{mode}.onnx": described.files[f"{mode}.onnx"] for mode in PLANS},
+        twin=files_digest(tree_files(twin)),
+        plugins=adapted.kernels,
+        native={str(layer): reason for layer, reason in adapted.native.items()},
+        model=described.model,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        inputs={mode: plan.inputs for mode, plan in plans.items()},
+        outputs={mode: plan.outputs for mode, plan in plans.items()},
+        profiles={mode: _profile(plan.inputs, limits.ranges(mode)) for mode, plan in plans.items()},
+        files={name: file_digest(out / name) for name in names},
+    )
+    write_bundle(out, record)
+
+
+def _profile(inputs: Sequence[Tensor], ranges: Mapping[str, Range]) -> dict[str, Range]:
+    """The ranges of those dimensions that a plan's inputs have."""
+    dims = {dim for tensor in inputs for dim in tensor.shape}
+    return {name: size for name, size in ranges.items() if name in dims}

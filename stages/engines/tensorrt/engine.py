@@ -1,0 +1,154 @@
+"""The engine of a bundle of TensorRT plans: the embedded engine's steps and pages, on a GPU."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.artifacts.hardware import gpus
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import KVScales, KVShape
+from pipeline.spec.records import PREFILL_CHUNK
+from stages.engines.bundle import BuiltFor, check_built_for
+from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.paged.engine import PagedEngine
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.engines.tensorrt.library import Library, Name, load
+from stages.engines.tensorrt.pool import TorchPool, scaled
+from stages.engines.tensorrt.session import CudaDevice, Device, PlanSession, aligned
+from stages.engines.tensorrt.shapes import Limits, bucket
+
+
+def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
+    """Load a bundle that build_bundle wrote.
+
+    Raises UserError when a file is missing or was altered, MissingRequirement without the library, without a GPU, and when
+    the plans were built for another version or another GPU.
+    """
+    described, policy, scales = open_bundle(bundle, library)
+    trt = load(library)
+    check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
+    device = CudaDevice()
+    runtime = trt.trt.Runtime(trt.log)
+    sessions = {}
+    for mode, name in PLANS.items():
+        engine = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
+        if engine is None:
+            raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.said())}")
+        sessions[mode] = open_session(trt, engine, device, described, mode, cuda_graphs=cuda_graphs)
+    limits = described.limits(policy)
+    return PlanEngine(described, limits, scales, sessions, device)
+
+
+def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
+    """The library and the GPU here; MissingRequirement names the GPU, driver or CUDA build of torch that is missing."""
+    wanted = " or ".join(built.compute_capabilities)
+    torch_version = f"torch {torch.__version__}"
+    if not gpus() and not torch.cuda.is_available():
+        raise MissingRequirement(
+            f"backend={library.name}: this machine has no NVIDIA GPU with a driver (no nvidia-smi, and {torch_version} sees no "
+            f"CUDA device); the plans need a GPU of compute capability (SM) {wanted} and {library.title} {built.version}"
+        )
+    if not torch.cuda.is_available():
+        raise MissingRequirement(
+            f"backend={library.name}: {torch_version} cannot use the GPU here ({gpus()[0]['name']}): install a CUDA "
+            "build of torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return BuiltFor(library=library.title, version=library.version, compute_capabilities=[f"{major}.{minor}"])
+
+
+def open_session(
+    library: Library, engine: object, device: Device, described: PlanRecord, mode: Mode, *, cuda_graphs: bool
+) -> PlanSession:
+    """A session over an ICudaEngine. Only decode steps are captured: a prompt is prefilled once."""
+    captured = cuda_graphs and mode == "decode"
+    return PlanSession(library, engine, device, described.inputs[mode], described.outputs[mode], captured=captured)
+
+
+class PlanEngine(PagedEngine):
+    """pipeline.spec.records.Engine on TensorRT. The graphs read the pool where it lies; only new tokens are copied."""
+
+    def __init__(
+        self,
+        bundle: PlanRecord,
+        limits: Limits,
+        scales: KVScales,
+        sessions: Mapping[Mode, PlanSession],
+        device: Device,
+    ) -> None:
+        """Raises UserError when the GPU has no room for the pool and the plans' activations."""
+        self._device, self._limits, self._sessions = device, limits, sessions
+        activations = max(session.memory_bytes for session in sessions.values())
+        with device.running():
+            try:
+                pool = TorchPool(limits, bundle.model.shape, device.torch_device)
+                memory = aligned(activations, device.torch_device)
+            except torch.OutOfMemoryError as error:
+                raise _too_large(limits, bundle.model.shape, activations) from error
+            super().__init__(bundle.model, scales, pool, prefill_chunk=min(PREFILL_CHUNK, limits.chunk))
+            for session in sessions.values():
+                session.use(memory, {**pool.tensors, **self._constants})
+
+    def fork(self, sequence: int) -> int:
+        with self._device.running():  # the copies of pages come before the next step, which is on that stream
+            return super().fork(sequence)
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        with self._device.running():
+            super().corrupt_key_scale(factor)
+
+    def session(self, mode: Mode) -> PlanSession:
+        """What runs one of the plans."""
+        return self._sessions[mode]
+
+    def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device.torch_device, copy=True)
+
+    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last.
+
+        Runs at a padded shape: rows of padding have an empty cache, columns are masked or come after every real token.
+        """
+        batch, tokens = ids.shape
+        tables = self.pool.tables(handles)
+        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(tokens)
+        inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
+        with self._device.running():
+            step = self._sessions[mode].step(**self._sizes(mode, batch, tokens, tables["page_table"].shape[1]))
+            for name, values in inputs.items():
+                step.put(name, values)
+            step.run()
+            out = {name: tensor[:batch] for name, tensor in step.outputs.items()}
+            sums = out[NOT_FINITE][:, :, :tokens].float().cpu().numpy()
+            if sums.any():
+                self._refuse(sums, handles)
+            new = {name: out[f"new_{name}"][:, :, :tokens] for name in self.pool.arrays}
+            new |= {name: scaled(new[name], factor) for name, factor in self._faults.items()}
+            self.pool.append(handles, new)  # type: ignore[arg-type]
+            logits: npt.NDArray[np.float32] = out["logits"].float().cpu().numpy()
+        return logits
+
+    def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
+        """The shape that a run is padded to."""
+        limits = self._limits
+        return {
+            "B": 1 if mode == "prefill" else bucket(batch, limits.max_batch),
+            "S": 1 if mode == "decode" else bucket(tokens, limits.chunk),
+            "P": bucket(pages, limits.sequence_pages),
+            "Y": max(1, limits.sequence_young),
+        }
+
+
+def _too_large(limits: Limits, shape: KVShape, activations: int) -> UserError:
+    policy = limits.policy
+    pool = policy.pool_bytes(shape, limits.pages) + policy.exact_bytes(shape, limits.max_batch)
+    gib = 1 << 30
+    return UserError(
+        f"backend.max_batch={limits.max_batch}, backend.max_tokens={limits.max_tokens}: the GPU has no room for the cache of "
+        f"so many sequences of such a length ({pool / gib:.1f} GiB) and the plans' activations ({activations / gib:.1f} GiB) "
+        "beside the weights; lower one of the two and build again, or free the GPU's memory"
+    )

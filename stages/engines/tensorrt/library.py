@@ -1,0 +1,80 @@
+"""The one module that imports TensorRT, or TensorRT for RTX: the two have one Python API."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any, Literal
+
+from pipeline.spec.errors import MissingRequirement
+
+Name = Literal["tensorrt_rtx", "tensorrt"]
+
+OLDEST = (10, 14)
+"""TensorRT release that the plugin and the calls here are written against."""
+
+TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
+
+HOW_TO_GET: dict[Name, str] = {
+    "tensorrt_rtx": "pip install 'kvgate[rtx]' (tensorrt-rtx-cu13 of PyPI)",
+    "tensorrt": (
+        "pip install 'tensorrt-cu13>=10.14,<12' --extra-index-url https://pypi.nvidia.com (PyPI itself has a stub), or run in "
+        "a container with such a release (nvcr.io/nvidia/tensorrt)"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The imported module and the one logger that it takes in a process."""
+
+    name: Name
+    trt: Any
+    log: Any
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    @property
+    def version(self) -> str:
+        return str(self.trt.__version__)
+
+    def said(self) -> list[str]:
+        """Errors since the last call."""
+        lines, self.log.lines[:] = list(self.log.lines), []
+        return lines
+
+
+@cache
+def load(name: Name) -> Library:
+    """Import TensorRT; MissingRequirement says how to get it when it is absent or too old."""
+    try:
+        if name == "tensorrt_rtx":
+            import tensorrt_rtx as trt
+        else:
+            import tensorrt as trt
+            import tensorrt.plugin  # an attribute of trt from here on
+    except (ImportError, OSError, metadata.PackageNotFoundError) as error:
+        needs = f"backend={name} needs {TITLES[name]}, which this Python cannot import ({error})"
+        raise MissingRequirement(f"{needs}: {HOW_TO_GET[name]}") from error
+    library = Library(name, trt, _collector(trt))
+    if name == "tensorrt" and tuple(int(part) for part in re.findall(r"\d+", library.version)[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise MissingRequirement(f"backend=tensorrt needs TensorRT >= {oldest}, found {library.version}: {HOW_TO_GET[name]}")
+    return library
+
+
+def _collector(trt: Any) -> Any:
+    """A logger that keeps errors: TensorRT returns None or False and says the reason only there."""
+
+    class Collector(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.lines: list[str] = []
+
+        def log(self, severity: Any, msg: str) -> None:
+            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
+                self.lines.append(msg)
+
+    return Collector()

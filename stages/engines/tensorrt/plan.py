@@ -1,0 +1,163 @@
+"""One ONNX graph to one TensorRT plan, or the reason why there is none."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from stages.engines.onnx.bundle import Tensor
+from stages.engines.tensorrt.library import Library, Name
+from stages.engines.tensorrt.shapes import Range
+
+Steps = Callable[[int, int], None]
+"""Steps of the build that are done, of how many."""
+
+NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
+    "tensorrt_rtx": ("STRONGLY_TYPED",),
+    "tensorrt": ("STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS"),
+}
+
+CLEARED_FLAGS = ("TF32",)
+"""A float32 graph is to be computed in float32, as its ONNX twin does."""
+
+SET_FLAGS: dict[Name, tuple[str, ...]] = {
+    "tensorrt_rtx": ("STRICT_NANS", "REQUIRE_USER_ALLOCATION"),
+    "tensorrt": ("STRICT_NANS",),
+}
+"""STRICT_NANS: or 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
+REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
+
+
+TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
+"""ONNX's names of the element types that a network's inputs have. Others are refused before TensorRT reads the graph: of
+an input its parser says which it is only in raw lines on standard error."""
+
+
+class Refused(Exception):
+    """TensorRT does not take the graph; `inputs` are those that it is for, if any, `reason` is in its words."""
+
+    def __init__(self, reason: str, inputs: list[str]) -> None:
+        super().__init__(reason)
+        self.reason, self.inputs = reason, inputs
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A graph as TensorRT read it."""
+
+    library: Library
+    builder: Any
+    network: Any
+    parser: Any
+    """Outlives the network, which refers to the weights that it read."""
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A serialized engine and the inputs and outputs that TensorRT gave it."""
+
+    data: bytes | memoryview
+    flags: list[str]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def parse(library: Library, graph: Path) -> Parsed:
+    """The strongly typed network of `graph`, whose external weights lie beside it. Raises Refused."""
+    trt = library.trt
+    dims, types = _signature(graph)
+    foreign = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
+    if foreign:
+        raise Refused(f"it has no type {types[foreign[0]]}", foreign)
+    library.said()
+    builder = trt.Builder(library.log)
+    kinds = trt.NetworkDefinitionCreationFlag
+    flags = NETWORK_FLAGS[library.name]
+    network = builder.create_network(sum(1 << int(getattr(kinds, flag)) for flag in flags))
+    parser = trt.OnnxParser(network, library.log)
+    if not parser.parse_from_file(str(graph)):
+        reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
+        raise Refused(reasons[0] if reasons else _last(library.said()), [])
+    inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
+    outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
+    return Parsed(library, builder, network, parser, inputs, outputs)
+
+
+def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> Plan:
+    """Build a plan for the compute capabilities `targets` (89 is SM 8.9), or for this machine's GPU when there are none.
+
+    TensorRT for RTX times nothing: the plan holds the same kernels wherever it is built, and two builds differ in a few
+    generated names only. Raises Refused.
+    """
+    library, trt = parsed.library, parsed.library.trt
+    config = parsed.builder.create_builder_config()
+    for name in SET_FLAGS[library.name]:
+        config.set_flag(getattr(trt.BuilderFlag, name))
+    for name in CLEARED_FLAGS:
+        config.clear_flag(getattr(trt.BuilderFlag, name))
+    if targets:
+        config.num_compute_capabilities = len(targets)
+    for index, target in enumerate(targets):
+        if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
+            raise Refused(f"{library.title} {library.version} has no target SM{target}: {_last(library.said())}", [])
+    profile = parsed.builder.create_optimization_profile()
+    for tensor in parsed.inputs:
+        sizes = [ranges[d] if isinstance(d, str) else Range(smallest=d, likely=d, largest=d) for d in tensor.shape]
+        shapes = ([getattr(size, bound) for size in sizes] for bound in ("smallest", "likely", "largest"))
+        profile.set_shape(tensor.name, *shapes)
+    config.add_optimization_profile(profile)
+    config.progress_monitor = _monitor(trt, steps)
+    data = parsed.builder.build_serialized_network(parsed.network, config)
+    if data is None:
+        raise Refused(_last(library.said()), [])
+    flags = [*NETWORK_FLAGS[library.name], *SET_FLAGS[library.name], *(f"-{name}" for name in CLEARED_FLAGS)]
+    return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
+
+
+def _signature(graph: Path) -> tuple[dict[str, list[int | str]], dict[str, str]]:
+    """Of every input and output its dimensions, dynamic ones by name; of every input its element type in ONNX's words."""
+    model = onnx.load(graph, load_external_data=False).graph
+    dims = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in [*model.input, *model.output]
+    }
+    return dims, {v.name: onnx.TensorProto.DataType.Name(v.type.tensor_type.elem_type) for v in model.input}
+
+
+def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> Tensor:
+    return Tensor(name=tensor.name, dtype=tensor.dtype.name, shape=dims[tensor.name])
+
+
+def _reason(error: Any) -> str:
+    where = f" ({error.node_operator()} {error.node_name()})" if error.node_name() else ""
+    return f"{error.desc()}{where}"
+
+
+def _last(lines: list[str]) -> str:
+    return lines[-1] if lines else "no reason given"
+
+
+def _monitor(trt: Any, steps: Steps) -> Any:
+    """TensorRT's progress interface; it is called from several threads, and never ends a build early."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.total = 0
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:  # noqa: ARG002
+            if parent_phase is None:
+                self.total = num_steps
+
+        def phase_finish(self, phase_name: str) -> None: ...
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name == "Building engine":
+                steps(step + 1, self.total)
+            return True
+
+    return Monitor()

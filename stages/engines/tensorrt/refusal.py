@@ -1,0 +1,60 @@
+"""Why TensorRT does not take a policy, in terms of the configuration."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import KVPolicy, SideName
+from stages.engines.tensorrt.library import Library
+from stages.engines.tensorrt.plan import Refused
+
+INPUT = re.compile(r"(?P<side>(?:window_)?(?:key|value))_(?:pool|scale|zero)\w*\.(?P<layer>\d+)")
+TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
+
+
+def refusal(
+    library: Library, policy: KVPolicy, refused: Refused, targets: Sequence[int], gpu: Mapping[str, str] | None = None
+) -> UserError:
+    """The error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
+
+    It was built for the compute capabilities `targets`, or for `gpu`, an entry of pipeline.artifacts.hardware.gpus().
+    """
+    title = f"{library.title} {library.version}"
+    for name in refused.inputs:
+        match = INPUT.fullmatch(name)
+        if match is not None:
+            key, form = policy_key(policy, match["side"], int(match["layer"]))  # type: ignore[arg-type]
+            return UserError(
+                f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
+                f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
+            )
+    values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
+    match = TARGETS.search(refused.reason)
+    if match is not None and targets:
+        without = [target for target in targets if f"sm{target}" not in re.findall(r"sm\d+", match["targets"])]
+        listed = str(without).replace(" ", "")
+        hint = f"leave it out: backend.compute_capabilities={listed}" if without else "name a later GPU"
+        return UserError(
+            f"backend.compute_capabilities={list(targets)}: {title} cannot build kv={policy.name} ({values}) for "
+            f"{match['targets'].strip(', ')}: {refused.reason}; {hint}"
+        )
+    if match is not None and gpu is not None:
+        return UserError(
+            f"{values}: {title} cannot build kv={policy.name} for this GPU ({gpu['name']}, SM {gpu['compute_cap']}): "
+            f"{refused.reason}; choose dtypes that it has, or build on a later GPU"
+        )
+    return UserError(
+        f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "
+        "choose other formats, or backend=onnxruntime, which runs it"
+    )
+
+
+def policy_key(policy: KVPolicy, side: SideName, layer: int) -> tuple[str, Format]:
+    """Where the configuration gives one layer's format of a side, and that format."""
+    form = policy.sides(layer)[side]
+    base = side.removeprefix("window_")
+    for number, override in enumerate(policy.overrides):
+        if layer in override.layers and getattr(override, base) is not None:
+            return f"kv.overrides.{number}.{base}", form
+    return f"kv.window.{base}" if side.startswith("window_") else f"kv.{base}", form

@@ -1,0 +1,233 @@
+"""One plan on a GPU: tensors bound by address, an execution context for every shape, decode steps as CUDA graphs.
+
+A captured graph holds the addresses and the shape that it was captured with, and ends with its context. So every shape has a
+context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
+memory: everything runs on one stream, one after the other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.spec.errors import UserError
+from stages.engines.onnx.bundle import Tensor
+from stages.engines.tensorrt.library import Library
+from stages.engines.tensorrt.shapes import padded
+
+DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP8": torch.uint8,
+}
+"""torch's type of what TensorRT's DataType names. FP8 E4M3 codes are bytes: torch has few operators on float8."""
+
+
+ALIGNMENT = 256
+"""Of activation memory, in bytes."""
+
+
+def aligned(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
+    memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + max(1, size)]
+
+
+class Device(Protocol):
+    """Where tensors are, and the stream that everything runs on."""
+
+    torch_device: torch.device
+
+    @property
+    def stream(self) -> int:
+        """CUDA's handle of the stream."""
+        ...
+
+    def running(self) -> Any:
+        """Context manager: torch's work goes to the stream."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` launches, recorded and not run, as something that replays it."""
+        ...
+
+
+class CudaDevice:
+    """The current GPU. TensorRT synchronizes the whole device when it is given the default stream, so not that one."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    @property
+    def stream(self) -> int:
+        handle: int = self._stream.cuda_stream
+        return handle
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            work()
+        return graph.replay
+
+
+class Step:
+    """A plan at one shape: its context, its own inputs and outputs, and what runs it."""
+
+    def __init__(self, session: "PlanSession", sizes: Mapping[str, int]) -> None:
+        self._session = session
+        self.inputs = {t.name: session.tensor(t, sizes) for t in session.inputs.values() if t.name not in session.bound}
+        self.outputs = {t.name: session.tensor(t, sizes) for t in session.outputs.values()}
+        self._context = session.context()
+        for name, tensor in (session.bound | self.inputs).items():
+            if name in session.inputs:
+                session.check(
+                    self._context.set_input_shape(name, tuple(tensor.shape)), f"shape {tuple(tensor.shape)} of {name}"
+                )
+        for name, tensor in (session.bound | self.inputs | self.outputs).items():
+            if name in session.inputs or name in session.outputs:
+                session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
+        missing = self._context.infer_shapes()
+        session.check(not missing, f"inputs without a shape: {missing}")
+        for name, tensor in self.outputs.items():
+            shape = tuple(self._context.get_tensor_shape(name))
+            session.check(shape == tuple(tensor.shape), f"output {name} of {shape}, expected {tuple(tensor.shape)}")
+        self._runs = 0
+        self._replay: Callable[[], None] | None = None
+
+    def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
+        """Copy an input, the rest of its padded shape becomes 0; one that the plan does not read is left out."""
+        if name in self.inputs:
+            tensor = self.inputs[name]
+            tensor.copy_(torch.from_numpy(padded(values, tuple(tensor.shape))))
+
+    def run(self) -> None:
+        """Run once, on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
+        if self._replay is None and self._runs and self._session.captures(self._context):
+            self._replay = self._session.device.capture(self._enqueue)
+        self._runs += 1
+        (self._replay or self._enqueue)()
+
+    @property
+    def replayed(self) -> bool:
+        """Whether it has been captured."""
+        return self._replay is not None
+
+    def _enqueue(self) -> None:
+        session = self._session
+        session.check(self._context.execute_async_v3(session.device.stream), "a run")
+
+
+class PlanSession:
+    """A deserialized plan, what is bound to it for good, and its steps by shape."""
+
+    def __init__(
+        self, library: Library, engine: Any, device: Device, inputs: list[Tensor], outputs: list[Tensor], *, captured: bool
+    ) -> None:
+        """`engine` is an ICudaEngine; `captured` says whether its runs become CUDA graphs. Raises UserError when it does
+        not have the inputs and outputs that the bundle describes."""
+        self.library, self.engine, self.device, self.captured = library, engine, device, captured
+        self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
+        self.bound: dict[str, torch.Tensor] = {}
+        self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
+        self._memory: torch.Tensor | None = None
+        self._compiled: Any = None
+        """Of TensorRT for RTX: the kernels that contexts compiled, so that the next shape's context need not do it again."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Activation memory that a context needs."""
+        return int(self.engine.device_memory_size_v2)
+
+    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor]) -> None:
+        """Give the contexts their activation memory, and bind tensors that stay where they are."""
+        assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
+        self._memory = memory
+        self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
+
+    @property
+    def replayed_shapes(self) -> int:
+        """Shapes that are CUDA graphs by now."""
+        return sum(step.replayed for step in self._steps.values())
+
+    def step(self, **sizes: int) -> Step:
+        """The step of a shape: sizes of the dimensions by name."""
+        key = tuple(sorted(sizes.items()))
+        if key not in self._steps:
+            self._steps[key] = Step(self, sizes)
+        return self._steps[key]
+
+    def context(self) -> Any:
+        """A new execution context in the shared activation memory."""
+        trt = self.library.trt
+        config = self.engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self.library.name == "tensorrt_rtx":
+            # The default compiles in the background and runs other kernels until then: the same call would not always give
+            # the same logits, and a graph captured early would keep the slow ones.
+            eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            config.dynamic_shapes_kernel_specialization_strategy = eager
+            if self._compiled is None:
+                self._compiled = config.create_runtime_cache()
+            self.check(config.set_runtime_cache(self._compiled), "a runtime cache")
+        context = self.engine.create_execution_context(config)
+        self.check(context is not None, "an execution context")
+        assert self._memory is not None, "use() comes first"
+        context.set_device_memory(self._memory.data_ptr(), self._memory.nbytes)
+        return context
+
+    def captures(self, context: Any) -> bool:
+        """Whether runs of the context may become a CUDA graph; TensorRT for RTX says so of each, TensorRT has no such call."""
+        if self.captured and self.library.name == "tensorrt_rtx":
+            return bool(context.is_stream_capturable(self.device.stream))
+        return self.captured
+
+    def tensor(self, described: Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+        """An empty tensor for an input or output at a shape."""
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in described.shape]
+        return torch.zeros(shape, dtype=DTYPES[described.dtype], device=self.device.torch_device)
+
+    def check(self, done: bool, what: str) -> None:
+        """TensorRT answers False and says the reason in its log."""
+        if not done:
+            raise RuntimeError(f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.said())}")
+
+
+def check_signature(
+    library: Library, engine: Any, inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The described inputs and outputs that the engine has, by name; UserError for any that it has otherwise.
+
+    An input that nothing reads may be missing: the builder may drop it.
+    """
+    mode = library.trt.TensorIOMode
+    described = {t.name: (mode.INPUT, t) for t in inputs} | {t.name: (mode.OUTPUT, t) for t in outputs}
+    found: dict[Any, dict[str, Tensor]] = {mode.INPUT: {}, mode.OUTPUT: {}}
+    for i in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(i)
+        kind, dtype = engine.get_tensor_mode(name), engine.get_tensor_dtype(name).name
+        expected = described.get(name)
+        if expected is None or (kind, dtype) != (expected[0], expected[1].dtype) or dtype not in DTYPES:
+            raise UserError(
+                f"the plan has {kind.name.lower()} {name} of {dtype}, its bundle.json "
+                f"{'nothing of that name' if expected is None else f'{expected[0].name.lower()} of {expected[1].dtype}'}: "
+                "build the engine again with stage=build"
+            )
+        found[kind][name] = expected[1]
+    missing = [t.name for t in outputs if t.name not in found[mode.OUTPUT]]
+    if missing:
+        raise UserError(f"the plan lacks the output {missing[0]}: build the engine again with stage=build")
+    return found[mode.INPUT], found[mode.OUTPUT]

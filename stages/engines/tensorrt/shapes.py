@@ -1,0 +1,82 @@
+"""Sizes of a plan's dynamic dimensions: the ranges it is built for, and the few that the runner uses.
+
+Dimensions are named as in the graphs: B sequences, S new tokens of each, P pages of a sequence's table, N pages of the
+pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
+from pipeline.spec.records import PREFILL_CHUNK
+from pipeline.spec.strict import StrictModel
+
+
+class Range(StrictModel):
+    """Smallest, most likely and largest size of a dimension."""
+
+    smallest: int
+    likely: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the pools and plans of one engine are sized for."""
+
+    policy: KVPolicy
+    max_batch: int
+    max_tokens: int
+
+    @property
+    def sequence_pages(self) -> int:
+        return -(-self.max_tokens // PAGE_TOKENS)
+
+    @property
+    def pages(self) -> int:
+        return self.max_batch * self.sequence_pages
+
+    @property
+    def sequence_young(self) -> int:
+        """Window pages of a sequence at most: one more than the window's, because its start lies within a page."""
+        window = self.policy.window
+        return 0 if window is None else min(self.sequence_pages, window.tokens // PAGE_TOKENS + 1)
+
+    @property
+    def young(self) -> int:
+        return self.max_batch * self.sequence_young
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of one prefill run."""
+        return min(PREFILL_CHUNK, self.max_tokens)
+
+    def ranges(self, mode: str) -> dict[str, Range]:
+        """Of every dimension. Pools have one size for good, so that their addresses and shapes never change."""
+        rows = 1 if mode == "prefill" else self.max_batch
+        largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
+        fixed = {"Y": max(1, self.sequence_young), **self.fixed}
+        return {name: Range(smallest=1, likely=n, largest=n) for name, n in largest.items()} | {
+            name: Range(smallest=n, likely=n, largest=n) for name, n in fixed.items()
+        }
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """First dimensions of the pools."""
+        return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.young)}
+
+
+def bucket(size: int, largest: int) -> int:
+    """The power of two that `size` fits in, or `largest` if that is less: few shapes, so that each is captured once."""
+    if not 1 <= size <= largest:
+        raise ValueError(f"a size of {size} is outside 1 .. {largest}")
+    return min(largest, 1 << (size - 1).bit_length())
+
+
+def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...], fill: int = 0) -> npt.NDArray[np.generic]:
+    """`values` in the first corner of an array of `shape`."""
+    out = np.full(shape, fill, values.dtype)
+    out[tuple(slice(size) for size in values.shape)] = values
+    return out

@@ -1,0 +1,100 @@
+"""TensorRT-LLM's checkpoint of one rank, as ModelOpt exports it: split over ranks, and with the canary's fault.
+
+Names: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight, *scaling_factor}, where
+qkv is the rows of q, k and v below each other, fc is Hugging Face's gate_proj and gate its up_proj.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.engines.files import link_or_copy
+from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
+
+CONFIG_FILE = "config.json"
+KV_SCALE = ".kv_cache_scaling_factor"
+KV_RECIPROCAL = ".kv_cache_rcp_scaling_factor"
+KV_SIDES = (".k_cache_scaling_factor", ".v_cache_scaling_factor")
+"""TensorRT-LLM makes the scale of the larger of the two, where they are there, and the reciprocal of the scale, where it
+is not (tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
+
+BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
+BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
+BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
+ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
+"""Added after the ranks' parts were summed."""
+
+
+def read_config(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+    return config
+
+
+def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
+    """`source`, ModelOpt's export for one rank, as a checkpoint for `ranks` ranks in the new directory `out`."""
+    out.mkdir()
+    config = read_config(source)
+    if ranks == 1:
+        for path in sorted(source.iterdir()):
+            if path.suffix == ".safetensors":
+                link_or_copy(path, out / path.name)
+            else:
+                shutil.copyfile(path, out / path.name)
+        return
+    config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+    whole = read_tensors(source / "rank0.safetensors")
+    for rank in range(ranks):
+        part = {name: shard(name, tensor, config, rank, ranks) for name, tensor in whole.items()}
+        write_tensors(out / f"rank{rank}.safetensors", part)
+
+
+def shard(name: str, tensor: RawTensor, config: dict[str, Any], rank: int, ranks: int) -> RawTensor:
+    """A rank's part of a tensor; scales of a whole tensor and normalisations are the same on every rank.
+
+    For floating point and FP8 weights, whose scales are one number a tensor; there it is what ModelOpt 0.47 itself exports
+    for several ranks, byte for byte.
+    """
+    values = tensor.values
+    if name.endswith(ADDED_ONCE) and rank > 0:
+        return RawTensor(tensor.dtype, np.zeros_like(values))
+    if name.endswith(BY_HEADS):
+        queries, heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_size"]
+        ends = np.cumsum([queries * size, heads * size])
+        parts = [np.split(part, ranks)[rank] for part in np.split(values, ends)]
+        return RawTensor(tensor.dtype, np.concatenate(parts))
+    sharded_embedding = config["use_parallel_embedding"] and name.endswith("vocab_embedding.weight")
+    if name.endswith(BY_ROWS) or (sharded_embedding and config["embedding_sharding_dim"] == 0):
+        return RawTensor(tensor.dtype, np.split(values, ranks)[rank])
+    if name.endswith(BY_COLUMNS) or sharded_embedding:
+        return RawTensor(tensor.dtype, np.split(values, ranks, axis=1)[rank])
+    return tensor
+
+
+def kv_scales(checkpoint: Path) -> list[float]:
+    """The cache's scale of every layer, which its keys and values share; empty when it is not quantized."""
+    tensors = read_tensors(checkpoint / "rank0.safetensors")
+    named = {name: tensor.number() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
+    return [named[name] for name in sorted(named, key=lambda name: int(name.split(".")[2]))]
+
+
+def write_faulted(source: Path, out: Path, factor: float) -> None:
+    """The checkpoint with a scale of the cache that is `factor` times the right one, in the new directory `out`.
+
+    The reciprocal, by which new keys and values are divided, stays right: what is stored is right and read wrong. Without
+    it in the file TensorRT-LLM would derive it from the wrong scale, and a wrong scale that is consistent costs FP8 nothing.
+    """
+    out.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, out / path.name)
+            continue
+        tensors = {name: tensor for name, tensor in read_tensors(path).items() if not name.endswith(KV_SIDES)}
+        for name in [name for name in tensors if name.endswith(KV_SCALE)]:
+            scale = tensors[name].number()
+            tensors[name] = RawTensor.scalar(scale * factor)
+            tensors[name.replace(KV_SCALE, KV_RECIPROCAL)] = RawTensor.scalar(1.0 / scale)
+        write_tensors(out / path.name, tensors)

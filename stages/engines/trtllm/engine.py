@@ -1,0 +1,259 @@
+"""pipeline.spec.records.OnePassEngine on TensorRT-LLM, which serves requests and not steps.
+
+A request is a prompt, tokens that are forced, and tokens that run free; its logits are those of decoding, from the cache.
+So forced decode of a whole sequence is one request, and stepping is: a request that forces what was decoded so far and
+then runs on greedily for LOOKAHEAD tokens. As long as the caller feeds the greedy token, the next rows are there already;
+another token costs a new request. Nothing is approximated: every row comes from a request with exactly that history.
+"""
+
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
+from pipeline.spec.records import LoadTimes, MemoryReport
+from stages.engines.base import check_forced, check_step, check_tokens, greedy
+from stages.engines.bundle import BuiltFor, check_built_for
+from stages.engines.trtllm.build import compile_engine
+from stages.engines.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
+from stages.engines.trtllm.checkpoint import write_faulted
+from stages.engines.trtllm.interpreter import A, Interpreter, Worker, WorkerError, probe, require_gpus
+from stages.engines.trtllm.protocol import Done, Generated, Loaded, Ran
+
+Logits = npt.NDArray[np.float32]
+
+LOOKAHEAD = 32
+"""Tokens that a stepping sequence is decoded ahead of the caller: 32 rows of a vocabulary of 128,000 are 16 MB."""
+
+
+def load_engine(bundle: Path, *, python: str | None, timeout_s: int, build_timeout_s: int) -> "TrtllmEngine":
+    """Load a bundle that build_bundle wrote; TensorRT-LLM itself starts with the first request.
+
+    Raises UserError when a file is missing or was altered, MissingRequirement when this machine cannot run it.
+    """
+    described, policy, _ = open_bundle(bundle)
+    found = probe(python)
+    ranks = described.tensor_parallel_size
+    if described.target == "engine":
+        here = BuiltFor(library=LIBRARY, version=found.release, compute_capabilities=found.compute_capabilities(ranks))
+        check_built_for(bundle, described.built_for, here, exactly=True)
+    elif described.built_for.version != found.release:
+        raise MissingRequirement(
+            f"{bundle}: its LLM arguments are pinned for {LIBRARY} {described.built_for.version}, {found.python} has "
+            f"{found.release}: build it again with stage=build, or give that release's python as backend.python"
+        )
+    require_gpus(found, ranks, "running an engine")
+    return TrtllmEngine(bundle.absolute(), described, policy, found, timeout_s=timeout_s, build_timeout_s=build_timeout_s)
+
+
+@dataclass
+class _Sequence:
+    prompt: list[int]
+    decoded: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    """Greedy tokens after `decoded`, for which `rows` are known."""
+    rows: Logits | None = None
+    """Row r: logits after `decoded` and `ahead[:r]`."""
+
+
+class TrtllmEngine:
+    """pipeline.spec.records.OnePassEngine and TimedEngine over one worker.
+
+    TensorRT-LLM takes most of the GPU's memory for its cache, so that only one engine of a process runs at a time: another
+    one's request ends its worker, and its own next request starts it again.
+    """
+
+    _running: ClassVar["weakref.ref[TrtllmEngine] | None"] = None
+
+    def __init__(
+        self,
+        bundle: Path,
+        described: TrtllmBundle,
+        policy: KVPolicy,
+        found: Interpreter,
+        *,
+        timeout_s: int,
+        build_timeout_s: int,
+    ) -> None:
+        self.policy, self.shape, self.vocab_size = policy, described.shape, described.vocab_size
+        self._bundle, self._described, self._python = bundle, described, found.python
+        self._timeout_s, self._build_timeout_s = timeout_s, build_timeout_s
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_handle = 0
+        self._worker: Worker | None = None
+        self._fault = 1.0
+        self._faulted: tempfile.TemporaryDirectory[str] | None = None
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Start one sequence a prompt: handles, and logits of each prompt's last token, which no cache was read for."""
+        answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
+        handles = []
+        for prompt in prompts:
+            self._sequences[self._next_handle] = _Sequence(list(prompt))
+            handles.append(self._next_handle)
+            self._next_handle += 1
+        return handles, np.concatenate([rows for _, rows in answers])
+
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size), computed from the cache."""
+        check_step(sequences, tokens, self.vocab_size)
+        states = [self._sequences[handle] for handle in sequences]
+        fetched = []
+        for state, token in zip(states, tokens, strict=True):
+            state.decoded.append(token)
+            if state.rows is not None and len(state.rows) > 1 and state.ahead[0] == token:
+                state.ahead, state.rows = state.ahead[1:], state.rows[1:]
+            else:
+                fetched.append(state)
+        requests = []
+        for state in fetched:
+            room = self._described.max_seq_len - len(state.prompt) - len(state.decoded)
+            ahead = max(1, min(LOOKAHEAD, room))  # no room at all: refused with the others' reason
+            requests.append((state.prompt, state.decoded, len(state.decoded) + ahead, len(state.decoded)))
+        for state, (generated, rows) in zip(fetched, self._run(requests), strict=True):
+            state.ahead, state.rows = generated[len(state.decoded) :], rows
+        return np.stack([state.rows[0] for state in states if state.rows is not None])
+
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, decoded one by one in one request.
+
+        The first generated token's logits are the last of the prompt's and read no cache; they are left out.
+        """
+        check_forced(tokens, first, self.vocab_size)
+        known = list(tokens[first:])
+        ((_, rows),) = self._run([(list(tokens[:first]), known, len(known) + 1, 1)])
+        return rows
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+    ) -> list[list[int]]:
+        """Greedy continuations without the stop token."""
+        return greedy(self, prompts, max_new_tokens, stop_token)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget the sequences; TensorRT-LLM freed their blocks when their requests ended."""
+        for handle in sequences:
+            del self._sequences[handle]
+
+    def memory(self) -> MemoryReport:
+        """Bytes of the live sequences by the policy's arithmetic.
+
+        TensorRT-LLM's pool is one block of head_dim x kv_heads codes for keys and one for values, a layer and PAGE_TOKENS
+        tokens (tokens_per_block, which the build asks for and reads back), and nothing per token besides.
+        """
+        lengths = [len(state.prompt) + len(state.decoded) for state in self._sequences.values()]
+        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
+        return self._memory(pages, sum(lengths))
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """The runtime's own times: stepping through requests would time the requests."""
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        found = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        lengths = [len(prompt) + steps for prompt in prompts]
+        memory = self._memory(sum(-(-length // PAGE_TOKENS) for length in lengths), sum(lengths))
+        return LoadTimes(found.first_token_ms, found.step_ms, memory)
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """From the next request on, decoding reads the cache with a scale `factor` times the right one; codes stay right.
+
+        Keys and values share the scale, so values are read wrong as well. For target=engine a second engine is built.
+        """
+        if not self.policy.quantized:
+            raise UserError(f"kv={self.policy.name}: the cache has no scale to corrupt, so backend=trtllm cannot judge it")
+        self._fault *= factor
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and what it holds on the GPU; the next request starts it again."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_worker"):  # not when __init__ failed
+            self.close()
+
+    def _memory(self, pages: int, live_tokens: int) -> MemoryReport:
+        return MemoryReport(
+            pool_bytes=self.policy.pool_bytes(self.shape, pages),
+            exact_bytes=0,
+            window_bytes=0,
+            static_scale_bytes=2 * 4 * len(self._described.kv_scales),  # a float32 and its reciprocal
+            pages=pages,
+            live_tokens=live_tokens,
+        )
+
+    def _run(self, requests: Sequence[tuple[list[int], list[int], int, int]]) -> list[tuple[list[int], Logits]]:
+        """(prompt, forced, tokens, skip) -> all generated tokens, and the logits of step `skip` and later."""
+        if not requests:
+            return []
+        limits = self._described
+        for prompt, _, tokens, _ in requests:
+            check_tokens(prompt, self.vocab_size)
+            if len(prompt) > limits.max_input_len or len(prompt) + tokens > limits.max_seq_len:
+                raise UserError(
+                    f"backend.max_seq_len={limits.max_seq_len}, backend.max_input_len={limits.max_input_len}: a prompt of "
+                    f"{len(prompt)} tokens with {tokens} more does not fit; raise them"
+                )
+        with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
+            named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
+            answers = self._call("run", Ran, requests=named, folder=folder).answers
+            return [(answer.tokens, self._rows(answer)) for answer in answers]
+
+    def _rows(self, answer: Generated) -> Logits:
+        """Without the vocabulary's padding, which tensor parallelism adds."""
+        rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
+        return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
+
+    def _call(self, op: str, answer: type[A], **fields: object) -> A:
+        if self._worker is None:
+            self._worker = self._open()
+        try:
+            return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", answer=answer, **fields)
+        except WorkerError as error:
+            raise RuntimeError(f"{LIBRARY}: {op}: {error}") from error
+        except BaseException:  # it is gone; an interrupted request has no answer to wait for
+            self.close()
+            raise
+
+    def _open(self) -> Worker:
+        before = TrtllmEngine._running() if TrtllmEngine._running is not None else None
+        if before is not None:
+            before.close()
+        engine = self._described.target == "engine"
+        model = self._engine() if engine else self._bundle / CHECKPOINT
+        fault = None if engine or self._fault == 1.0 else self._fault
+        worker = Worker(self._python, self._described.tensor_parallel_size)
+        try:
+            worker.call(
+                "open", self._timeout_s, key="backend.request_timeout_s", answer=Done,
+                target=self._described.target, model=str(model), llm_args=self._described.evaluated_with, key_fault=fault,
+            )  # fmt: skip
+        except WorkerError as error:
+            worker.close()
+            raise UserError(f"backend.python={self._python}: {LIBRARY} cannot load {model}: {error}") from error
+        except BaseException:
+            worker.close()
+            raise
+        TrtllmEngine._running = weakref.ref(self)
+        return worker
+
+    def _engine(self) -> Path:
+        """The engine's directory; with a fault, that of one that is built now."""
+        if self._fault == 1.0:
+            return self._bundle / ENGINE
+        self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-canary-")
+        folder = Path(self._faulted.name)
+        write_faulted(self._bundle / CHECKPOINT, folder / CHECKPOINT, self._fault)
+        prefix = "build_config."
+        asked = {key.removeprefix(prefix): v for key, v in self._described.asked.items() if key.startswith(prefix)}
+        compile_engine(folder / CHECKPOINT, folder / ENGINE, asked, self._python, self._build_timeout_s)
+        return folder / ENGINE

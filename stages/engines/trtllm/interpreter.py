@@ -1,0 +1,251 @@
+"""TensorRT-LLM's interpreter as a subprocess: started, asked one thing at a time, and killed when it does not answer."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Self, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.spec.errors import MissingRequirement, UserError
+from stages.engines.trtllm.protocol import PROTOCOL, Described
+from stages.engines.trtllm.worker import kvgate_forcing
+
+WORKER = Path(kvgate_forcing.__file__).with_name("kvgate_worker.py")
+PROBE_SECONDS = 300
+"""Importing TensorRT-LLM from a cold disk takes a minute."""
+GONE_SECONDS = 30
+"""What a worker gets to end after its input was closed; freeing an engine takes a moment."""
+ANSWER_BYTES = 16 << 20
+"""The longest answer; logits come in files."""
+LAST_BYTES = 8 << 10
+"""Of the log, where the last words are: a build may print hundreds of megabytes."""
+
+A = TypeVar("A", bound=BaseModel)
+
+HOW = (
+    "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 (backend.target=engine; a 1.3 tag for "
+    "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "
+    "pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as backend.python=PATH"
+)
+"""How to get a TensorRT-LLM. PyPI itself has no more than a stub."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What answered."""
+
+    python: str
+    release: str
+    version: str
+    """Of Python."""
+    gpus: tuple[tuple[str, str, str], ...]
+    """Name, compute capability (8.9), driver of every GPU that CUDA shows it, in CUDA's order: rank r runs on number r."""
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """The release's first two numbers."""
+        major, minor = self.release.split(".")[:2]
+        return int(major), int(minor)
+
+    def compute_capabilities(self, ranks: int) -> list[str]:
+        """Of the GPUs that `ranks` ranks run on: one, or none without a GPU. UserError when they differ."""
+        used = [capability for _, capability, _ in self.gpus[:ranks]]
+        if len(set(used)) > 1:
+            raise UserError(
+                f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(used) - 1} are SM {', '.join(used)}, an engine is built "
+                "for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        return used[:1]
+
+
+def find_python(python: str | None) -> str:
+    """The interpreter's path; MissingRequirement when there is none."""
+    if python is None:
+        raise MissingRequirement(f"backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM: {HOW}")
+    found = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
+    if found is None:
+        raise MissingRequirement(f"backend.python={python}: there is no such program; {HOW}")
+    return os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+
+
+@cache
+def probe(python: str | None) -> Interpreter:
+    """What `backend.python` has installed, asked once a process. Raises MissingRequirement when it has no TensorRT-LLM."""
+    path = find_python(python)
+    with Worker(path) as worker:
+        try:
+            found = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=Described)
+        except WorkerError as error:
+            raise MissingRequirement(f"backend.python={python}: TensorRT-LLM cannot be used there ({error}); {HOW}") from error
+    gpus = tuple((gpu.name, gpu.compute_cap, gpu.driver_version) for gpu in found.gpus)
+    return Interpreter(path, found.release, found.python, gpus)
+
+
+class WorkerError(RuntimeError):
+    """TensorRT-LLM, or the script in its interpreter, said what is wrong."""
+
+
+class Worker:
+    """A process in TensorRT-LLM's interpreter, in a group of its own: what it starts is killed with it.
+
+    `ranks`: GPUs of the model that it will load. One is served in the worker itself, where it returns logits fastest and
+    where the canary of target=pytorch reaches its layers; more get processes of their own.
+    """
+
+    def __init__(self, python: str, ranks: int = 1) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvgate-trtllm-")
+        self.folder = Path(self._scratch.name)
+        """Where the worker may leave files until it ends."""
+        self._log = self.folder / "log"
+        hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our libraries are of another Python
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        environment |= {"PYTHONPATH": str(WORKER.parent), "PYTHONUNBUFFERED": "1"}
+        environment |= {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
+        self._python, self._buffer, self._ended = python, bytearray(), False
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [python, str(WORKER)],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._scratch.cleanup()
+            raise MissingRequirement(f"backend.python={python}: cannot be started ({error.strerror}); {HOW}") from error
+
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs does not read either
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, op: str, timeout_s: float, *, key: str, answer: type[A], **fields: object) -> A:
+        """The answer to one request.
+
+        `key` is the configuration's key that bounds the time. Raises WorkerError with what the worker says is wrong, and
+        UserError when it dies, hangs or does not speak the protocol. After any exception but WorkerError, an interrupt
+        included, it is gone with all its children: a later request could be given the answer to this one.
+        """
+        try:
+            line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
+        except (BrokenPipeError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GONE_SECONDS)
+            code = self._process.poll()
+            ended = "closed its output" if code is None else f"ended with exit code {code}"
+            if code is not None and code < 0:
+                ended = f"was ended by {signal.Signals(-code).name}"
+            raise self._lost(f"backend.python={self._python}: TensorRT-LLM {ended} in {op}") from None
+        except TimeoutError:
+            raise self._lost(f"{key}={timeout_s:g}: TensorRT-LLM did not answer {op} in time; give it longer") from None
+        except BaseException:
+            self._kill()
+            raise
+        return self._read(op, line, answer)
+
+    def close(self) -> None:
+        """End the worker, by force if it does not go, and remove its files."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.stdin.close()
+                self._process.wait(GONE_SECONDS)
+        self._kill()
+        self._scratch.cleanup()
+
+    def last_words(self) -> str:
+        """The last line that TensorRT-LLM printed."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
+        """Write the request and read a line, both until the deadline. BrokenPipeError, EOFError when the worker is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        unwritten = memoryview(request)
+        while unwritten or b"\n" not in self._buffer:
+            left = max(0.0, deadline - time.monotonic())
+            readable, writable, _ = select.select([stdout], [stdin] if unwritten else [], [], left)
+            if not readable and not writable:
+                raise TimeoutError
+            if writable:
+                unwritten = unwritten[os.write(stdin, unwritten) :]
+            if readable:
+                chunk = os.read(stdout, 1 << 16)
+                if not chunk:
+                    raise EOFError
+                self._buffer += chunk
+            if len(self._buffer) > ANSWER_BYTES:
+                raise self._lost(f"backend.python={self._python}: answered {op} with more than {ANSWER_BYTES >> 20} MiB")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return bytes(line)
+
+    def _read(self, op: str, line: bytes, answer: type[A]) -> A:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if isinstance(said, dict) and isinstance(said.get("error"), str):
+            raise WorkerError(said["error"])
+        if not isinstance(said, dict) or "ok" not in said:
+            raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
+        try:
+            return answer.model_validate(said["ok"])
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "ok"
+            raise self._lost(
+                f"backend.python={self._python}: does not speak protocol {PROTOCOL} of this kvgate, answered {op} with "
+                f"{line[:200]!r} ({where}: {first['msg']})"
+            ) from None
+
+    def _lost(self, text: str) -> UserError:
+        self._kill()
+        said = self.last_words()
+        return UserError(f"{text}{f'; it last said: {said}' if said else ''}")
+
+    def _kill(self) -> None:
+        if self._ended:  # its process id may be another's by now
+            return
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group outlives its leader while a child does
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def require_gpus(found: Interpreter, count: int, what: str) -> None:
+    """MissingRequirement unless the machine has `count` GPUs."""
+    if len(found.gpus) < count:
+        raise MissingRequirement(
+            f"backend.tensor_parallel_size={count}: {what} with TensorRT-LLM {found.release} needs {count} NVIDIA GPU(s), "
+            f"{found.python} sees {len(found.gpus)}; run it where nvidia-smi lists them (a container needs --gpus all)"
+        )
+
+
+def files_below(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Names in `folder`, sorted, that fit one of the patterns."""
+    return sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})

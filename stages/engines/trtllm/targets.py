@@ -1,0 +1,201 @@
+"""What TensorRT-LLM's two targets can hold and need: everything that can be refused before any work."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.config.config import Config
+from pipeline.spec.backends import TrtllmBackend
+from pipeline.spec.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.spec.kv import KVPolicy
+from pipeline.spec.weights import WeightsFormat
+from stages.engines.trtllm.interpreter import HOW, Interpreter, probe, require_gpus
+from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
+
+TargetName = Literal["engine", "pytorch"]
+MAKES_ENGINE = ("build", "evaluate", "all")
+JUDGES = ("evaluate", "all")
+NO_INTEGERS_SM = range(100, 120)
+"""TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
+INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
+
+READ_BY: dict[TargetName, dict[str, Any]] = {
+    "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
+    "pytorch": {
+        "serving.enable_block_reuse": True,
+        "serving.host_cache_gib": 0.0,
+        "serving.attention_windows": None,
+        "serving.speculation": None,
+    },
+}
+"""Keys of `backend` that one target alone reads, with the values that ask for nothing (conf/backend/trtllm.yaml)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One way to deploy with TensorRT-LLM."""
+
+    export: str
+    """The folder of the quantized checkpoint that it is made from."""
+    releases: str
+    caches: tuple[str, ...]
+    """Algorithms of the cache, besides none; one scale a layer."""
+    weights: tuple[WeightsFormat, ...]
+    sharded_weights: tuple[WeightsFormat, ...]
+    """Weights that are split over several GPUs."""
+    choices: str
+    """Policies that fit, for a person."""
+
+
+TARGETS: dict[TargetName, Target] = {
+    "engine": Target(
+        export="tensorrt_llm",
+        releases="1.2 (1.2.1 is the last that builds engines)",
+        caches=TENSORRT_LLM_KV,
+        weights=("none", "fp8", "int8_sq", "int4_awq"),
+        sharded_weights=("none", "fp8"),
+        choices="kv=fp16, fp8 or int8_tensor",
+    ),
+    "pytorch": Target(
+        export="unified_hf",
+        releases="1.3 or later",
+        caches=UNIFIED_HF_KV,
+        weights=("none", "fp8", "int4_awq"),
+        sharded_weights=("none", "fp8", "int4_awq"),
+        choices="kv=fp16 or fp8",
+    ),
+}
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse what cannot be built, before anything is: UserError names the key, MissingRequirement what is not here."""
+    backend = config.backend
+    assert isinstance(backend, TrtllmBackend)
+    if config.stage not in MAKES_ENGINE:
+        return
+    info = inspect_checkpoint(config.model.directory)
+    asked: tuple[TargetName, ...] = ("engine", "pytorch") if backend.target == "auto" else (backend.target,)
+    refusals = [_refuse_all(name, config, info, backend) for name in asked]
+    if all(refusals):  # whatever the interpreter turns out to be
+        raise UserError(str(refusals[0]))
+    here = probe(backend.python)
+    name = resolve(backend.target, here)
+    refusal = _refuse_all(name, config, info, backend)
+    if refusal is not None:
+        raise UserError(refusal)
+    if name == "engine":
+        require_gpus(here, 1, "building an engine")
+        here.compute_capabilities(backend.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(config.kv, config.weights.format, here, backend.tensor_parallel_size)
+    if config.stage in JUDGES:
+        check_judging(name, config, here)
+
+
+def found(config: TrtllmBackend) -> dict[str, object]:
+    """What the interpreter decides of a build, so that its key covers it."""
+    here = probe(config.python)
+    name = resolve(config.target, here)
+    capabilities = here.compute_capabilities(config.tensor_parallel_size) if name == "engine" else []
+    return {"target": name, "release": here.release, "compute_capabilities": capabilities}
+
+
+def check_judging(name: TargetName, config: Config, here: Interpreter) -> None:
+    """What evaluating needs beyond building."""
+    backend = config.backend
+    assert isinstance(backend, TrtllmBackend)
+    require_gpus(here, backend.tensor_parallel_size, "running an engine")
+    if not config.kv.quantized:
+        raise UserError(
+            f"kv={config.kv.name}: its cache has no scale, so backend=trtllm has no canary to prove that an evaluation reads "
+            f"it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+        )
+    if name == "pytorch" and backend.tensor_parallel_size > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={backend.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
+            "the canary reaches its layers: evaluate with 1, build with stage=build"
+        )
+
+
+def resolve(asked: str, installed: Interpreter) -> TargetName:
+    """The target for the installed release; MissingRequirement when the release does not have the one that is asked for."""
+    here: TargetName | None = None
+    if installed.number == (1, 2):
+        here = "engine"
+    elif installed.number >= (1, 3):
+        here = "pytorch"
+    if here is None or asked not in ("auto", here):
+        wanted = TARGETS[asked].releases if asked in TARGETS else "1.2 or later"
+        raise MissingRequirement(
+            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={asked} needs {wanted}; "
+            f"{HOW}"
+        )
+    return here
+
+
+def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    """Why the target cannot hold this: key, value, fix; None when it can."""
+    target = TARGETS[name]
+    reason = why_not(policy, target.caches)
+    if reason is not None:
+        return (
+            f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}, or "
+            "backend=onnxruntime, which runs every policy"
+        )
+    if weights not in target.weights:
+        return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
+    reason = why_not_tensorrt_llm(info) if name == "engine" else None
+    if reason is not None:
+        return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"
+    return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
+
+
+def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    if weights not in target.sharded_weights:
+        return (
+            f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
+            f"{' or '.join(target.sharded_weights)}"
+        )
+    inner = json.loads((info.path / "config.json").read_text(encoding="utf-8")).get("intermediate_size")
+    if type(inner) is not int:
+        return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
+    parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
+    for what, count in parts.items():
+        if count % ranks:
+            return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {what}; use a divisor"
+    return None
+
+
+def refuse_unread(name: TargetName, backend: TrtllmBackend) -> str | None:
+    """Why a key that only the other target reads cannot be set; None when none is."""
+    other: TargetName = "pytorch" if name == "engine" else "engine"
+    asked = backend.model_dump(mode="json")
+    for key, nothing in READ_BY[other].items():
+        value: Any = asked
+        for part in key.split("."):
+            value = value[part] if isinstance(value, Mapping) else None
+        if value != nothing:
+            return (
+                f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
+                f"{json.dumps(nothing)}"
+            )
+    return None
+
+
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, here: Interpreter, ranks: int) -> None:
+    """UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    for gpu, capability, _ in here.gpus[:ranks]:
+        if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
+            continue
+        if policy.key.dtype == "int8":
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
+        if weights in INTEGER_WEIGHTS:
+            raise UserError(
+                f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
+            )
+
+
+def _refuse_all(name: TargetName, config: Config, info: CheckpointInfo, backend: TrtllmBackend) -> str | None:
+    refusal = refuse(name, config.kv, config.weights.format, info, backend.tensor_parallel_size)
+    return refusal or refuse_unread(name, backend)

@@ -1,0 +1,113 @@
+"""Plots of evaluations, as PNG files."""
+
+import math
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pipeline.registry.summary import Candidate
+from pipeline.verdict.report import SampleRow
+
+VERDICT_COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
+VERDICT_MARKERS = {"PASS": "o", "FAIL": "X", "INCONCLUSIVE": "s"}
+UNDECIDED = "#6e7781"
+LOST, GAINED = "#cf222e", "#0969da"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's palette: distinct for colour-blind readers."""
+
+FLOOR = 1e-7
+"""KL is drawn on a logarithmic axis; what is smaller, zero included, is drawn here."""
+
+
+def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, 4.4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(True, which="major", color="#d8dee4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def kl_by_context(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
+    """Mean KL of each sample against its context length, by workload."""
+    figure, axes = _axes(f"{policy}: distance from the FP16 cache by context", "context [tokens]", "mean KL [nats/token]")
+    drawn = [(row, row.mean_kl) for row in rows if row.mean_kl is not None]
+    for colour, workload in zip(cycle(SERIES), sorted({row.workload for row, _ in drawn}), strict=False):
+        mine = [(row, kl) for row, kl in drawn if row.workload == workload]
+        tokens, kls = [row.context_tokens for row, _ in mine], [max(kl, FLOOR) for _, kl in mine]
+        axes.scatter(tokens, kls, s=14, alpha=0.65, color=colour, linewidths=0, label=workload)
+    missing = len(rows) - len(drawn)
+    if missing:
+        axes.text(0.99, 0.02, f"{missing} without a finite KL", transform=axes.transAxes, ha="right", color=LOST)
+    axes.set_yscale("log")
+    if drawn:
+        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _save(figure, path)
+
+
+def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: str = "quality/kl_mean") -> Path:
+    """What each candidate loses against what a token of its cache costs; down and left is better."""
+    figure, axes = _axes("What a smaller cache costs in quality", "cache [KiB/token]", "mean KL [nats/token]")
+    drawn = [c for c in candidates if math.isfinite(c.kib_per_token) and math.isfinite(c.metric(metric))]
+    for verdict in dict.fromkeys(c.verdict for c in drawn):
+        group = [c for c in drawn if c.verdict == verdict]
+        axes.scatter(
+            [c.kib_per_token for c in group],
+            [max(c.metric(metric), FLOOR) for c in group],
+            s=70,
+            color=VERDICT_COLOURS.get(verdict, UNDECIDED),
+            marker=VERDICT_MARKERS.get(verdict, "D"),
+            label=verdict,
+            zorder=3,
+        )
+    for c in drawn:
+        at = (c.kib_per_token, max(c.metric(metric), FLOOR))
+        axes.annotate(c.name, at, xytext=(7, 5), textcoords="offset points", fontsize=9)
+    axes.set_yscale("log")
+    axes.margins(x=0.15, y=0.15)
+    if drawn:
+        axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
+def flips_by_workload(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
+    """Answers that only one of baseline and candidate got right: lost below zero, gained above."""
+    judged = [row for row in rows if row.judged]
+    workloads = sorted({row.workload for row in judged})
+    count = {w: sum(row.workload == w for row in judged) for w in workloads}
+    lost = [_flips(judged, w, baseline=True) for w in workloads]
+    gained = [_flips(judged, w, baseline=False) for w in workloads]
+    figure, axes = _axes(f"{policy}: answers that changed", "", "answers")
+    places = range(len(workloads))
+    for values, sign, colour, label in ((gained, 1, GAINED, "gained"), (lost, -1, LOST, "lost")):
+        bars = axes.bar(places, [sign * value for value in values], color=colour, width=0.6, label=label)
+        axes.bar_label(bars, [str(value) if value else "" for value in values], padding=2, fontsize=9)
+    axes.axhline(0, color="#24292f", linewidth=0.8)
+    axes.set_xticks(places, [f"{w}\nn = {count[w]}" for w in workloads])
+    axes.grid(False, axis="x")
+    reach = max([1, *lost, *gained]) * 1.25
+    axes.set_ylim(-reach, reach)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.0f}")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _save(figure, path)
+
+
+def _flips(rows: Sequence[SampleRow], workload: str, *, baseline: bool) -> int:
+    """Samples of a workload where the baseline's answer is `baseline` and the candidate's is the opposite."""
+    return sum(
+        row.workload == workload and row.baseline_correct is baseline and row.candidate_correct is not baseline for row in rows
+    )

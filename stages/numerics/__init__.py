@@ -1,1 +1,0 @@
-"""What the literature says of quantized KV caches, measured on the tiny model: `python -m stages.numerics`."""

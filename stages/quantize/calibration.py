@@ -1,0 +1,49 @@
+"""Calibration texts: what ModelOpt runs to measure static scales. Generated, or the user's own JSONL."""
+
+import json
+from pathlib import Path
+
+from pipeline.spec.errors import UserError
+from pipeline.spec.records import Progress
+from stages.workloads import WORKLOADS, generate
+from stages.workloads.prompts import load_tokenizer, render
+
+TEXTS = "texts.json"
+
+
+def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
+    """Write `samples` texts to `out/texts.json`, a JSON list of strings.
+
+    The generated ones are prompts with their answers, as the checkpoint's chat template renders them, in equal parts
+    from every workload's calibration split, which evaluation never draws from.
+    """
+    texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
+    progress("texts", len(texts), len(texts))
+    (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+
+
+def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:
+    tokenizer = load_tokenizer(checkpoint)
+    share = -(-samples // len(WORKLOADS))
+    drawn = [generate(name, share, seed, split="calibration") for name in WORKLOADS]
+    interleaved = [sample for group in zip(*drawn, strict=True) for sample in group][:samples]
+    return [render(tokenizer, sample) + sample.reference for sample in interleaved]
+
+
+def _from_file(path: Path, samples: int) -> list[str]:
+    texts: list[str] = []
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if len(texts) == samples:
+                break
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"calibration.jsonl={path}:{number}: not JSON ({error.msg})") from error
+            text = value.get("text") if isinstance(value, dict) else value
+            if not isinstance(text, str) or not text:
+                raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
+            texts.append(text)
+    if not texts:
+        raise UserError(f"calibration.jsonl={path}: no texts in it")
+    return texts

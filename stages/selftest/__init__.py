@@ -1,0 +1,1 @@
+"""What only a machine with TensorRT and a GPU can show, checked there."""

@@ -1,0 +1,124 @@
+"""An engine without a model: it knows the answers, reads them from a "cache" of keys, and can be made to go wrong.
+
+Its logits depend on the whole history of the sequence, so feeding one wrong token changes all that follow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.spec.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.spec.records import Engine, MemoryReport, Sample
+
+VOCAB = 128
+EOS = 0
+
+
+class CharTokenizer:
+    """One token a character; messages are joined with their roles."""
+
+    eos_token_id = EOS
+
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        text = sample.prompt or "".join(f"<{role}>{content}" for role, content in sample.messages)
+        return self.text_ids(text)
+
+    def text_ids(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+@dataclass
+class FakeEngine:
+    """`answers` maps a prompt's tokens to the tokens it goes on with; `wrong` prompts get their first token wrong."""
+
+    answers: dict[tuple[int, ...], tuple[int, ...]]
+    wrong: frozenset[tuple[int, ...]] = frozenset()
+    noise: float = 0.0
+    """Standard deviation of what is added to the logits, drawn from the history."""
+    blind: bool = False
+    """Whether corrupting the key scale changes nothing."""
+    not_a_number: bool = False
+    batch_noise: float = 0.0
+    """Added to a logit per other sequence in the batch."""
+    policy: KVPolicy = FP16_POLICY
+    shape: KVShape = field(default_factory=lambda: KVShape(layers=2, kv_heads=1, head_dim=16))
+    vocab_size: int = VOCAB
+    prefilled: list[tuple[int, ...]] = field(default_factory=list)
+    decoded: dict[int, list[int]] = field(default_factory=dict)
+    """Handle -> tokens that went through `decode`."""
+    widths: list[int] = field(default_factory=list)
+    key_scale: float = 1.0
+    _live: dict[int, list[int]] = field(default_factory=dict)
+
+    def _logits(self, history: Sequence[int], width: int) -> npt.NDArray[np.float32]:
+        if self.not_a_number:
+            return np.full(VOCAB, np.nan, dtype=np.float32)
+        rng = np.random.default_rng([len(history), *history[-4:]])
+        logits = rng.normal(size=VOCAB)
+        logits += self.noise * np.random.default_rng([7, len(history), *history[-4:]]).normal(size=VOCAB)
+        logits[3] += self.batch_noise * width
+        for prompt, answer in self.answers.items():
+            said = tuple(history[len(prompt) :])
+            if tuple(history[: len(prompt)]) == prompt and said == answer[: len(said)] and len(said) < len(answer):
+                best = (answer[len(said)] + 1) % VOCAB if prompt in self.wrong and not said else answer[len(said)]
+                logits[best] += 12.0 * self.key_scale
+        return logits.astype(np.float32)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
+        handles = []
+        for prompt in prompts:
+            handle = len(self.prefilled)
+            self.prefilled.append(tuple(prompt))
+            self.decoded[handle] = []
+            self._live[handle] = list(prompt)
+            handles.append(handle)
+        # a prefill logit must never be scored: 1e9 would show everywhere
+        return handles, np.full((len(prompts), VOCAB), 1e9, dtype=np.float32)
+
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        assert len(set(sequences)) == len(sequences) == len(tokens)
+        self.widths.append(len(sequences))
+        for handle, token in zip(sequences, tokens, strict=True):
+            self._live[handle].append(token)
+            self.decoded[handle].append(token)
+        return np.stack([self._logits(self._live[handle], len(sequences)) for handle in sequences])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],  # noqa: ARG002
+        max_new_tokens: int | Sequence[int],  # noqa: ARG002
+        stop_token: int | None,  # noqa: ARG002
+    ) -> list[list[int]]:
+        raise AssertionError("its first token would come from the prefill")
+
+    def release(self, sequences: Sequence[int]) -> None:
+        for handle in sequences:
+            del self._live[handle]
+
+    def memory(self) -> MemoryReport:
+        live = sum(len(tokens) for tokens in self._live.values())
+        pages = max(1, sum(-(-len(tokens) // PAGE_TOKENS) for tokens in self._live.values()))
+        return MemoryReport(self.policy.pool_bytes(self.shape, pages), 0, 0, 0, pages, live)
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        if not self.blind:
+            self.key_scale *= factor
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+
+def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> FakeEngine:
+    """An engine that answers `samples` right, except those whose ids are in `wrong`."""
+    tokenizer = CharTokenizer()
+    prompts = {sample.id: tuple(tokenizer.prompt_ids(sample)) for sample in samples}
+    answers = {prompts[s.id]: (*tokenizer.text_ids(s.reference), EOS) for s in samples}
+    engine = FakeEngine(answers, frozenset(prompts[name] for name in wrong), **options)  # type: ignore[arg-type]
+    _: Engine = engine  # the protocol holds
+    return engine

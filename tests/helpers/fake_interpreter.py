@@ -1,0 +1,35 @@
+"""Interpreters for tests: a `python` that has the fake TensorRT-LLM on its path and otherwise is this one."""
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "contract" / "fake"
+
+
+def make_interpreter(
+    folder: Path,
+    release: str = "1.2.1",
+    mode: str = "sound",
+    gpus: tuple[str, ...] = ("9.0",),
+    says: str | None = None,
+) -> str:
+    """The path of a new one. `mode` says how it misbehaves, `says` replaces all that it would answer."""
+    folder.mkdir(parents=True)
+    # It is asked for the driver alone, and knows no CUDA_VISIBLE_DEVICES.
+    _script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
+    (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
+    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
+    lines = [
+        f"export FAKE_TRTLLM_RELEASE='{release}' FAKE_TRTLLM_MODE='{mode}' FAKE_TRTLLM_GPUS='{json.dumps(gpus)}'",
+        f'export PYTHONPATH="{folder}:{PACKAGE}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1',
+        command,
+    ]
+    _script(folder / "python", "\n".join(lines))
+    return str(folder / "python")
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,0 +1,165 @@
+"""TensorRT's runtime as far as the engine calls it, over ONNX Runtime: the same graph, the same addresses, no GPU.
+
+It is strict where TensorRT is: shapes must lie in the profile, every tensor needs an address before a run, activation
+memory must be given, and an output's shape follows from the inputs'.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import tensorrt_rtx
+import torch
+
+from stages.engines.onnx.bundle import Tensor
+from stages.engines.tensorrt.bundle import PlanRecord
+from stages.engines.tensorrt.library import Library
+
+trt = SimpleNamespace(
+    TensorIOMode=tensorrt_rtx.TensorIOMode,
+    ExecutionContextAllocationStrategy=tensorrt_rtx.ExecutionContextAllocationStrategy,
+    DynamicShapesKernelSpecializationStrategy=tensorrt_rtx.DynamicShapesKernelSpecializationStrategy,
+    __version__="1.7.1.116",
+)
+LIBRARY = Library("tensorrt_rtx", trt, SimpleNamespace(lines=[]))
+STREAM = 0x5EED
+
+
+class FakeDevice:
+    """The CPU in place of a GPU; counts what was captured and replayed."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.stream = STREAM
+        self.captured = self.replayed = 0
+        self.streams = 0
+        """How many `running()` there are at the moment."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.streams += 1
+        yield
+        self.streams -= 1
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+
+class FakeEngine:
+    """ICudaEngine of one graph of a bundle."""
+
+    device_memory_size_v2 = 1 << 12
+
+    def __init__(self, graph: Path, record: PlanRecord, mode: str) -> None:
+        self.tensors = [*record.inputs[mode], *record.outputs[mode]]
+        self.inputs = {t.name: t for t in record.inputs[mode]}
+        self.profile = record.profiles[mode]
+        self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+        model = onnx.load(graph, load_external_data=False).graph
+        self.types = {v.name: v.type.tensor_type.elem_type for v in [*model.input, *model.output]}
+        self.contexts: list[FakeContext] = []
+        self.caches: list[object] = []
+        self.capturable = True
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.tensors[index].name
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return trt.TensorIOMode.INPUT if name in self.inputs else trt.TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=next(t.dtype for t in self.tensors if t.name == name))
+
+    def create_runtime_config(self) -> Any:
+        config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy=None)
+        config.set_execution_context_allocation_strategy = lambda strategy: setattr(config, "strategy", strategy)
+        config.create_runtime_cache = object
+        config.set_runtime_cache = lambda cache: self.caches.append(cache) is None
+        return config
+
+    def create_execution_context(self, config: Any) -> "FakeContext":
+        assert config.strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        self.contexts.append(FakeContext(self))
+        return self.contexts[-1]
+
+
+class FakeContext:
+    """IExecutionContext."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.memory = 0
+        self.runs = 0
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert memory
+        self.memory = size
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        described = self.engine.inputs[name]
+        for dim, size in zip(described.shape, shape, strict=True):
+            if isinstance(dim, int):
+                if dim != size:
+                    return False
+                continue
+            bounds = self.engine.profile[dim]
+            if not bounds.smallest <= size <= bounds.largest:
+                return False
+        self.shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self.addresses[name] = memory
+        return memory != 0
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self.engine.inputs if name not in self.shapes]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By dimension, as the inputs' shapes have them at the moment: all of the same name are equal."""
+        found: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            for dim, size in zip(self.engine.inputs[name].shape, shape, strict=True):
+                assert not isinstance(dim, str) or found.setdefault(dim, size) == size, f"{dim} of {name}"
+        return found
+
+    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+        sizes = self.sizes
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._shape(next(t for t in self.engine.tensors if t.name == name))
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        assert stream == STREAM
+        return self.engine.capturable
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        assert stream_handle == STREAM
+        assert self.memory >= self.engine.device_memory_size_v2
+        binding = self.engine.session.io_binding()
+        for tensor in self.engine.tensors:
+            bind = binding.bind_input if tensor.name in self.engine.inputs else binding.bind_output
+            kind, shape = self.engine.types[tensor.name], self._shape(tensor)
+            bind(tensor.name, "cpu", 0, kind, shape, self.addresses[tensor.name])
+        self.engine.session.run_with_iobinding(binding)
+        self.runs += 1
+        return True

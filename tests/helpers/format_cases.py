@@ -1,0 +1,102 @@
+"""Every format of the family, tensors that try it, and what the formulas say its codes stand for.
+
+Legend: H KV heads, T tokens, D head_dim.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from benchmarks.numerics.scales import measured
+from pipeline.spec.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
+from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
+
+LARGEST = 65504 / 128**0.5
+"""Numbers up to here can be stored in every format: a rotation may gather a head of 128 channels in one of them. The caches
+refuse what does not fit in float16."""
+
+
+def every_format() -> list[Format]:
+    """All that pipeline.spec.formats.Format accepts."""
+    found = []
+    rotations, sources = get_args(Rotation), get_args(ScaleSource)
+    keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
+    for values in product(CODES, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
+        try:
+            found.append(Format.model_validate(dict(zip(keys, values, strict=True))))
+        except ValidationError:
+            continue
+    return found
+
+
+FORMATS = every_format()
+QUANTIZED = [form for form in FORMATS if not form.exact]
+DYNAMIC = [form for form in QUANTIZED if not form.static]
+
+
+def fitting(formats: list[Format], head_dim: int) -> list[Format]:
+    return [form for form in formats if form.refuse_head_dim(head_dim) is None]
+
+
+def name(form: Format) -> str:
+    parts = (form.dtype, form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale, form.rotation)
+    return " ".join(str(part) for part in parts if part not in (None, "", "none"))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tensor through a format and back, in the space in which the codes are made (rotated where the format rotates)."""
+
+    form: Format
+    static: Static | None
+    stored: Stored
+    x_HTD: Tensor
+    back_HTD: Tensor
+    step_HTD: Tensor
+    """Scale of every number."""
+    zero_HTD: Tensor
+
+
+def fixed(x_HTD: Tensor, form: Format) -> Static | None:
+    """Static scales for which no number of x_HTD saturates (unless the format is uncalibrated)."""
+    heads, _, dim = x_HTD.shape
+    return static_scales(measured(x_HTD, form), form, heads, dim) if form.static else None
+
+
+def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
+    static = static or fixed(x_HTD, form)
+    stored = quantize(x_HTD, form, static)
+    back = dequantize(stored, form, static)
+    if form.rotation == "hadamard":
+        x_HTD, back = x_HTD @ hadamard(x_HTD.shape[-1]), back @ hadamard(x_HTD.shape[-1])
+    if static is not None:
+        step, zero = static.scale, static.zero
+    else:
+        repeats = x_HTD.shape[-1] // max(1, form.scales_per_token(x_HTD.shape[-1]))
+        spread = [None if s is None else s.float().repeat_interleave(repeats, -1) for s in (stored.scale, stored.zero)]
+        step, zero = spread[0] if spread[0] is not None else torch.ones(1), spread[1]
+    nothing = torch.zeros_like(x_HTD)
+    return Trial(form, static, stored, x_HTD, back, step + nothing, nothing if zero is None else zero + nothing)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, largest: float = 5e3) -> Tensor:
+    """(H, T, D) float32: noise of some size around offsets small and large, a token all alike, and a few numbers of
+    hypothesis' own."""
+    shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from((16, 64, 128))))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    size = 2.0 ** draw(st.integers(-20, 8))
+    offsets = rng.choice((0.0, 0.5, 3.0, -40.0, 1000.0, -1000.0), size=(*shape[:2], 1))
+    x = (rng.standard_normal(shape) + offsets) * size
+    if draw(st.booleans()):
+        x[:, 0] = x[:, 0, :1]
+    numbers = st.floats(-largest, largest, width=32, allow_subnormal=True)
+    for index, number in draw(st.lists(st.tuples(st.integers(0, x.size - 1), numbers), max_size=3)):
+        x.flat[index] = number
+    return torch.from_numpy(np.clip(x, -LARGEST, LARGEST).astype(np.float32))

@@ -1,0 +1,89 @@
+"""Reports and rows for the gates' tests, as an evaluation would have written them."""
+
+from pathlib import Path
+
+import yaml
+
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import Canary, EvaluationReport, Fidelity, NoiseFloor, SampleRow, Slice, Slope, SystemMetrics
+from pipeline.verdict.thresholds import Gates, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8"))
+GATES = Gates.model_validate(DEFAULTS)
+CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
+
+
+def gates(**changes: object) -> Gates:
+    return Gates.model_validate({**DEFAULTS, **changes})
+
+
+def row(workload: str, index: int, before: bool = True, after: bool = True, **changes: object) -> SampleRow:
+    values: dict[str, object] = {
+        "id": f"{workload}-{index}",
+        "workload": workload,
+        "document": f"{workload}-{index}",
+        "context_tokens": 100 + 10 * (index % 20),
+        "depth": None,
+        "scored_tokens": 10,
+        "judged": True,
+        "baseline_correct": before,
+        "candidate_correct": after,
+        "baseline_valid": None,
+        "candidate_valid": None,
+        "reference": "r",
+        "baseline_generation": "r",
+        "candidate_generation": "r",
+        "mean_kl": 2**-10,  # its sums are exact
+        "max_kl": 0.01,
+        "kl_tail": [],
+        "baseline_nll": 0.3,
+        "candidate_nll": 0.3,
+        "top1_agreement": 1.0,
+        "top10_overlap": 0.95,
+        "mean_squared_delta_p": 1e-4,
+        "non_finite_steps": 0,
+    }
+    return SampleRow.model_validate({**values, **changes})
+
+
+def answered(workload: str, count: int, lost: int = 0, gained: int = 0, **changes: object) -> list[SampleRow]:
+    flags = [(True, False)] * lost + [(False, True)] * gained + [(True, True)] * (count - lost - gained)
+    return [row(workload, i, before, after, **changes) for i, (before, after) in enumerate(flags)]
+
+
+def every_class(**lost: int) -> list[SampleRow]:
+    return [r for name, count in CLASSES.items() for r in answered(name, count, lost.get(name, 0))]
+
+
+CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
+
+
+def fidelity(**changes: object) -> Fidelity:
+    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {"tokens": 100, "non_finite_steps": 0, "kl_p99": 0.01}
+    return Fidelity.model_validate({**values, **changes})
+
+
+def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
+    whole = Slice(workload=None, context=None, depth=None, samples=len(rows), documents=1, accuracy=None, fidelity=fidelity())
+    low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
+    system = dict.fromkeys(SystemMetrics.model_fields, 1)
+    values: dict[str, object] = {
+        "schema_version": 1,
+        "policy": "int8",
+        "engine_digest": "e",
+        "baseline_digest": "b",
+        "workloads_digest": "w",
+        "samples": len(rows),
+        "slices": [whole, low],
+        "kl_slope": Slope(per_1k_tokens=0.0, low=0.0, high=0.0),
+        "noise": NoiseFloor(samples=4, fidelity=fidelity(), answer_flips=0),
+        "canary": Canary(factor=0.1, rows=CANARY_ROWS),
+        "system": SystemMetrics.model_validate(system),
+        "baseline_system": SystemMetrics.model_validate(system),
+    }
+    return EvaluationReport.model_validate({**values, **changes})
+
+
+def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
+    return decide(report(rows, **changes), rows, thresholds)

@@ -1,0 +1,107 @@
+"""A judged engine as a run leaves it: a store with every artifact of the chain, small, and real where a replay looks."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from gate_reports import every_class, report
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.run.identity import Link, Role, make_identity, write_identity
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+from stages.evaluate import samples_digest
+
+TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
+SAMPLES = "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"
+RECORD = {
+    "backend": "onnxruntime",
+    "graph_digest": "a" * 64,
+    "plugins": {"decode_split": "b" * 64},
+    "built_for": {"library": "TensorRT", "version": "10.14.1.48", "compute_capabilities": ["8.9"]},
+}
+"""What a bundle says of itself, with all that a backend on a GPU adds."""
+
+
+def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
+    """The directory of the identity, in a fresh store below `root`; `lost` answers by workload decide the verdict."""
+    own = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
+    config = plan([*own, "model.path=/models/some-llm"], multirun=False).jobs[0]
+    store, made = Store(root), []
+
+    def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
+        asked = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
+        artifact = store.get(asked, write)
+        made.append(Link.of(title, artifact))
+        return artifact
+
+    texts = make("calibration", "calibration", {"checkpoint": "c" * 64}, _write({"texts.json": "[]"}))
+    inputs = {"checkpoint": "c" * 64, "calibration": texts.digest}
+    weights = {"checkpoint/model.safetensors": "weights"}
+    exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}))
+    coded = make("quantize", "quantize int8", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}))
+    baseline, engine = (_bundle(make, quantized) for quantized in (exact, coded))
+    read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
+    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
+    rows = every_class(**lost)
+    cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest}
+    judged = report(rows, **cited, workloads_digest=samples_digest(config.workloads, engine.path))
+    evidence = {
+        REPORT_FILE: judged.model_dump_json(),
+        SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
+    }
+    inputs = {"engine": engine.digest, "baseline": baseline.digest, "answers": answers.digest, **read}
+    evaluation = make("evaluate", "evaluate int8", inputs, _write(evidence), workloads=config.workloads.model_dump())
+    roles: dict[Role, str] = {
+        "calibration": texts.key,
+        "quantized": coded.key,
+        "engine": engine.key,
+        "baseline": baseline.key,
+        "answers": answers.key,
+        "evaluation": evaluation.key,
+    }
+    named = config.model_copy(update={"kv": config.kv.model_copy(update={"name": "int8"})})
+    verdict = decide(judged, rows, config.gates)
+    identity = make_identity(named, made, roles, engine.path, report=judged, verdict=verdict)
+    return store.get(Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out)).path
+
+
+def _write(files: dict[str, str]) -> Callable[[Path], None]:
+    def write(out: Path) -> None:
+        for name, content in files.items():
+            (out / name).parent.mkdir(exist_ok=True)
+            (out / name).write_text(content)
+
+    return write
+
+
+def _bundle(make: Callable[..., Artifact], quantized: Artifact) -> Artifact:
+    inputs = {"model": quantized.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
+
+    def write(out: Path) -> None:
+        policy, scales = json.dumps({"of": quantized.key}), (quantized.path / "kv_scales.json").read_text()
+        files = {"bundle.json": json.dumps(RECORD), "kv_policy.json": policy, "kv_scales.json": scales, "weights.bin": "w"}
+        _write(files)(out)
+        for tokenizer in TINY.glob("*token*.json"):
+            shutil.copyfile(tokenizer, out / tokenizer.name)
+
+    return make("build", f"build {quantized.key[:8]}", inputs, write)
+
+
+def exported(evidence: Path, target: Path, *roles: str) -> Path:
+    """The evidence copied out of its store, with the bundles of these roles; no manifests come along."""
+    identity = json.loads((evidence / "identity.json").read_text())
+    shutil.copytree(evidence, target, ignore=shutil.ignore_patterns(".manifest.json"))
+    for role in roles:
+        link = next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
+        place = evidence.parent.parent / link["parts"]["stage"] / link["key"][:32]
+        shutil.copytree(place, target / role, ignore=shutil.ignore_patterns(".manifest.json"))
+    return target
+
+
+def config_of(*overrides: str) -> Config:
+    return plan(overrides, multirun=False).jobs[0]

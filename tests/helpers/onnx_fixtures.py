@@ -1,0 +1,161 @@
+"""A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the oracle that engines must equal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pipeline.spec.formats import Format
+from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.onnx.export import export_decoder
+from stages.engines.oracle.engine import OracleEngine
+
+AMAX = 3.0
+"""What the static scales of the tests cover: less than some keys and values of the random model, as a calibrated one may."""
+
+LAYERS = 2
+CONF = Path(__file__).parents[2] / "conf" / "kv"
+
+
+def fmt(dtype: str, granularity: str = "none", scale: str = "dynamic", **options: object) -> Format:
+    static = granularity in ("per_tensor", "per_head", "per_channel")
+    source = "none" if granularity == "none" else "calibrated" if static else scale
+    return Format(dtype=dtype, granularity=granularity, scale=source, **options)
+
+
+FP16, BF16 = FP16_POLICY.key, fmt("bf16")
+FP8 = fmt("fp8_e4m3", "per_tensor")
+INT8_CHANNEL_ASYM = fmt("int8", "per_channel", symmetric=False)
+INT4 = fmt("int4", "per_token")
+INT4_TENSOR_ASYM = fmt("int4", "per_tensor", symmetric=False)
+INT4_G32_ASYM_HADAMARD = fmt("int4", "per_group", group_size=32, symmetric=False, rotation="hadamard")
+
+
+def int4_groups(size: int, **options: object) -> Format:
+    return fmt("int4", "per_group", group_size=size, **options)
+
+
+def conf_policy(name: str) -> KVPolicy:
+    """A policy of conf/kv. Overrides that name layers of the tiny model, which has four, move to the last one here."""
+    policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
+    moved = tuple(override.model_copy(update={"layers": (LAYERS - 1,)}) for override in policy.overrides)
+    return policy.model_copy(update={"overrides": moved})
+
+
+SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem != "int4_g128"]
+"""Every shipped policy that heads of 64 channels allow."""
+
+COMBINED = [
+    KVPolicy(name="e5m2_calibrated", key=fmt("fp8_e5m2", "per_tensor"), value=fmt("fp8_e5m2", "per_head")),
+    KVPolicy(name="int8_channel_asym", key=INT8_CHANNEL_ASYM, value=INT8_CHANNEL_ASYM),
+    KVPolicy(name="int4_tensor_asym", key=INT4_TENSOR_ASYM, value=INT4_TENSOR_ASYM),
+    KVPolicy(name="int4_g32_asym_hadamard", key=INT4_G32_ASYM_HADAMARD, value=INT4_G32_ASYM_HADAMARD),
+    KVPolicy(
+        name="int8_g16_int4_g16_asym",
+        key=fmt("int8", "per_group", group_size=16),
+        value=int4_groups(16, symmetric=False),
+    ),
+    KVPolicy(name="static_hadamard", key=fmt("fp8_e4m3", "per_head", rotation="hadamard"),
+             value=fmt("int8", "per_channel", symmetric=False, rotation="hadamard")),
+    KVPolicy(name="sinks_over_a_page", key=INT4, value=int4_groups(32), sink_tokens=66),
+    KVPolicy(name="recent", key=FP8, value=FP8, recent_tokens=3),
+    KVPolicy(name="window_of_keys_and_values", key=INT4, value=INT4_TENSOR_ASYM,
+             window=Window(tokens=64, key=FP8, value=INT8_CHANNEL_ASYM)),
+    KVPolicy(name="window_of_keys", key=INT4_G32_ASYM_HADAMARD, value=INT4, window=Window(tokens=128, key=FP16)),
+    KVPolicy(name="ages", key=FP8, value=int4_groups(64), sink_tokens=4, recent_tokens=70,
+             window=Window(tokens=64, value=INT4_G32_ASYM_HADAMARD)),
+    KVPolicy(name="overridden_window", key=INT4, value=INT4, window=Window(tokens=64, key=BF16, value=FP8),
+             overrides=(LayerOverride(layers=(0,), key=fmt("fp8_e5m2", "per_head")),
+                        LayerOverride(layers=(1,), key=FP16, value=fmt("int8", "per_token", symmetric=False)))),
+]  # fmt: skip
+
+POLICIES = [*SHIPPED, *COMBINED]
+BY_NAME = {policy.name: policy for policy in POLICIES}
+
+
+def nothing(*_: object) -> None:
+    """No progress."""
+
+
+def save_model(config: object, path: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
+    return path
+
+
+def llama_config(head_dim: int = 64) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=True, initializer_range=0.08,
+    )  # fmt: skip
+
+
+def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
+    """The random Llama, made once a session."""
+    path = factory.getbasetemp() / "onnx_checkpoint"
+    return path if path.exists() else save_model(llama_config(), path)
+
+
+def shared_decoder(factory: pytest.TempPathFactory, dtype: str) -> Path:
+    """Its skeleton; exporting takes seconds, so test modules share it through the session's temporary directory."""
+    path = factory.getbasetemp() / f"onnx_decoder_{dtype}"
+    return path if path.exists() else make_decoder(shared_checkpoint(factory), path, dtype)
+
+
+def make_decoder(checkpoint: Path, path: Path, dtype: str = "float32") -> Path:
+    path.mkdir()
+    export_decoder(checkpoint, path, compute_dtype=dtype, progress=nothing)
+    return path
+
+
+def static_scales(policy: KVPolicy, shape: KVShape) -> KVScales:
+    """Scales that differ by layer, head and channel, and the zeros of asymmetric formats."""
+
+    def side(form: Format, layer: int) -> SideScales:
+        count = form.static_scales(shape.kv_heads, shape.head_dim)
+        if form.scale == "uncalibrated":
+            return SideScales(scale=(1.0,) * count)
+        amax = AMAX * (1 + layer / 8) * np.linspace(1.0, 1.3, count)
+        if form.symmetric:
+            return SideScales(scale=tuple(amax / form.code.limit))
+        return SideScales(scale=tuple(1.9 * amax / form.code.levels), zero=tuple(-amax))
+
+    layers = ({name: side(form, layer) for name, form in policy.sides(layer).items() if form.static}
+              for layer in range(shape.layers))  # fmt: skip
+    return KVScales(layers=tuple(layers))
+
+
+def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
+    out.mkdir(parents=True)
+    described = json.loads((decoder / "model.json").read_text())
+    shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
+    scales = out.parent / f"{out.name}_scales.json"
+    scales.write_text(static_scales(policy, shape).model_dump_json())
+    build_bundle(decoder, out, policy=policy, scales=scales, progress=nothing)
+    return out
+
+
+def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: int) -> OnnxEngine:
+    return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
+
+
+def make_oracle(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> OracleEngine:
+    return OracleEngine.from_model(model, policy, static_scales(policy, shape), **options)
+
+
+def load_model(checkpoint: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def pages(engine: OnnxEngine, handle: int) -> list[int]:
+    """Pages of a sequence that hold tokens, in order (of one that has older and younger pages if it has a window)."""
+    tables = engine.pool.tables([handle])
+    older = tables["page_table"][0].tolist()
+    return older if "young_table" not in tables else [*older, *tables["young_table"][0].tolist()]

@@ -1,0 +1,111 @@
+"""Policies, texts and checkpoints on which the quantize stage is tested with the real ModelOpt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from pipeline.spec.checkpoint import inspect_checkpoint
+from pipeline.spec.formats import Format, Granularity, Rotation
+from pipeline.spec.kv import KVPolicy, KVScales
+from pipeline.spec.weights import WeightsFormat
+from stages.quantize import modelopt_adapter as adapter
+from stages.quantize import quantize
+from stages.quantize.materialize import source_dtype
+from stages.quantize.recipe import cache_quantizers, weight_recipe
+from stages.quantize.run import load_model, measure
+from stages.quantize.scales import static_scales
+
+FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
+FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
+INT4_TENSOR = Format(dtype="int4", granularity="per_tensor", scale="calibrated")
+
+
+def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity=granularity, scale="calibrated", rotation=rotation, symmetric=symmetric)
+
+
+def per_token(dtype: str, rotation: Rotation = "none", symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity="per_token", scale="dynamic", rotation=rotation, symmetric=symmetric)
+
+
+def per_group(dtype: str, size: int, symmetric: bool = True) -> Format:
+    return Format(dtype=dtype, granularity="per_group", group_size=size, scale="dynamic", symmetric=symmetric)
+
+
+POLICIES = {
+    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text()))
+    for path in sorted((Path(__file__).resolve().parents[2] / "conf" / "kv").glob("*.yaml"))
+    if path.stem != "int4_g128"
+}
+"""Every shipped policy that fits the tiny model's head_dim of 64."""
+TEXTS = [
+    "The river rises in the hills and runs north to the sea.",
+    "Record 17: name Ada, city Turin, code 4471. " * 4,
+    '{"tool": "lookup", "arguments": {"name": "Ada"}}',
+]
+MAX_LENGTH = 96
+
+
+def no_progress(label: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:
+    arguments: dict[str, Any] = {
+        "calibration_texts": TEXTS,
+        "max_length": MAX_LENGTH,
+        "seed": 0,
+        "progress": no_progress,
+    }
+    chosen = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
+    quantize(checkpoint, out, weights=weights, policy=chosen, **(arguments | options))
+
+
+def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=json.loads((tokenizer_from / "config.json").read_text())["vocab_size"],
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **({"head_dim": 64} if name != "Qwen2" else {}),
+        **({"sliding_window": None} if name == "Mistral" else {}),
+    )
+    getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(directory)
+    for file in tokenizer_from.glob("*token*.json"):
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
+    """A model whose attention reads what ModelOpt's quantizers make of keys and values, and the scales that they have."""
+    info = inspect_checkpoint(checkpoint)
+    model = load_model(info)
+
+    def forward_loop(model: torch.nn.Module) -> None:
+        for ids in token_ids(checkpoint):
+            model(input_ids=ids, use_cache=False)
+
+    if weights != "none":
+        adapter.quantize_model(model, weight_recipe(weights, info.shape.layers), forward_loop)
+        adapter.fuse_shared_inputs(model, info.shape.layers)
+        adapter.cast_for_export(model, source_dtype(info))
+        model.float()
+    scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
+    scales.check(policy, info.shape, "quantized_model")
+    caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    adapter.add_cache_quantizers(model, caches)
+    return model, scales
+
+
+def token_ids(checkpoint: Path) -> list[torch.Tensor]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    return [torch.tensor([tokenizer(text, truncation=True, max_length=MAX_LENGTH)["input_ids"]]) for text in TEXTS]

@@ -1,0 +1,95 @@
+"""A quantized checkpoint with both exports, by hand: names and shapes as ModelOpt writes them, without ModelOpt's seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pipeline.spec.backends import TrtllmBackend
+from pipeline.spec.kv import SCALES_FILE, KVPolicy
+from stages.engines.trtllm import build, targets
+from stages.engines.trtllm.engine import TrtllmEngine, load_engine
+from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
+ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
+KEY_SCALE, VALUE_SCALE = 1.0, 0.5
+
+
+def conf(group: str, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def scale_of(kv: str) -> tuple[float, float]:
+    """Of keys and values. The toy's vectors have components of about 0.1."""
+    return (KEY_SCALE, VALUE_SCALE) if kv == "fp8" else (KEY_SCALE / 127, VALUE_SCALE / 127)
+
+
+def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
+    """What stage=quantize would leave for `kv`: checkpoint, exports, scales."""
+    folder.mkdir()
+    (folder / "checkpoint").symlink_to(checkpoint)
+    rng = np.random.default_rng(0)
+
+    def floats(*shape: int) -> RawTensor:
+        return RawTensor("F16", rng.normal(size=shape).astype("<f2").view("<u2"))
+
+    embedding = read_tensors(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = {"transformer.vocab_embedding.weight": embedding, "lm_head.weight": embedding}
+    tensors["transformer.ln_f.weight"] = floats(HIDDEN)
+    served = {"model.embed_tokens.weight": embedding}
+    key, value = scale_of(kv)
+    for layer in range(LAYERS):
+        prefix = f"transformer.layers.{layer}."
+        tensors[f"{prefix}input_layernorm.weight"] = tensors[f"{prefix}post_layernorm.weight"] = floats(HIDDEN)
+        tensors[f"{prefix}attention.qkv.weight"] = floats((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
+        tensors[f"{prefix}attention.dense.weight"] = floats(HIDDEN, HEADS * HEAD_DIM)
+        tensors[f"{prefix}mlp.fc.weight"], tensors[f"{prefix}mlp.gate.weight"] = floats(INNER, HIDDEN), floats(INNER, HIDDEN)
+        tensors[f"{prefix}mlp.proj.weight"] = floats(HIDDEN, INNER)
+        if ALGORITHMS[kv] is not None:
+            for name, scale in (("k", key), ("v", value), ("kv", max(key, value))):
+                tensors[f"{prefix}attention.{name}_cache_scaling_factor"] = RawTensor.scalar(scale)
+            served[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = RawTensor.scalar(key)
+            served[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = RawTensor.scalar(value)
+    config = {
+        "architecture": "LlamaForCausalLM", "dtype": "float16", "logits_dtype": "float16",
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_size": HEAD_DIM,
+        "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY,
+        "use_parallel_embedding": True, "embedding_sharding_dim": 0,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": ALGORITHMS[kv]},
+    }  # fmt: skip
+    (folder / "tensorrt_llm").mkdir()
+    (folder / "tensorrt_llm" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_tensors(folder / "tensorrt_llm" / "rank0.safetensors", tensors)
+    (folder / "unified_hf").mkdir()
+    (folder / "unified_hf" / "config.json").write_text((checkpoint / "config.json").read_text(), encoding="utf-8")
+    write_tensors(folder / "unified_hf" / "model.safetensors", served)
+    sides = {"key": {"scale": [key]}, "value": {"scale": [value]}} if ALGORITHMS[kv] else {}
+    (folder / SCALES_FILE).write_text(json.dumps({"layers": [sides] * LAYERS}), encoding="utf-8")
+    return folder
+
+
+def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
+    """A bundle of the exports, as the chain builds it."""
+    asked = TrtllmBackend.model_validate(
+        {**conf("backend", "trtllm"), "python": python, "max_seq_len": 512, "max_input_len": 500, **changes}
+    )
+    out.mkdir()
+    build.build_bundle(
+        quantized,
+        out,
+        policy=KVPolicy.model_validate(conf("kv", kv)),
+        scales=quantized / SCALES_FILE,
+        progress=lambda *_: None,
+        **{**asked.build_options, **targets.found(asked)},
+    )  # fmt: skip
+    return out
+
+
+def open_engine(bundle: Path, python: str, timeout_s: int = 60) -> TrtllmEngine:
+    return load_engine(bundle, python=python, timeout_s=timeout_s, build_timeout_s=60)
