@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import ROOT, record, say, version, write_json
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
 from stages.workloads.prompts import load_tokenizer, token_ids

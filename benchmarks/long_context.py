@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import benchlib
 from benchmarks.recording import ROOT
-from pipeline.spec.records import Engine
+from pipeline.core.records import Engine
 from stages.engines.onnx.engine import load_engine
 from stages.engines.oracle.engine import OracleEngine
 

@@ -19,9 +19,9 @@ from benchmarks.numerics.report import Header, Report, Section, changed_verdicts
 from benchmarks.numerics.texts import CALIBRATION, COUNTS, LONG_TOKENS
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.artifacts.hardware import hardware
+from pipeline.core.errors import UserError
+from pipeline.core.records import Progress
 from pipeline.run.console import err, out, progress
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Progress
 from stages.tiny.scores import CHECKPOINT
 
 DOCS = Path("docs")

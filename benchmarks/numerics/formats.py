@@ -8,7 +8,7 @@ from benchmarks.numerics.lab import Lab, dynamic, policy, static, uncalibrated
 from benchmarks.numerics.measure import Measurement
 from benchmarks.numerics.models import LOUD
 from benchmarks.numerics.report import Claim, Section
-from pipeline.spec.kv import KVPolicy
+from pipeline.core.kv import KVPolicy
 
 BOTH_MODELS = ("format", *COLUMNS, "mean KL, natural")
 

@@ -7,9 +7,9 @@ from benchmarks.numerics.measure import Bench, Measurement
 from benchmarks.numerics.models import Variant, load
 from benchmarks.numerics.scales import observe
 from benchmarks.numerics.texts import COUNTS, LONG_DOCUMENTS, Text, calibration_texts, long_documents, questions_and_prose
-from pipeline.spec.formats import Format, Granularity, Rotation
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Progress
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
 
 EXACT = Format(dtype="fp16")
 

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.numerics.scales import Observed, kv_scales
 from benchmarks.numerics.texts import Text
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape
-from pipeline.spec.records import Progress
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.core.records import Progress
 from pipeline.verdict.statistics import resampled_sums
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pipeline.spec.strict import StrictModel
+from pipeline.core.strict import StrictModel
 
 Verdict = Literal["HOLDS", "DOES NOT HOLD", "UNDECIDED"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from pipeline.spec.formats import MIN_SCALE, Format
-from pipeline.spec.kv import KVPolicy, KVScales, SideName, SideScales
+from pipeline.core.formats import MIN_SCALE, Format
+from pipeline.core.kv import KVPolicy, KVScales, SideName, SideScales
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}

@@ -9,7 +9,7 @@ from benchmarks.numerics.judge import COLUMNS, better, cells, claim, factor
 from benchmarks.numerics.lab import EXACT, Lab, dynamic, policy, static
 from benchmarks.numerics.measure import times
 from benchmarks.numerics.report import Claim, Section, Verdict
-from pipeline.spec.formats import Format
+from pipeline.core.formats import Format
 from stages.engines.oracle.formats import dequantize, quantize
 
 

@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 
 QUERY = ("name", "compute_cap", "driver_version")
 """Properties of a GPU in nvidia-smi's words (`nvidia-smi --help-query-gpu`)."""

@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
 from pipeline.artifacts.hardware import hardware
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 
 MANIFEST = ".manifest.json"
 SCHEMA = 1

@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config.config import Config
-from pipeline.spec.errors import UserError
-from pipeline.spec.redaction import redact_text
+from pipeline.core.errors import UserError
+from pipeline.core.redaction import redact_text
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Beside this package in a checkout and in a wheel. By path: a folder `conf` where the user stands is not ours."""

@@ -6,13 +6,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipeline.core.backends import BackendConfig
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.strict import StrictModel
+from pipeline.core.weights import WeightsFormat
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry.tracking import Tracking
-from pipeline.spec.backends import BackendConfig
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.strict import StrictModel
-from pipeline.spec.weights import WeightsFormat
-from pipeline.spec.workloads import WorkloadsConfig
 from pipeline.verdict.thresholds import Gates
 
 Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all"]

@@ -29,12 +29,12 @@ from mlflow import MlflowClient, set_tracking_uri
 from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from pipeline.core.errors import UserError
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE
+from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact, redact_text, table_columns
 from pipeline.registry import processes
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Location
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE
-from pipeline.spec.redaction import clip, copy_redacted, finite_metrics, flat_params, redact, redact_text, table_columns
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 SHADES = {

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.summary import Candidate
-from pipeline.spec.errors import GateRefusal, UserError
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, jsonl_lines
 
 PASS = "PASS"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.spec.errors import SEVERITY, UserError
+from pipeline.core.errors import SEVERITY, UserError
 
 FILE = "summary.json"
 

@@ -14,10 +14,10 @@ from urllib.parse import quote, urlencode
 
 from pydantic import Field, model_validator
 
+from pipeline.core.errors import UserError
+from pipeline.core.redaction import redact_text
+from pipeline.core.strict import StrictModel
 from pipeline.registry.summary import Candidate
-from pipeline.spec.errors import UserError
-from pipeline.spec.redaction import redact_text
-from pipeline.spec.strict import StrictModel
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore

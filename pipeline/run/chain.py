@@ -11,13 +11,13 @@ from typing import Any
 from pipeline.artifacts.digest import FIRST_PARTY, file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.config import Config
+from pipeline.core.backends import BackendConfig, GraphBackend, PlanBackend, TorchBackend
+from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
+from pipeline.core.records import Engine, Progress
 from pipeline.run import console
 from pipeline.run.identity import Link, Role, make_identity, read_bundle, write_identity
-from pipeline.spec.backends import BackendConfig, GraphBackend, PlanBackend, TorchBackend
-from pipeline.spec.checkpoint import CheckpointInfo, inspect_checkpoint
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import FP16_POLICY, SCALES_FILE, KVPolicy
-from pipeline.spec.records import Engine, Progress
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 

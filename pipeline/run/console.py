@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich import progress as bars
 from rich.console import Console
 
-from pipeline.spec.records import Progress
+from pipeline.core.records import Progress
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -19,9 +19,9 @@ from pipeline import __version__
 from pipeline.artifacts.digest import files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.config.config import Config
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import UserError
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE
+from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Gates, Verdict
 

@@ -13,15 +13,8 @@ from rich.markup import escape
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
-from pipeline.registry import promotion, summary
-from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import compare_url, open_store, server_command, track
-from pipeline.run import console, tables
-from pipeline.run.chain import WITHOUT_CHECKPOINT, Chain, entry
-from pipeline.run.identity import IDENTITY_FILE
-from pipeline.run.verify import find_evidence, replay
-from pipeline.spec.backends import PlanBackend
-from pipeline.spec.errors import (
+from pipeline.core.backends import PlanBackend
+from pipeline.core.errors import (
     DEFECT,
     EXIT_CODES,
     INTERRUPTED,
@@ -31,6 +24,13 @@ from pipeline.spec.errors import (
     UserError,
     exit_code,
 )
+from pipeline.registry import promotion, summary
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import compare_url, open_store, server_command, track
+from pipeline.run import console, tables
+from pipeline.run.chain import WITHOUT_CHECKPOINT, Chain, entry
+from pipeline.run.identity import IDENTITY_FILE
+from pipeline.run.verify import find_evidence, replay
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 

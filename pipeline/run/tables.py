@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Move
 from pipeline.registry.summary import Candidate
 from pipeline.run import console

@@ -22,11 +22,11 @@ from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of, tree_entries
 from pipeline.artifacts.store import MANIFEST
+from pipeline.core.checkpoint import TOKENIZER_FILES
+from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.run.chain import entry
 from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE, Identity, Role, binds, read_bundle, read_identity
-from pipeline.spec.checkpoint import TOKENIZER_FILES
-from pipeline.spec.errors import REFUSALS, MissingRequirement, UserError
-from pipeline.spec.workloads import WorkloadsConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict

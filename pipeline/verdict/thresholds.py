@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import UserError
+from pipeline.core.strict import StrictModel
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Share = Annotated[float, Field(ge=0, le=1)]

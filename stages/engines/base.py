@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Engine
+from pipeline.core.errors import UserError
+from pipeline.core.records import Engine
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

@@ -8,9 +8,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
+from pipeline.core.strict import StrictModel
 
 BUNDLE_FILE = "bundle.json"
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.spec.records import Sample
+from pipeline.core.records import Sample
 
 
 class _Rejected(ValueError):

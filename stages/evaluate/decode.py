@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.records import Engine, OnePassEngine
+from pipeline.core.records import Engine, OnePassEngine
 from stages.evaluate.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]

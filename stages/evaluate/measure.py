@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Engine, Progress, Sample
-from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.core.errors import UserError
+from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import (
     REPORT_FILE,
     SAMPLES_FILE,

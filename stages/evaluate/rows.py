@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.spec.records import Engine
-from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.core.records import Engine
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.checks import Judgement, judge
 from stages.evaluate.decode import forced_decode, greedy_decode

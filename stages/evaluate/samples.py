@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Check, Sample
-from pipeline.spec.workloads import Workload, WorkloadsConfig
+from pipeline.core.errors import UserError
+from pipeline.core.records import Check, Sample
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.checks import strict_json
 from stages.workloads import generate
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.spec.kv import PAGE_TOKENS, live_tokens
-from pipeline.spec.records import Engine, LoadTimes, TimedEngine
-from pipeline.spec.workloads import LoadConfig
+from pipeline.core.kv import PAGE_TOKENS, live_tokens
+from pipeline.core.records import Engine, LoadTimes, TimedEngine
+from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.report import SystemMetrics
 
 SEED = 0

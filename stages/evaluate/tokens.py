@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Sample
-from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
+from pipeline.core.workloads import WorkloadsConfig
 from stages.evaluate.samples import load_samples
 from stages.workloads.prompts import load_tokenizer, prompt_ids
 

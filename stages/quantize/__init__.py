@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Progress
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
+from pipeline.core.weights import WeightsFormat
 
 
 def quantize(

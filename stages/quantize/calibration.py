@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Progress
+from pipeline.core.errors import UserError
+from pipeline.core.records import Progress
 from stages.workloads import WORKLOADS, generate
 from stages.workloads.prompts import load_tokenizer, render
 

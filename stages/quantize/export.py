@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pipeline.spec.checkpoint import TOKENIZER_FILES, CheckpointInfo
-from pipeline.spec.kv import KVPolicy, KVScales
-from pipeline.spec.records import Progress
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo
+from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.records import Progress
+from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import source_dtype
 from stages.quantize.validate import (

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline.spec.checkpoint import INDEX, CheckpointInfo
+from pipeline.core.checkpoint import INDEX, CheckpointInfo
 from stages.engines.files import link_or_copy
 
 

@@ -20,9 +20,9 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format, Granularity, Rotation
-from pipeline.spec.kv import SideScales
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import SideScales
 from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 from stages.quantize.recipe import (
     AXES,

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.spec.formats import Format, Granularity, Rotation
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
+from pipeline.core.weights import WeightsFormat
 
 Attributes = dict[str, Any]
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 import transformers
 
-from pipeline.spec.checkpoint import CheckpointInfo, inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
-from pipeline.spec.records import Progress
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
+from pipeline.core.records import Progress
+from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized

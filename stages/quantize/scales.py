@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format, Rotation
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format, Rotation
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
 from stages.quantize.recipe import Place, side_of
 
 SMALLEST_SCALE = 2.0**-126

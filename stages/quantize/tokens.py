@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from stages.workloads.prompts import token_ids
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pipeline.spec.checkpoint import CheckpointInfo
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, KVScales, SideName
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, KVScales, SideName
+from pipeline.core.weights import WeightsFormat
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 
 RELATIVE_TOLERANCE = 1e-6

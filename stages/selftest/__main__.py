@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.artifacts.hardware import gpus
-from pipeline.spec.errors import EXIT_CODES, GateRefusal, MissingRequirement, UserError
+from pipeline.core.errors import EXIT_CODES, GateRefusal, MissingRequirement, UserError
 from stages.engines.tensorrt.library import load
 from stages.selftest.checks import CHECKS, Bench, judge
 

@@ -13,11 +13,11 @@ import torch
 
 from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
+from pipeline.core.backends import TorchBackend
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine
 from pipeline.run.chain import Chain, check_inputs
-from pipeline.spec.backends import TorchBackend
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Engine
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.engines.oracle.engine import load_engine as load_oracle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle

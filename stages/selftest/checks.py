@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Engine
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine
 
 Logits = npt.NDArray[np.float32]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.spec.records import Sample
+from pipeline.core.records import Sample
 from stages.workloads import generate
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from pipeline.spec.records import Sample
+from pipeline.core.records import Sample
 from stages.workloads.conversation import split_last_answer
 from stages.workloads.copying import copy_request
 from stages.workloads.dialogue import facts_dialogue

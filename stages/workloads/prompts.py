@@ -6,8 +6,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Sample
+from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
 
 Message = tuple[str, str]  # (role, content)
 

@@ -9,10 +9,10 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, conf, make_bundle, make_exports, open_engine, scale_of
 
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import KVPolicy, KVShape
-from pipeline.spec.records import OnePassEngine, TimedEngine
-from pipeline.spec.workloads import LoadConfig
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.records import OnePassEngine, TimedEngine
+from pipeline.core.workloads import LoadConfig
 from stages.engines.trtllm.engine import LOOKAHEAD, TrtllmEngine
 from stages.engines.trtllm.protocol import Ran
 from stages.engines.trtllm.tensors import read_tensors

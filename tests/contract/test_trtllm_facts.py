@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.spec.backends import Serving, Speculation, TrtllmBackend
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.backends import Serving, Speculation, TrtllmBackend
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.weights import WeightsFormat
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.interpreter import WORKER, Interpreter
 from stages.engines.trtllm.targets import refuse_integers

@@ -9,10 +9,10 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
-from pipeline.spec.backends import TrtllmBackend
-from pipeline.spec.checkpoint import inspect_checkpoint
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import KVPolicy
+from pipeline.core.backends import TrtllmBackend
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
 from stages.engines.trtllm.interpreter import probe
 from stages.engines.trtllm.targets import found, refuse, refuse_integers, refuse_unread, resolve
 

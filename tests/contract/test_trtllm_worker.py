@@ -15,7 +15,7 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import make_bundle, make_exports, open_engine
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from stages.engines.trtllm.interpreter import WORKER, Worker
 from stages.engines.trtllm.protocol import Described, Ran
 

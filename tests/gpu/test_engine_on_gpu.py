@@ -15,8 +15,8 @@ from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
 from benchmarks import benchlib
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import OnePassEngine
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import OnePassEngine
 from stages.engines.cuda.engine import DecodePass, KernelEngine
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import OracleEngine, load_engine

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.spec.records import Engine, MemoryReport, Sample
+from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.records import Engine, MemoryReport, Sample
 
 VOCAB = 128
 EOS = 0

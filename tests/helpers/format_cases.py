@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from benchmarks.numerics.scales import measured
-from pipeline.spec.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
+from pipeline.core.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 
 LARGEST = 65504 / 128**0.5
@@ -23,7 +23,7 @@ refuse what does not fit in float16."""
 
 
 def every_format() -> list[Format]:
-    """All that pipeline.spec.formats.Format accepts."""
+    """All that pipeline.core.formats.Format accepts."""
     found = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")

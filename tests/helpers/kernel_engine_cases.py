@@ -3,7 +3,7 @@
 import numpy as np
 from onnx_fixtures import FP8, fmt
 
-from pipeline.spec.kv import KVPolicy, KVShape, LayerOverride
+from pipeline.core.kv import KVPolicy, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 """Of the trained tiny model."""

@@ -9,8 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.formats import Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import export_decoder

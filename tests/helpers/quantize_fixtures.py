@@ -8,10 +8,10 @@ import torch
 import transformers
 import yaml
 
-from pipeline.spec.checkpoint import inspect_checkpoint
-from pipeline.spec.formats import Format, Granularity, Rotation
-from pipeline.spec.kv import KVPolicy, KVScales
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import quantize
 from stages.quantize.materialize import source_dtype

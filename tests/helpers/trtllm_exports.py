@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pipeline.spec.backends import TrtllmBackend
-from pipeline.spec.kv import SCALES_FILE, KVPolicy
+from pipeline.core.backends import TrtllmBackend
+from pipeline.core.kv import SCALES_FILE, KVPolicy
 from stages.engines.trtllm import build, targets
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine
 from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_checkpoint, shared_decoder
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVShape
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVShape
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged.allocator import Numbers
 from stages.engines.paged.pool import PagedPool

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.spec.kv import FP16_POLICY, KVPolicy
-from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.distances import canary
 from pipeline.verdict.report import EvaluationReport, load_rows
 from stages.engines.onnx.build import build_bundle

@@ -139,8 +139,8 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
 
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
-    from pipeline.spec.kv import KVPolicy
-    from pipeline.spec.workloads import WorkloadsConfig
+    from pipeline.core.kv import KVPolicy
+    from pipeline.core.workloads import WorkloadsConfig
     from pipeline.verdict.gates import decide
     from pipeline.verdict.report import load_report, load_rows
     from pipeline.verdict.thresholds import Gates

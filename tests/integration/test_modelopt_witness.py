@@ -21,9 +21,9 @@ import torch
 from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_group, per_token, quantized_model, static, token_ids
 from torch import Tensor
 
-from pipeline.spec.checkpoint import inspect_checkpoint
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import FP16_POLICY, KVPolicy
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.formats import Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 from stages.quantize import modelopt_adapter as adapter

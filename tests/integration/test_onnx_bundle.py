@@ -8,8 +8,8 @@ import pytest
 from onnx_fixtures import BY_NAME, int4_groups, make_bundle, nothing, shared_decoder
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY, KVPolicy
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
 

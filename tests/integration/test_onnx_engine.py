@@ -10,8 +10,8 @@ import torch
 from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, pages, shared_checkpoint, shared_decoder
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129]

@@ -10,9 +10,9 @@ import torch
 from onnx_fixtures import FP8, INT4, fmt, load_model, make_decoder, make_engine, make_oracle, nothing, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from pipeline.spec.checkpoint import DEFAULTS
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
+from pipeline.core.checkpoint import DEFAULTS
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.export import export_decoder
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from onnx_fixtures import BY_NAME, make_engine, pages, shared_decoder
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine
 
 STEPS = 4

@@ -20,8 +20,8 @@ from onnx_fixtures import (
     shared_decoder,
 )
 
-from pipeline.spec.formats import CODES, Code
-from pipeline.spec.kv import KVPolicy
+from pipeline.core.formats import CODES, Code
+from pipeline.core.kv import KVPolicy
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.oracle.engine import OracleEngine
 

@@ -8,9 +8,9 @@ import torch
 from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
-from pipeline.spec.formats import CODES, Code
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape
-from pipeline.spec.records import OnePassEngine
+from pipeline.core.formats import CODES, Code
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.core.records import OnePassEngine
 from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from onnx_fixtures import BY_NAME, load_model, make_oracle, nothing, shared_checkpoint, static_scales
 
-from pipeline.spec.kv import KVShape
+from pipeline.core.kv import KVShape
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import load_engine
 

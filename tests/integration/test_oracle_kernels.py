@@ -16,9 +16,9 @@ from onnx_fixtures import static_scales
 from torch import Tensor
 
 from benchmarks import benchlib
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import KVPolicy, KVShape
-from pipeline.spec.records import OnePassEngine
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.records import OnePassEngine
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.cache import KernelCache

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import registry
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import Candidate, conclude, load, record
 from pipeline.registry.tracking import Tracking, locate, track
-from pipeline.spec.errors import GateRefusal, UserError
 
 FORK = multiprocessing.get_context("fork")
 """Forked children have MLflow imported already: importing takes 2 s in each."""

@@ -10,9 +10,9 @@ import transformers
 from quantize_fixtures import POLICIES, quantized_model, random_checkpoint
 from safetensors.torch import load_file
 
-from pipeline.spec.checkpoint import inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY, KVScales, SideScales
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import write_dequantized
 from stages.quantize.recipe import NOTHING, measurements, measuring_recipe

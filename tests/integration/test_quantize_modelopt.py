@@ -22,10 +22,10 @@ from quantize_fixtures import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.spec.checkpoint import INDEX, inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.checkpoint import INDEX, inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
+from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import copy_checkpoint
 from stages.quantize.recipe import LINEARS

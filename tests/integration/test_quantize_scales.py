@@ -13,10 +13,10 @@ import transformers
 from quantize_fixtures import FP8, POLICIES, per_token, stage, static, token_ids
 from torch import Tensor
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.weights import WeightsFormat
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt.build import build_bundle

@@ -12,9 +12,9 @@ import pytest
 import tensorrt_stubs_builder as builder
 from tensorrt_stubs_builder import Tensor
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, KVShape, Window
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, KVShape, Window
 from stages.engines.tensorrt.library import Library
 from stages.selftest import __main__ as first_run
 from stages.selftest.checks import CHECKS, judge

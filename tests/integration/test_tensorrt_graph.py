@@ -18,7 +18,7 @@ from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, nothing, shared_decoder
 from tensorrt_stubs_builder import Plan, Tensor
 
-from pipeline.spec.kv import KVPolicy, LayerOverride
+from pipeline.core.kv import KVPolicy, LayerOverride
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of

@@ -22,7 +22,7 @@ import tensorrt_stubs_builder as builder
 import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
-from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 from plugins.kv_attention.kernels.variants import append_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (

@@ -10,9 +10,9 @@ from onnx import external_data_helper
 from onnx_fixtures import BY_NAME, SHIPPED, fmt, make_bundle, nothing, shared_decoder
 
 from pipeline.artifacts import hardware
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, LayerOverride
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, LayerOverride
 from stages.engines.onnx.bundle import open_bundle as open_twin
 from stages.engines.onnx.functions import Mode
 from stages.engines.tensorrt import engine as engine_module

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.spec.records import Sample
+from pipeline.core.records import Sample
 from stages.tiny.batches import render
 from stages.tiny.outliers import OUTLIERS, plant_outliers, remove_outliers
 from stages.tiny.scores import CHECKPOINT, exact_match, force, perplexity, prompt_ids

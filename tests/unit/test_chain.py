@@ -13,10 +13,10 @@ from pipeline.artifacts.digest import reachable_modules, tree_files
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.core.backends import BackendConfig
+from pipeline.core.errors import MissingRequirement, exit_code
+from pipeline.core.kv import SCALES_FILE, KVPolicy
 from pipeline.run.chain import BACKENDS, Chain, check_inputs, entry
-from pipeline.spec.backends import BackendConfig
-from pipeline.spec.errors import MissingRequirement, exit_code
-from pipeline.spec.kv import SCALES_FILE, KVPolicy
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
         hashed.append(target)
         return tree_files(target)
 
-    recipe = Recipe("demo", ("pipeline.spec.kv",), {}, {})
+    recipe = Recipe("demo", ("pipeline.core.kv",), {}, {})
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", count)
@@ -70,12 +70,12 @@ class _Made(Chain):
     """What plans are made from is there."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.get(Recipe("quantize", ("pipeline.spec.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+        return self.store.get(Recipe("quantize", ("pipeline.core.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return self.store.get(Recipe("build", ("pipeline.spec.kv",), {}, {}), lambda _: None)
+        return self.store.get(Recipe("build", ("pipeline.core.kv",), {}, {}), lambda _: None)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
     monkeypatch.setattr("stages.engines.tensorrt.requirements.load", lambda _: _Library)
-    monkeypatch.setattr("pipeline.spec.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("pipeline.core.backends.gpus", lambda: [gpu])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu["name"])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -146,7 +146,7 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 def test_what_plans_need_is_asked_for_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    found = {"gpu": ("pipeline.spec.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+    found = {"gpu": ("pipeline.core.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
              "triton": ("stages.engines.tensorrt.requirements._triton", lambda: None)}  # fmt: skip
     if lacking in found:
         machine.setattr(*found[lacking])

@@ -15,7 +15,7 @@ from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pipeline.spec.redaction import secret_name
+from pipeline.core.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"

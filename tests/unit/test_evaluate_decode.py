@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import OnePassEngine, Sample
+from pipeline.core.errors import UserError
+from pipeline.core.records import OnePassEngine, Sample
 from stages.evaluate.decode import Logits, forced_decode, greedy_decode
 from stages.evaluate.tokens import EncodedSample, encode, workloads_digest
 

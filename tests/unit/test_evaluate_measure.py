@@ -12,9 +12,9 @@ import yaml
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Sample
-from pipeline.spec.workloads import WorkloadsConfig
+from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict

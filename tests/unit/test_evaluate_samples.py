@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.workloads import Workload, WorkloadsConfig
+from pipeline.core.errors import UserError
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.samples import load_samples, read_jsonl
 from stages.workloads import WORKLOADS
 

@@ -12,8 +12,8 @@ from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, fitting, fixed, nam
 from hypothesis import given, settings
 from torch import Tensor
 
-from pipeline.spec import formats
-from pipeline.spec.formats import CODES, MIN_SCALE, Code, Format
+from pipeline.core import formats
+from pipeline.core.formats import CODES, MIN_SCALE, Code, Format
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import Canary, NoiseFloor, SampleRow
 

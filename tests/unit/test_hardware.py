@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts.hardware import gpus, hardware
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 from stages.engines.bundle import BuiltFor, check_built_for
 
 BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])

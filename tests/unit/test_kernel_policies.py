@@ -9,10 +9,10 @@ import torch
 import yaml
 
 from pipeline.config.compose import plan
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from pipeline.run.chain import check_inputs
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.paged.kernel_layout import check_kernels, layer_layouts
 

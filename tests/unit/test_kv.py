@@ -7,9 +7,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import CODES, Format
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window, live_tokens
+from pipeline.core.errors import UserError
+from pipeline.core.formats import CODES, Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window, live_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from pipeline.spec import formats
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
+from pipeline.core import formats
+from pipeline.core.formats import Format
+from pipeline.core.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import (
     GRANULARITIES,

@@ -14,7 +14,7 @@ from test_kv_layout import SIDES
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.spec.formats import Format
+from pipeline.core.formats import Format
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, pack_int4
 from stages.engines.oracle.formats import Static

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import log_softmax as scipy_log_softmax
 from scipy.stats import entropy
 
-from pipeline.spec.records import Check, Sample
+from pipeline.core.records import Check, Sample
 from stages.evaluate.checks import Judgement, judge, strict_json
 from stages.evaluate.distance import StepStatistics, compare, log_softmax
 from stages.evaluate.metrics import context_bin, depth_name, fidelity

@@ -10,8 +10,8 @@ import pytest
 import torch
 from onnx import helper
 
-from pipeline.spec.formats import CODES, MIN_SCALE, Code, Format
-from pipeline.spec.kv import KVScales, SideScales
+from pipeline.core.formats import CODES, MIN_SCALE, Code, Format
+from pipeline.core.kv import KVScales, SideScales
 from stages.engines.onnx.formats import Side
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET

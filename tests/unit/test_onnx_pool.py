@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVShape, Window
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, Window
 from stages.engines.paged.pool import PagedPool
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)

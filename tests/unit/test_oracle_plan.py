@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, Window
+from pipeline.core.formats import Format
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, Window
 from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
 
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.config import CalibrationConfig
-from pipeline.spec.errors import UserError
-from pipeline.spec.records import Sample
+from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
 from stages.evaluate import BundleTokenizer
 from stages.quantize.calibration import calibration_texts
 from stages.quantize.tokens import tokenize

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVShape
+from pipeline.core.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVShape
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format, Granularity, Rotation
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.quantize.recipe import (
     BACKEND,
     cache_quantizer,
@@ -246,7 +246,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
 
 def test_entrance_and_validation_load_neither_torch_nor_modelopt() -> None:
     code = (
-        "import sys; import stages.quantize, stages.quantize.validate, pipeline.spec.checkpoint; "
+        "import sys; import stages.quantize, stages.quantize.validate, pipeline.core.checkpoint; "
         "print({'torch', 'modelopt', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

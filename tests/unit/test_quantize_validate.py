@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.formats import Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
+from pipeline.core.weights import WeightsFormat
 from stages.quantize.recipe import LINEARS
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
 

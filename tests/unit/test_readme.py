@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

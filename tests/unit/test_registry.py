@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.promotion import choose, evidence_digest, promote, rollback
 from pipeline.registry.summary import Candidate
-from pipeline.spec.errors import GateRefusal, UserError
 
 
 class Memory:

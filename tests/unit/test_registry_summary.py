@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.core.errors import UserError
 from pipeline.registry.summary import Candidate, conclude, finish, load, record
-from pipeline.spec.errors import UserError
 
 FP8 = Candidate("fp8", "PASS", (), 2.0, {"quality/kl_mean": 0.1}, "e", "b", "r", "/e", "/b", "/r", "/s", model_version="3")
 

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.artifacts import digest
 from pipeline.artifacts.store import MANIFEST, Recipe, Store
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 
 
 def recipe(**config: object) -> Recipe:
-    return Recipe("demo", code=("pipeline.spec.kv",), config=config, inputs={"model": "0" * 64}, libraries=("numpy",))
+    return Recipe("demo", code=("pipeline.core.kv",), config=config, inputs={"model": "0" * 64}, libraries=("numpy",))
 
 
 def write_one(out: Path) -> None:
@@ -40,13 +40,13 @@ def test_the_same_recipe_is_made_once_and_reused(tmp_path: Path) -> None:
     "other",
     [
         recipe(a=2),
-        Recipe("demo", code=("pipeline.spec.kv",), config={"a": 1}, inputs={"model": "1" * 64}, libraries=("numpy",)),
-        Recipe("other", code=("pipeline.spec.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("numpy",)),
+        Recipe("demo", code=("pipeline.core.kv",), config={"a": 1}, inputs={"model": "1" * 64}, libraries=("numpy",)),
+        Recipe("other", code=("pipeline.core.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("numpy",)),
         Recipe("demo", code=("pipeline.artifacts.store",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("numpy",)),
-        Recipe("demo", code=("pipeline.spec.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("rich",)),
+        Recipe("demo", code=("pipeline.core.kv",), config={"a": 1}, inputs={"model": "0" * 64}, libraries=("rich",)),
         Recipe(
             "demo",
-            code=("pipeline.spec.kv",),
+            code=("pipeline.core.kv",),
             config={"a": 1},
             inputs={"model": "0" * 64},
             libraries=("numpy",),
@@ -89,7 +89,7 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
 
 def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
     with pytest.raises(MissingRequirement, match=r"^no-such-library is not installed: pip install no-such-library$"):
-        Recipe("demo", ("pipeline.spec.kv",), {}, {}, ("no-such-library",))
+        Recipe("demo", ("pipeline.core.kv",), {}, {}, ("no-such-library",))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"parts": {"inputs": {}}}', "\udcff"])
@@ -121,8 +121,8 @@ def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
 
 
 def test_code_digest_covers_what_a_module_imports() -> None:
-    modules = digest.reachable_modules("pipeline.spec.kv")
-    assert {"pipeline", "pipeline.spec.kv", "pipeline.spec.errors"} <= set(modules)
+    modules = digest.reachable_modules("pipeline.core.kv")
+    assert {"pipeline", "pipeline.core.kv", "pipeline.core.errors"} <= set(modules)
     assert "pipeline.artifacts.store" not in modules
 
 
@@ -137,4 +137,4 @@ def test_code_digest_reads_sources_without_importing_them() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert {"torch", "modelopt", "stages.quantize"}.isdisjoint(result.stdout.split())
-    assert {"stages.quantize.modelopt_adapter", "pipeline.spec.kv"} <= set(digest.reachable_modules("stages.quantize"))
+    assert {"stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(digest.reachable_modules("stages.quantize"))

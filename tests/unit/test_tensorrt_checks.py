@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy
 from stages.selftest import checks
 from stages.selftest.checks import CHECKS, Failed, judge
 

@@ -9,10 +9,10 @@ import pytest
 from test_import_rules import importers
 
 from pipeline.config.compose import plan
-from pipeline.spec.backends import TensorRTBackend, TensorRTRTXBackend
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, LayerOverride, Window
+from pipeline.core.backends import TensorRTBackend, TensorRTRTXBackend
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, LayerOverride, Window
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Refused
@@ -127,11 +127,11 @@ def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_d
 
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TensorRTBackend(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
-    monkeypatch.setattr("pipeline.spec.backends.gpus", list)
+    monkeypatch.setattr("pipeline.core.backends.gpus", list)
     with pytest.raises(MissingRequirement, match=r"none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"):
         backend.build_options  # noqa: B018
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("pipeline.spec.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("pipeline.core.backends.gpus", lambda: [gpu])
     assert backend.build_options == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
 
 

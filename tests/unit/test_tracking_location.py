@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from pydantic import ValidationError
 
+from pipeline.core.errors import UserError
 from pipeline.registry.tracking import Tracking, compare_url, locate, open_store, server_command, track
-from pipeline.spec.errors import UserError
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

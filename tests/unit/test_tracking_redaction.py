@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from pipeline.spec.redaction import (
+from pipeline.core.redaction import (
     MASK,
     PARAM_CHARS,
     clip,

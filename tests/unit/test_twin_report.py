@@ -9,11 +9,11 @@ from hydra import compose, initialize_config_dir
 
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import CONF, to_config
+from pipeline.core.backends import PlanBackend
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
 from pipeline.run.chain import Chain
-from pipeline.spec.backends import PlanBackend
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Progress
 from pipeline.verdict.report import REPORT_FILE
 
 DIGEST = "d" * 64
@@ -24,7 +24,7 @@ class _Chain(Chain):
 
     def bundle(self, policy: KVPolicy, config: object = None) -> Artifact:
         assert config == self.config.backend.twin  # type: ignore[union-attr]
-        recipe = Recipe("build", ("pipeline.spec.kv",), {"kv": policy.name}, {})
+        recipe = Recipe("build", ("pipeline.core.kv",), {"kv": policy.name}, {})
         return replace(self._get(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
 
     def baseline(self) -> Artifact:
@@ -61,7 +61,7 @@ def test_a_machine_without_a_gpu_is_given_the_command_that_judges_the_graphs(cha
 
 def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -> None:
     for seed, engine in enumerate((DIGEST, "e" * 64)):
-        recipe = Recipe("evaluate", ("pipeline.spec.kv",), {"seed": seed}, {"engine": engine})
+        recipe = Recipe("evaluate", ("pipeline.core.kv",), {"seed": seed}, {"engine": engine})
         made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
         if engine == DIGEST:
             ours = made
@@ -71,13 +71,13 @@ def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -
 
 @pytest.mark.parametrize("graph", [None, "c3d4"])
 def test_a_report_that_cites_another_graph_or_none_is_not_pointed_to(graph: str | None, chain: Chain) -> None:
-    chain.store.get(Recipe("evaluate", ("pipeline.spec.kv",), {}, {"engine": DIGEST}), lambda out: cite(out, graph))
+    chain.store.get(Recipe("evaluate", ("pipeline.core.kv",), {}, {"engine": DIGEST}), lambda out: cite(out, graph))
     with pytest.raises(MissingRequirement, match="can be judged here"):
         chain.evaluation(chain.config.kv)
 
 
 def test_an_altered_report_is_not_pointed_to(chain: Chain) -> None:
-    recipe = Recipe("evaluate", ("pipeline.spec.kv",), {}, {"engine": DIGEST})
+    recipe = Recipe("evaluate", ("pipeline.core.kv",), {}, {"engine": DIGEST})
     made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
     (made.path / REPORT_FILE).write_text("{}")
     with pytest.raises(MissingRequirement, match="can be judged here"):

@@ -14,11 +14,11 @@ from judged_engine import config_of, exported, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Store
+from pipeline.core.errors import MissingRequirement, UserError, exit_code
 from pipeline.run.chain import Chain
 from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.runner import Run, verify
 from pipeline.run.verify import find_evidence, replay
-from pipeline.spec.errors import MissingRequirement, UserError, exit_code
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pipeline.spec.records import Sample
+from pipeline.core.records import Sample
 from stages.workloads import WORKLOADS, generate
 from stages.workloads.conversation import compact_json
 from stages.workloads.copying import BRACKETS, code_like

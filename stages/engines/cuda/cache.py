@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import MAX_FLOAT16
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape
-from pipeline.spec.records import MemoryReport
+from pipeline.core.errors import UserError
+from pipeline.core.formats import MAX_FLOAT16
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape
+from pipeline.core.records import MemoryReport
 from plugins.kv_attention import ops, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.paged.allocator import Numbers

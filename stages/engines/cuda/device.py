@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 
 OLDEST = 8
 """Major compute capability from which the kernels compile."""

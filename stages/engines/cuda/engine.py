@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
-from pipeline.spec.records import PREFILL_CHUNK, MemoryReport
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.records import PREFILL_CHUNK, MemoryReport
 from plugins.kv_attention import ops
 from stages.engines.base import check_step, check_tokens, greedy, not_finite
 from stages.engines.cuda.cache import KernelCache
@@ -149,7 +149,7 @@ class PrefillPass:
 
 
 class KernelEngine:
-    """pipeline.spec.records.Engine over the attention kernels.
+    """pipeline.core.records.Engine over the attention kernels.
 
     It has no `forced` on purpose: forced decode of a whole sequence at once would compute what the kernels should give.
     Here it runs step by step through the very kernels that are judged.

@@ -7,9 +7,9 @@ import onnx
 from onnx import helper
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.checkpoint import TOKENIZER_FILES
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy
-from pipeline.spec.records import Progress
+from pipeline.core.checkpoint import TOKENIZER_FILES
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.records import Progress
 from stages.engines.bundle import read_record, read_scales, write_bundle, write_policy
 from stages.engines.files import link_or_copy
 from stages.engines.onnx.bundle import (

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.strict import StrictModel
 from stages.engines.bundle import BUNDLE_FILE, BundleRecord, open_record, read_policy
 
 BACKEND = "onnxruntime"

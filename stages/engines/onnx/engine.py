@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVScales
-from pipeline.spec.records import PREFILL_CHUNK
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVScales
+from pipeline.core.records import PREFILL_CHUNK
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph import NUMPY_FLOATS
@@ -37,7 +37,7 @@ def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill
 
 
 class OnnxEngine(PagedEngine):
-    """pipeline.spec.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
+    """pipeline.core.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
 
     def __init__(
         self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, prefill_chunk: int

@@ -16,8 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
-from pipeline.spec.records import Progress
+from pipeline.core.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
+from pipeline.core.records import Progress
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.graph import DOMAIN
 

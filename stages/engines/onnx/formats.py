@@ -1,6 +1,6 @@
 """What a cache format is in a graph: storage types, names and shapes of what is stored, and the nodes that write it.
 
-With reading.py this is everything that depends on a format. Integer formats of any width come from pipeline.spec.formats.CODES
+With reading.py this is everything that depends on a format. Integer formats of any width come from pipeline.core.formats.CODES
 alone; an exact or floating-point one needs its element type in STORAGE too. Shapes: B sequences, H KV heads, S new tokens,
 D head_dim, W code elements of a token, g scales of a token. A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.spec.formats import MAX_FLOAT16, MIN_SCALE, Format
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape, SideName
+from pipeline.core.formats import MAX_FLOAT16, MIN_SCALE, Format
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName
 from stages.engines.onnx.graph import Body
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import onnx
 
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVShape, SideName
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, SideName
 from stages.engines.onnx.formats import Side, layer_sides
 from stages.engines.onnx.graph import Body
 from stages.engines.onnx.reading import read_scores, read_values

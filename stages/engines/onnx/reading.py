@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.kv import PAGE_TOKENS
+from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.onnx.formats import Side
 from stages.engines.onnx.graph import Body
 

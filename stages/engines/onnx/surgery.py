@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVScales
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
 from stages.engines.onnx.formats import FLOAT16, Side
 from stages.engines.onnx.functions import AttentionSpec, Mode, attention_function, quantize_function, quantize_name

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from stages.engines.oracle.model import refuse_options
 
 ATTENTION = "kvgate_oracle"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, SideName
+from pipeline.core.formats import Format
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, SideName
 from stages.engines.oracle.attention import Copies, Sources
 from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, static_scales
 

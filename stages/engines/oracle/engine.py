@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.spec.checkpoint import inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
-from pipeline.spec.records import PREFILL_CHUNK, Engine, MemoryReport
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.records import PREFILL_CHUNK, Engine, MemoryReport
 from stages.engines.base import check_forced, check_step, check_tokens, greedy, not_finite
 from stages.engines.cuda.device import resolve_device
 from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
@@ -99,7 +99,7 @@ def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_r
 
 
 class OracleEngine:
-    """pipeline.spec.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
+    """pipeline.core.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         self.policy, self.shape, self.storages = policy, shape, storages

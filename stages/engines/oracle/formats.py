@@ -1,4 +1,4 @@
-"""What pipeline.spec.formats means, in plain torch: numbers to codes and back.
+"""What pipeline.core.formats means, in plain torch: numbers to codes and back.
 
 Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scales of a token. All arithmetic is float32.
 """
@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.spec.formats import MAX_FLOAT16, MIN_SCALE, Format
-from pipeline.spec.kv import SideScales
+from pipeline.core.formats import MAX_FLOAT16, MIN_SCALE, Format
+from pipeline.core.kv import SideScales
 
 TYPES = {
     "fp16": torch.float16,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
 
 
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:

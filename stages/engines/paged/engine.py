@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVScales
-from pipeline.spec.records import MemoryReport
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVScales
+from pipeline.core.records import MemoryReport
 from stages.engines.base import check_step, check_tokens, greedy, not_finite
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import layer_sides
@@ -18,7 +18,7 @@ from stages.engines.paged.pool import PagedPool
 
 
 class PagedEngine(ABC):
-    """pipeline.spec.records.Engine, but for the execution of a graph."""
+    """pipeline.core.records.Engine, but for the execution of a graph."""
 
     def __init__(self, model: ModelInfo, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         self.policy, self.shape = pool.policy, pool.shape

@@ -2,9 +2,9 @@
 
 from typing import NoReturn
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, KVShape
 from plugins.kv_attention.layout import (
     GRANULARITIES,
     GROUP_SIZES,

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import MAX_FLOAT16
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.spec.records import MemoryReport
+from pipeline.core.errors import UserError
+from pipeline.core.formats import MAX_FLOAT16
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.records import MemoryReport
 from stages.engines.onnx.formats import FLOAT16, layer_sides
 from stages.engines.paged.allocator import Numbers
 

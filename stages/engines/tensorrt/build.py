@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.spec.checkpoint import TOKENIZER_FILES
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy
-from pipeline.spec.records import Progress
+from pipeline.core.checkpoint import TOKENIZER_FILES
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_twin

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.spec.kv import KVPolicy, KVScales
+from pipeline.core.kv import KVPolicy, KVScales
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy
 from stages.engines.onnx.bundle import ModelInfo, Tensor
 from stages.engines.onnx.functions import Mode

@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.hardware import gpus
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import KVScales, KVShape
-from pipeline.spec.records import PREFILL_CHUNK
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVScales, KVShape
+from pipeline.core.records import PREFILL_CHUNK
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.surgery import NOT_FINITE
@@ -70,7 +70,7 @@ def open_session(
 
 
 class PlanEngine(PagedEngine):
-    """pipeline.spec.records.Engine on TensorRT. The graphs read the pool where it lies; only new tokens are copied."""
+    """pipeline.core.records.Engine on TensorRT. The graphs read the pool where it lies; only new tokens are copied."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
-from pipeline.spec.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement
 
 Name = Literal["tensorrt_rtx", "tensorrt"]
 

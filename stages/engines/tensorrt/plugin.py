@@ -14,9 +14,9 @@ from typing import Literal
 
 import onnx
 
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.records import Progress
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.engines.files import link_or_copy

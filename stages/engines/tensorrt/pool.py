@@ -6,9 +6,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import MAX_FLOAT16
-from pipeline.spec.kv import KVShape
+from pipeline.core.errors import UserError
+from pipeline.core.formats import MAX_FLOAT16
+from pipeline.core.kv import KVShape
 from stages.engines.paged.pool import Indices, PagedPool
 from stages.engines.tensorrt.shapes import Limits
 

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.kv import KVPolicy, SideName
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, SideName
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Refused
 

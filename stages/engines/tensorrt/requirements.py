@@ -3,10 +3,10 @@
 from importlib import metadata
 
 from pipeline.config.config import Config
-from pipeline.spec.backends import TensorRTBackend
-from pipeline.spec.checkpoint import CheckpointInfo
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import FP16_POLICY
+from pipeline.core.backends import TensorRTBackend
+from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import FP16_POLICY
 from stages.engines.tensorrt.library import Name, load
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.spec.errors import UserError
+from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
-from pipeline.spec.records import PREFILL_CHUNK
-from pipeline.spec.strict import StrictModel
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.records import PREFILL_CHUNK
+from pipeline.core.strict import StrictModel
 
 
 class Range(StrictModel):

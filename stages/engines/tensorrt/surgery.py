@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
-from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (

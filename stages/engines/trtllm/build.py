@@ -8,11 +8,11 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.spec.backends import TrtllmBackend
-from pipeline.spec.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import POLICY_FILE, SCALES_FILE, KVPolicy
-from pipeline.spec.records import Progress
+from pipeline.core.backends import TrtllmBackend
+from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.files import link_or_copy
 from stages.engines.trtllm import checkpoint as checkpoints

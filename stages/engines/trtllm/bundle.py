@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.spec.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVScales, KVShape
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy
 
 BACKEND = "trtllm"

@@ -1,4 +1,4 @@
-"""pipeline.spec.records.OnePassEngine on TensorRT-LLM, which serves requests and not steps.
+"""pipeline.core.records.OnePassEngine on TensorRT-LLM, which serves requests and not steps.
 
 A request is a prompt, tokens that are forced, and tokens that run free; its logits are those of decoding, from the cache.
 So forced decode of a whole sequence is one request, and stepping is: a request that forces what was decoded so far and
@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
-from pipeline.spec.records import LoadTimes, MemoryReport
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.records import LoadTimes, MemoryReport
 from stages.engines.base import check_forced, check_step, check_tokens, greedy
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.trtllm.build import compile_engine
@@ -64,7 +64,7 @@ class _Sequence:
 
 
 class TrtllmEngine:
-    """pipeline.spec.records.OnePassEngine and TimedEngine over one worker.
+    """pipeline.core.records.OnePassEngine and TimedEngine over one worker.
 
     TensorRT-LLM takes most of the GPU's memory for its cache, so that only one engine of a process runs at a time: another
     one's request ends its worker, and its own next request starts it again.

@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.spec.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.trtllm.protocol import PROTOCOL, Described
 from stages.engines.trtllm.worker import kvgate_forcing
 

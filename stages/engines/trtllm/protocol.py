@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.spec.strict import StrictModel
+from pipeline.core.strict import StrictModel
 
 PROTOCOL = 1
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.spec.backends import TrtllmBackend
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.backends import TrtllmBackend
+from pipeline.core.errors import UserError
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")

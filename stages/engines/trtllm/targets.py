@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.config.config import Config
-from pipeline.spec.backends import TrtllmBackend
-from pipeline.spec.checkpoint import CheckpointInfo, inspect_checkpoint
-from pipeline.spec.errors import MissingRequirement, UserError
-from pipeline.spec.kv import KVPolicy
-from pipeline.spec.weights import WeightsFormat
+from pipeline.core.backends import TrtllmBackend
+from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.weights import WeightsFormat
 from stages.engines.trtllm.interpreter import HOW, Interpreter, probe, require_gpus
 from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.kv import KVShape
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVShape
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from pipeline.spec.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 
 if TYPE_CHECKING:
     import numpy as np

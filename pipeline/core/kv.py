@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from pipeline.spec.errors import UserError
-from pipeline.spec.formats import Format
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.strict import StrictModel
 
 PAGE_TOKENS = 64
 """Tokens in a page of the pool, fixed by the page layout that every backend and kernel shares."""

@@ -6,9 +6,9 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.artifacts.hardware import gpus
-from pipeline.spec.errors import MissingRequirement
-from pipeline.spec.kv import PAGE_TOKENS
-from pipeline.spec.strict import StrictModel
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.strict import StrictModel
 
 
 class _Backend(StrictModel):

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized; the cache's formats are in `pipeline.spec.kv`."""
+"""How a checkpoint's weights are quantized; the cache's formats are in `pipeline.core.kv`."""
 
 from typing import Literal
 

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.spec.strict import StrictModel
+from pipeline.core.strict import StrictModel
 
 PARAMETER_BYTES = 2
 """Scales and zeros that are stored per token or per group are float16."""

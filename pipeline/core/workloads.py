@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.spec.strict import StrictModel
+from pipeline.core.strict import StrictModel
 
 Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
 """The built-in workloads, those of `stages.workloads.WORKLOADS`."""
