@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from pipeline import __version__
 from pipeline.config.compose import CONF, plan, to_config
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
-from pipeline.run.chain import check_inputs
+from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """The id that joins the candidates of one command reaches every job, whatever launches it, through the environment."""

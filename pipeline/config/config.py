@@ -1,13 +1,12 @@
 """The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeline.core.backends import BackendConfig
-from pipeline.core.errors import UserError
+from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.core.weights import WeightsFormat
@@ -17,8 +16,6 @@ from pipeline.verdict.thresholds import Gates
 
 Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all"]
 
-PACKAGED = "pkg://"
-
 
 class ModelConfig(StrictModel):
     """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
@@ -26,24 +23,9 @@ class ModelConfig(StrictModel):
     path: str
 
     @property
-    def directory(self) -> Path:
-        if not self.path.startswith(PACKAGED):
-            return Path(self.path).expanduser().resolve()
-        module, _, folder = self.path.removeprefix(PACKAGED).partition("/")
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is None or spec.origin is None:
-            raise UserError(f"model.path={self.path}: no such package; give a checkpoint's directory")
-        return Path(spec.origin).parent / folder
-
-    @property
     def label(self) -> str:
         """Short name for tables and the registry."""
-        if self.path.startswith(PACKAGED):
-            return self.path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-        return self.directory.name
+        return checkpoint_label(self.path)
 
 
 class WeightsConfig(StrictModel):

@@ -1,50 +1,46 @@
-"""What the user says of a backend: one record each, told apart by `name`."""
+"""The configuration of each backend: one record each, told apart by `name`.
+
+`folder` is the folder of `stages/engines` whose `backend.py` builds and runs its engines.
+"""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipeline.artifacts.hardware import gpus
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.strict import StrictModel
 
 
-class _Backend(StrictModel):
+class _BackendConfig(StrictModel):
     @property
-    def build_options(self) -> dict[str, object]:
-        """Keyword arguments of the backend's `build_bundle` that change what is built."""
-        return {}
-
-    @property
-    def run_options(self) -> dict[str, object]:
-        """Keyword arguments of the backend's `load_engine`."""
-        return {}
+    def folder(self) -> str:
+        raise NotImplementedError
 
 
-class _ThreadedBackend(_Backend):
+class _ThreadedConfig(_BackendConfig):
     threads: Annotated[int, Field(ge=1, le=1024)]
-
-    @property
-    def run_options(self) -> dict[str, object]:
-        return {"threads": self.threads}
+    """Of one engine."""
 
 
-class GraphBackend(_Backend):
-    """What is built from the exported ONNX decoder."""
+class GraphConfig(_BackendConfig):
+    """A backend whose engines are built from the exported ONNX decoder."""
 
     compute_dtype: Literal["float32", "float16"]
-    """In which activations and weights are computed; part of the graph's digest."""
+    """Type of activations and weights; part of the graph's digest."""
 
 
-class OnnxRuntimeBackend(GraphBackend, _ThreadedBackend):
-    """The embedded engine: the graphs as they are, on any CPU."""
+class OnnxRuntimeConfig(GraphConfig, _ThreadedConfig):
+    """The embedded engine: ONNX Runtime executes the graphs as they are, on any CPU."""
 
     name: Literal["onnxruntime"]
 
+    @property
+    def folder(self) -> str:
+        return "onnx"
 
-class TorchBackend(_ThreadedBackend):
+
+class TorchConfig(_ThreadedConfig):
     """The oracle on a CPU; the attention kernels on a GPU."""
 
     name: Literal["torch"]
@@ -52,11 +48,11 @@ class TorchBackend(_ThreadedBackend):
     """auto is cuda where torch finds a GPU."""
 
     @property
-    def run_options(self) -> dict[str, object]:
-        return {**super().run_options, "device": self.device}
+    def folder(self) -> str:
+        return "oracle" if self.device == "cpu" else "cuda"
 
 
-class PlanBackend(GraphBackend):
+class PlanConfig(GraphConfig):
     """TensorRT plans of the ONNX engine's own graphs."""
 
     name: str
@@ -68,46 +64,21 @@ class PlanBackend(GraphBackend):
     """Whether decode steps are captured once per shape and replayed."""
 
     @property
-    def twin(self) -> OnnxRuntimeBackend:
-        """The ONNX engine of the same graphs."""
-        return OnnxRuntimeBackend(name="onnxruntime", compute_dtype=self.compute_dtype, threads=1)
-
-    @property
-    def build_options(self) -> dict[str, object]:
-        return {"library": self.name, "max_batch": self.max_batch, "max_tokens": self.max_tokens}
-
-    @property
-    def run_options(self) -> dict[str, object]:
-        return {"library": self.name, "cuda_graphs": self.cuda_graphs}
+    def folder(self) -> str:
+        return "tensorrt"
 
 
-class TensorRTBackend(PlanBackend):
+class TensorRTConfig(PlanConfig):
     """TensorRT: builds on the GPU that will run the plans, with the attention plugin in them."""
 
     name: Literal["tensorrt"]
-
-    @property
-    def gpu(self) -> dict[str, str]:
-        """The one that plans are built on and for, the driver's first. Raises MissingRequirement without one."""
-        found = gpus()
-        if not found:
-            raise MissingRequirement(
-                "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
-                "(nvidia-smi); backend=tensorrt_rtx builds without one"
-            )
-        return found[0]
-
-    @property
-    def build_options(self) -> dict[str, object]:
-        """Raises MissingRequirement without a GPU: plans are tuned on the one that they are for, so it is part of the key."""
-        return {**super().build_options, "gpu": self.gpu}
 
 
 RTX_TARGETS = (75, 80, 86, 89, 120, 121)
 """Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability)."""
 
 
-class TensorRTRTXBackend(PlanBackend):
+class TensorRTRTXConfig(PlanConfig):
     """TensorRT for RTX: builds for named GPUs, without one."""
 
     name: Literal["tensorrt_rtx"]
@@ -127,10 +98,6 @@ class TensorRTRTXBackend(PlanBackend):
             listed = ", ".join(map(str, RTX_TARGETS))
             raise ValueError(f"compute_capabilities={list(self.compute_capabilities)}: name some of {listed}")
         return self
-
-    @property
-    def build_options(self) -> dict[str, object]:
-        return {**super().build_options, "targets": sorted(set(self.compute_capabilities))}
 
 
 Switch = Literal["auto", "enable", "disable"]
@@ -165,7 +132,7 @@ class Serving(StrictModel):
     speculation: Speculation | None
 
 
-class TrtllmBackend(_Backend):
+class TrtllmConfig(_BackendConfig):
     """TensorRT-LLM, in an interpreter of its own."""
 
     name: Literal["trtllm"]
@@ -208,14 +175,10 @@ class TrtllmBackend(_Backend):
         return self
 
     @property
-    def build_options(self) -> dict[str, object]:
-        return self.model_dump(mode="json", exclude={"name", "request_timeout_s"})
-
-    @property
-    def run_options(self) -> dict[str, object]:
-        return {"python": self.python, "timeout_s": self.request_timeout_s, "build_timeout_s": self.build_timeout_s}
+    def folder(self) -> str:
+        return "trtllm"
 
 
 BackendConfig = Annotated[
-    OnnxRuntimeBackend | TorchBackend | TensorRTRTXBackend | TensorRTBackend | TrtllmBackend, Field(discriminator="name")
+    OnnxRuntimeConfig | TorchConfig | TensorRTRTXConfig | TensorRTConfig | TrtllmConfig, Field(discriminator="name")
 ]

@@ -1,5 +1,6 @@
 """What a Hugging Face checkpoint directory is, read from its JSON alone: no torch, no transformers."""
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """What transformers 4.57 assumes for keys that config.json leaves out, as far as it decides something here."""
+
+PACKAGED = "pkg://"
+"""Begins the path of a checkpoint that ships inside a Python package."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,6 +63,31 @@ class CheckpointInfo:
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
     """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
+
+
+def locate_checkpoint(path: str) -> Path:
+    """Return the directory that `model.path` names: a local one, or `pkg://module/folder` inside an installed package.
+
+    Raises:
+        UserError: when there is no such package.
+    """
+    if not path.startswith(PACKAGED):
+        return Path(path).expanduser().resolve()
+    module, _, folder = path.removeprefix(PACKAGED).partition("/")
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(f"model.path={path}: no such package; give a checkpoint's directory")
+    return Path(spec.origin).parent / folder
+
+
+def checkpoint_label(path: str) -> str:
+    """Return the short name of what `model.path` names: its directory's name, or its package's."""
+    if path.startswith(PACKAGED):
+        return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
+    return Path(path).expanduser().resolve().name
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:

@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
-from pipeline.core.backends import PlanBackend
 from pipeline.core.errors import (
     DEFECT,
     EXIT_CODES,
@@ -28,8 +27,10 @@ from pipeline.registry import promotion, summary
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import compare_url, open_store, server_command, track
 from pipeline.run import console, tables
-from pipeline.run.chain import WITHOUT_CHECKPOINT, Chain, entry
+from pipeline.run.chain import Chain
 from pipeline.run.identity import IDENTITY_FILE
+from pipeline.run.inputs import WITHOUT_CHECKPOINT
+from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import find_evidence, replay
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -68,10 +69,11 @@ def build(run: Run) -> None:
     """Build the engine bundle."""
     made = run.chain.bundle(run.config.kv)
     console.out.print(f"engine bundle: {made.path}\ndigest: {made.digest}", soft_wrap=True)
-    if isinstance(run.config.backend, PlanBackend):
-        plans = {path.name: path.stat().st_size / 2**20 for path in sorted(made.path.glob("*.plan"))}
-        console.out.print("  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items()))
-        console.out.print(run.chain.twin_report(run.config.kv, run.config.backend), soft_wrap=True)
+    for line in run.chain.backend.describe(made.path):
+        console.out.print(line)
+    report = run.chain.onnx_report(run.config.kv)
+    if report is not None:
+        console.out.print(report, soft_wrap=True)
 
 
 def evaluate(run: Run) -> None:
@@ -103,12 +105,12 @@ def evaluate(run: Run) -> None:
             model=config.model.label,
             backend=config.backend.name,
         )
-        for done in chain.done:
-            made = done.artifact
-            tracked.stage(done.title, done.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
+        for stage in chain.finished:
+            made = stage.artifact
+            tracked.stage(stage.title, stage.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
         with TemporaryDirectory() as scratch:
-            plots = _sample_plots(candidate.name, rows, Path(scratch))
-            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], plots)
+            files = _sample_plots(candidate.name, rows, Path(scratch))
+            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
@@ -117,8 +119,11 @@ def evaluate(run: Run) -> None:
 
 
 def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
-    plots = ("kl_by_context", "flips_by_workload")
-    return [entry("stages.evaluate.plots", plot)(rows, name, folder / f"{plot}.png") for plot in plots]
+    with required_libraries():
+        return [
+            plots().kl_by_context(rows, name, folder / "kl_by_context.png"),
+            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png"),
+        ]
 
 
 def promote(run: Run) -> None:
@@ -140,7 +145,8 @@ def promote(run: Run) -> None:
     summary.conclude(run.config.work, champion=move.champion)
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
     with TemporaryDirectory() as scratch:
-        plot = entry("stages.evaluate.plots", "quality_by_memory")(candidates, Path(scratch) / "quality_by_memory.png")
+        with required_libraries():
+            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
         store.attach(str(best.run_id), [plot])
     tables.print_promotion(candidates, move)
     _print_mlflow(store, candidates)

@@ -25,8 +25,8 @@ from pipeline.artifacts.store import MANIFEST
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.run.chain import entry
 from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE, Identity, Role, binds, read_bundle, read_identity
+from pipeline.run.loading import evaluate_stage, required_libraries
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
@@ -223,9 +223,10 @@ def _samples(identity: Identity, evidence: Path, engine: Path, report: Evaluatio
     """The data set made again from its seeds, or read from the user's file, and encoded with the engine's tokenizer."""
     name = "samples, made again"
     try:
-        config, encode = _asked(identity, evidence), entry("stages.evaluate", "samples_digest")
+        config = _asked(identity, evidence)
         try:
-            digest: str = encode(config, engine)
+            with required_libraries():
+                digest = evaluate_stage().samples_digest(config, engine)
         except REFUSALS:
             raise
         except Exception as error:  # tokenizers raises bare ones: its file is as altered as whoever sealed it again wished

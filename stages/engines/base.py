@@ -8,6 +8,13 @@ from pipeline.core.errors import UserError
 from pipeline.core.records import Engine
 
 
+def check_positive(**options: int) -> None:
+    """Raise UserError for an option below 1."""
+    for name, value in options.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+
+
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     """Raise UserError for an empty prompt or ids outside the vocabulary."""
     if not len(tokens):

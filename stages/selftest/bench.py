@@ -13,11 +13,12 @@ import torch
 
 from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
-from pipeline.core.backends import TorchBackend
+from pipeline.core.backends import TorchConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine
-from pipeline.run.chain import Chain, check_inputs
+from pipeline.run.chain import Chain
+from pipeline.run.inputs import check_inputs
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.engines.oracle.engine import load_engine as load_oracle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
@@ -84,8 +85,8 @@ class GpuBench:
         return load_engine(self.bundle, library="tensorrt", cuda_graphs=cuda_graphs)
 
     def oracle(self) -> Engine:
-        config = TorchBackend(name="torch", device="cpu", threads=1)
-        return load_oracle(self.chain.bundle(self.config.kv, config).path, threads=1, device="cpu")
+        config = TorchConfig(name="torch", device="cpu", threads=1)
+        return load_oracle(self.chain.bundle(self.config.kv, config).path, threads=1)
 
     def binding(self, name: str) -> tuple[str, str]:
         engine = self._plan()

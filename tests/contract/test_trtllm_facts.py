@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.core.backends import Serving, Speculation, TrtllmBackend
+from pipeline.core.backends import Serving, Speculation, TrtllmConfig
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.weights import WeightsFormat
@@ -35,9 +35,9 @@ QUANTIZATIONS = [
 ]
 
 
-def options(**changes: Any) -> TrtllmBackend:
+def options(**changes: Any) -> TrtllmConfig:
     shipped = yaml.safe_load((ROOT / "conf" / "backend" / "trtllm.yaml").read_text(encoding="utf-8"))
-    return TrtllmBackend.model_validate({**shipped, **changes})
+    return TrtllmConfig.model_validate({**shipped, **changes})
 
 
 def policy(name: str) -> KVPolicy:

@@ -9,7 +9,7 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
-from pipeline.core.backends import TrtllmBackend
+from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -140,13 +140,13 @@ def test_an_inner_size_that_ranks_do_not_divide_is_refused_before_it_is_split(ti
 )
 def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: str, value: Any, default: str) -> None:
     shipped = conf("backend", "trtllm")
-    backend = TrtllmBackend.model_validate(shipped)
+    backend = TrtllmConfig.model_validate(shipped)
     assert refuse_unread("engine", backend) is None
     assert refuse_unread("pytorch", backend) is None
     group, _, name = key.rpartition(".")
     changed = {**shipped, group: {**shipped[group], name: value}} if group else {**shipped, name: value}
     other = "pytorch" if target == "engine" else "engine"
-    backend = TrtllmBackend.model_validate(changed)
+    backend = TrtllmConfig.model_validate(changed)
     refusal = str(refuse_unread(target, backend))
     assert refusal.startswith(f"backend.{key}=")
     assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
@@ -169,9 +169,9 @@ def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path:
     here = probe(python)
     assert here.compute_capabilities(1) == ["9.0"]
     shipped = {**conf("backend", "trtllm"), "python": python}
-    assert found(TrtllmBackend.model_validate(shipped))["compute_capabilities"] == ["9.0"]
+    assert found(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
     with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
-        found(TrtllmBackend.model_validate({**shipped, "tensor_parallel_size": 2}))
+        found(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
 
 
 def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,10 +215,10 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     shipped = conf("backend", "trtllm")
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
         with pytest.raises(ValueError, match=f"{key}: must"):
-            TrtllmBackend.model_validate({**shipped, **changes})
+            TrtllmConfig.model_validate({**shipped, **changes})
     speculation = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": None}
     with pytest.raises(ValueError, match="speculative_model=None: decoding_type=Eagle3: give the draft model's directory"):
-        TrtllmBackend.model_validate({**shipped, "serving": {**shipped["serving"], "speculation": speculation}})
+        TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "speculation": speculation}})
 
 
 def test_a_cache_format_that_the_builder_leaves_out_without_a_word_is_an_error(quantized: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_llm_arguments_that_come_back_otherwise_are_an_error(quantized: Path, tm
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:
-    serving = TrtllmBackend.model_validate(conf("backend", "trtllm")).serving.model_dump()
+    serving = TrtllmConfig.model_validate(conf("backend", "trtllm")).serving.model_dump()
     draft = {**serving, "speculation": {"decoding_type": "NGram", "max_draft_len": 4}}
     build(quantized, tmp_path, {"release": "1.3.0"}, serving=draft)
     (tmp_path / "old").mkdir()

@@ -19,7 +19,7 @@ from trtllm_exports import conf, make_bundle, open_engine
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.run.chain import check_inputs
+from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.distances import canary
 from pipeline.verdict.report import load_report

@@ -15,9 +15,12 @@ from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
 from benchmarks import benchlib
+from pipeline.core.backends import TorchConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import OnePassEngine
+from pipeline.run.loading import open_backend
 from stages.engines.cuda.engine import DecodePass, KernelEngine
+from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import OracleEngine, load_engine
 
@@ -66,14 +69,14 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
     policy: KVPolicy, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
-    captured = load_engine(bundles[policy.name], threads=1, device="cuda")
+    captured = load_on_gpu(bundles[policy.name], threads=1)
     assert isinstance(captured, KernelEngine)
     ours = decoded(captured, texts)
     assert all(step._graph is not None for step in captured._passes.values())
     with monkeypatch.context() as patch:
         patch.setattr(DecodePass, "capture", lambda *_: None)
-        launched = decoded(load_engine(bundles[policy.name], threads=1, device="cuda"), texts)
-    oracle = load_engine(bundles[policy.name], threads=1, device="cpu")
+        launched = decoded(load_on_gpu(bundles[policy.name], threads=1), texts)
+    oracle = load_engine(bundles[policy.name], threads=1)
     assert isinstance(oracle, OracleEngine)
     for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(oracle, texts), strict=True)):
         assert distance(a, b) < SAME, step
@@ -82,7 +85,7 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
 
 def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(1, 300)[0].tolist()
-    engines = [load_engine(bundles["fp8k_int4v"], threads=1, device=device) for device in ("cuda", "cpu")]
+    engines = [load(bundles["fp8k_int4v"], threads=1) for load in (load_on_gpu, load_engine)]
     logits = []
     for engine in engines:
         handles, _ = engine.prefill([texts[:200]])
@@ -93,7 +96,7 @@ def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict
 
 
 def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_pass(bundles: dict[str, Path]) -> None:
-    engine = load_engine(bundles["fp8k_int4v"], threads=1, device="auto")
+    engine = open_backend(TorchConfig(name="torch", device="auto", threads=1)).load(bundles["fp8k_int4v"])
     assert isinstance(engine, KernelEngine)
     assert not isinstance(engine, OnePassEngine)
     answers = engine.generate([[5, 6, 7], [8] * 90], 5, None)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pipeline.core.backends import TrtllmBackend
+from pipeline.core.backends import TrtllmConfig
 from pipeline.core.kv import SCALES_FILE, KVPolicy
-from stages.engines.trtllm import build, targets
+from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine
 from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
 
@@ -76,18 +76,12 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
 
 def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
     """A bundle of the exports, as the chain builds it."""
-    asked = TrtllmBackend.model_validate(
+    config = TrtllmConfig.model_validate(
         {**conf("backend", "trtllm"), "python": python, "max_seq_len": 512, "max_input_len": 500, **changes}
     )
     out.mkdir()
-    build.build_bundle(
-        quantized,
-        out,
-        policy=KVPolicy.model_validate(conf("kv", kv)),
-        scales=quantized / SCALES_FILE,
-        progress=lambda *_: None,
-        **{**asked.build_options, **targets.found(asked)},
-    )  # fmt: skip
+    policy = KVPolicy.model_validate(conf("kv", kv))
+    TrtllmBackend(config).build(quantized, out, policy=policy, scales=quantized / SCALES_FILE, progress=lambda *_: None)
     return out
 
 

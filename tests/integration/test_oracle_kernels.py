@@ -23,7 +23,8 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
-from stages.engines.oracle.engine import OracleEngine, load_engine
+from stages.engines.cuda.engine import load_engine as load_on_gpu
+from stages.engines.oracle.engine import OracleEngine
 
 torch.set_num_threads(1)
 
@@ -305,4 +306,4 @@ def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
 def test_a_gpu_that_is_asked_for_and_missing_is_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MissingRequirement, match=r"^backend\.device=cuda"):
-        load_engine(Path("nowhere"), threads=1, device="cuda")
+        load_on_gpu(Path("nowhere"), threads=1)

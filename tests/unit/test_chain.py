@@ -1,8 +1,9 @@
 """The chain of artifacts: what it needs is named when it is missing."""
 
+import subprocess
 import sys
 from contextlib import nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,28 +12,30 @@ import pytest
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.digest import reachable_modules, tree_files
 from pipeline.artifacts.store import Artifact, Recipe, Store
-from pipeline.config.compose import plan
+from pipeline.config.compose import CONF, plan
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import SCALES_FILE, KVPolicy
-from pipeline.run.chain import BACKENDS, Chain, check_inputs, entry
+from pipeline.run.chain import Chain
+from pipeline.run.inputs import check_inputs
+from pipeline.run.loading import open_backend, required_libraries
+from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "stages.evaluate.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(
-        MissingRequirement, match=r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
-    ) as caught:
-        entry("stages.evaluate.plots", "kl_by_context")
+    fix = r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
+    with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
+        plots().kl_by_context([], "fp8", Path("nowhere.png"))
     assert exit_code(caught.value) == 4
 
 
 def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        entry("stages.nothing", "at_all")
+    with pytest.raises(ModuleNotFoundError), required_libraries():
+        import_module("stages.nothing")
 
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,20 +49,32 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", count)
-    config: Any = None  # `_get` does not look at it
+    config: Any = None  # `make` does not look at it
     chain = Chain(config, store)
-    first = chain._get(recipe, lambda *_: None)
-    assert chain._get(recipe, lambda *_: None) is first
+    first = chain.make(recipe, lambda *_: None)
+    assert chain.make(recipe, lambda *_: None) is first
     assert len(hashed) == 1
-    assert len(chain.done) == 1
+    assert len(chain.finished) == 1
 
 
-def test_every_backend_of_the_configuration_has_its_row_in_the_table() -> None:
-    records = get_args(get_args(BackendConfig)[0])
-    assert set(BACKENDS) == {name for record in records for name in get_args(record.model_fields["name"].annotation)}
-    for backend in BACKENDS.values():
-        assert callable(entry(f"{backend.package}.{backend.builder}", "build_bundle"))
-        assert callable(entry(f"{backend.package}.engine", "load_engine"))
+BACKEND_RECORDS = get_args(get_args(BackendConfig)[0])
+BACKEND_NAMES = [name for record in BACKEND_RECORDS for name in get_args(record.model_fields["name"].annotation)]
+
+
+@pytest.mark.parametrize("name", BACKEND_NAMES)
+def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
+    backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
+    assert callable(import_module(backend.build_module).build_bundle)
+    assert callable(import_module(backend.engine_module).load_engine)
+    assert (CONF / "backend" / f"{name}.yaml").is_file()
+
+
+def test_opening_a_backend_loads_nothing_heavy() -> None:
+    opened = "; ".join(f"open_backend(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
+    program = f"import sys; from pipeline.run.loading import open_backend; from pipeline.config.compose import plan; {opened}"
+    command = [sys.executable, "-c", f"{program}; print(*sys.modules)"]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert {"torch", "onnx", "onnxruntime", "tensorrt_rtx", "transformers"}.isdisjoint(loaded)
 
 
 class _Library:
@@ -82,8 +97,8 @@ class _Made(Chain):
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("stages.engines.tensorrt.requirements.load", lambda _: _Library)
-    monkeypatch.setattr("pipeline.core.backends.gpus", lambda: [gpu])
+    monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [gpu])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu["name"])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -116,13 +131,13 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
     assert set(parts["libraries"]) == {"onnx", "numpy"}
-    assert set(given) == {*config.backend.build_options, "policy", "scales", "progress"}
+    assert set(given) == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
     assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key
 
 
 def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr("stages.engines.tensorrt.requirements._triton", lambda: None)
+    machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
     chain = Chain(configured(tmp_path, "backend=tensorrt"), Store(tmp_path))
     parts: Any = chain._evaluation_recipe("evaluate", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
@@ -146,8 +161,8 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 def test_what_plans_need_is_asked_for_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    found = {"gpu": ("pipeline.core.backends.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
-             "triton": ("stages.engines.tensorrt.requirements._triton", lambda: None)}  # fmt: skip
+    found = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+             "triton": ("stages.engines.tensorrt.backend.triton_version", lambda: None)}  # fmt: skip
     if lacking in found:
         machine.setattr(*found[lacking])
     config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
@@ -156,9 +171,8 @@ def test_what_plans_need_is_asked_for_before_any_work(
 
 
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
-    builders = {name: f"{BACKENDS[name].package}.{BACKENDS[name].builder}" for name in ("tensorrt", "tensorrt_rtx")}
-    assert [name for name in reachable_modules(builders["tensorrt"]) if name == "plugins.kv_attention.kernels.decode"]
-    assert not [name for name in reachable_modules(builders["tensorrt_rtx"]) if name.startswith("plugins")]
+    assert "plugins.kv_attention.kernels.decode" in reachable_modules(TensorRTBackend.build_module)
+    assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:

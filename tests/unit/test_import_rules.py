@@ -1,8 +1,10 @@
-"""Who may import whom: pipeline stays light, plugins stand alone, heavy libraries have one door each."""
+"""Who may import whom: rooms in one order, no circles, heavy libraries behind one door each."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,28 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas", "matplotlib"}
 
+ROOMS = (
+    "plugins",
+    "pipeline.core",
+    "pipeline.artifacts",
+    "pipeline.verdict",
+    "pipeline.registry",
+    "pipeline.config",
+    "stages.workloads",
+    "stages.engines.oracle",
+    "stages.quantize",
+    "stages.engines",
+    "stages.evaluate",
+    "stages.tiny",
+    "pipeline.run",
+    "pipeline.__main__",
+    "stages.selftest",
+    "benchmarks",
+    "examples",
+)
+"""From the ground up: a module imports from its own room and from rooms before it, never from one after it."""
 
-def imports(path: Path) -> set[str]:
-    """Dotted names that a source file imports, at any depth."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return names
+MODULES_IN_A_ROOM = 12
 
 
 def sources(package: str) -> list[Path]:
@@ -28,19 +42,76 @@ def sources(package: str) -> list[Path]:
     return found
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugins", "benchmarks") for path in sources(package)}
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Dotted names that a source file imports, at any depth: also inside functions and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else str(node.module)
+
+
+def imported_modules(module: str) -> set[str]:
+    """Modules of ours that a module imports."""
+    return {name for name in imported_names(MODULES[module]) if name in MODULES}
+
+
+def room(module: str) -> str:
+    """The innermost room that a module is in."""
+    rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    assert rooms or module in ("pipeline", "stages"), f"{module} is in no room: add it to ROOMS"
+    return max(rooms, key=len) if rooms else ROOMS[0]
+
+
 def importers(library: str) -> list[str]:
-    files = [path for package in ("pipeline", "stages", "plugins") for path in sources(package)]
-    return [str(f.relative_to(ROOT)) for f in files if any(name.split(".")[0] == library for name in imports(f))]
+    """Files of ours that import a library."""
+    paths = (path for name, path in MODULES.items() if not name.startswith("benchmarks"))
+    return [
+        str(path.relative_to(ROOT)) for path in paths if any(name.split(".")[0] == library for name in imported_names(path))
+    ]
 
 
-@pytest.mark.parametrize("path", sources("pipeline"), ids=lambda p: p.name)
-def test_pipeline_imports_neither_stages_nor_plugins_nor_torch(path: Path) -> None:
-    assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"stages", "plugins", "torch"})
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_import_runs_back_up(module: str) -> None:
+    floor = ROOMS.index(room(module))
+    above = {name for name in imported_modules(module) if ROOMS.index(room(name)) > floor}
+    assert not above, f"{module} ({room(module)}) imports {sorted(above)}"
 
 
-@pytest.mark.parametrize("path", sources("plugins"), ids=lambda p: p.name)
-def test_plugins_import_nothing_of_ours_but_themselves(path: Path) -> None:
-    assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"stages", "pipeline"})
+def test_there_are_no_circles() -> None:
+    TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
+
+
+@pytest.mark.parametrize("name", [room for room in ROOMS if room.startswith("pipeline.") and room != "pipeline.__main__"])
+def test_a_room_of_the_pipeline_is_small(name: str) -> None:
+    modules = [module for module in MODULES if module.startswith(f"{name}.")]
+    assert 0 < len(modules) <= MODULES_IN_A_ROOM
+
+
+def test_the_pipeline_reaches_into_stages_in_one_place() -> None:
+    """By name: `pipeline` is below `stages`, and a configuration error must not wait for torch."""
+    light = [name for name in MODULES if name.startswith("pipeline")]
+    assert not [name for name in light if _imports_package(name, "stages", "plugins", "torch")]
+    dynamic = [name for name in light if "import_module(" in MODULES[name].read_text(encoding="utf-8")]
+    assert dynamic == ["pipeline.run.loading"]
+
+
+def test_plugins_stand_alone() -> None:
+    assert not [name for name in MODULES if name.startswith("plugins") and _imports_package(name, "pipeline", "stages")]
+
+
+def _imports_package(module: str, *packages: str) -> bool:
+    return any(name.split(".")[0] in packages for name in imported_names(MODULES[module]))
 
 
 @pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm"])

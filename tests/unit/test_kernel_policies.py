@@ -12,7 +12,7 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
-from pipeline.run.chain import check_inputs
+from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.paged.kernel_layout import check_kernels, layer_layouts
 

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 from test_import_rules import importers
 
 from pipeline.config.compose import plan
-from pipeline.core.backends import TensorRTBackend, TensorRTRTXBackend
+from pipeline.core.backends import TensorRTConfig, TensorRTRTXConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Window
 from stages.engines.tensorrt import library as library_module
+from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Refused
 from stages.engines.tensorrt.plugin import check_gpu
@@ -126,13 +128,17 @@ def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_d
 
 
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = TensorRTBackend(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
-    monkeypatch.setattr("pipeline.core.backends.gpus", list)
+    config = TensorRTConfig(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
+    monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: LIBRARY)
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", list)
+    backend = TensorRTBackend(config)
     with pytest.raises(MissingRequirement, match=r"none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"):
-        backend.build_options  # noqa: B018
+        backend.build_parts()
     gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("pipeline.core.backends.gpus", lambda: [gpu])
-    assert backend.build_options == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [gpu])
+    parts = backend.build_parts()
+    assert parts.pop("versions") == {"tensorrt": LIBRARY.version, "triton": metadata.version("triton")}
+    assert parts == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +168,6 @@ def test_the_order_of_targets_does_not_matter() -> None:
     def targets(*given: int) -> object:
         values = {"compute_dtype": "float16", "max_batch": 2, "max_tokens": 128, "cuda_graphs": True}
         values |= {"name": "tensorrt_rtx", "compute_capabilities": given}
-        return TensorRTRTXBackend.model_validate(values).build_options["targets"]
+        return RTXBackend(TensorRTRTXConfig.model_validate(values)).targets
 
     assert targets(120, 89) == targets(89, 120) == [89, 120]

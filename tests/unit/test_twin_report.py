@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import CONF, to_config
-from pipeline.core.backends import PlanBackend
+from pipeline.core.backends import PlanConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
@@ -23,9 +23,9 @@ class _Chain(Chain):
     """Every bundle is there, and no engine can be loaded."""
 
     def bundle(self, policy: KVPolicy, config: object = None) -> Artifact:
-        assert config == self.config.backend.twin  # type: ignore[union-attr]
+        assert config == self.backend.onnx_equivalent()
         recipe = Recipe("build", ("pipeline.core.kv",), {"kv": policy.name}, {})
-        return replace(self._get(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
+        return replace(self.make(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
 
     def baseline(self) -> Artifact:
         raise MissingRequirement("no GPU")
@@ -49,7 +49,7 @@ def chain(tmp_path: Path) -> Chain:
 
 def test_the_default_profile_fits_the_built_in_workloads(chain: Chain) -> None:
     backend, workloads = chain.config.backend, chain.config.workloads
-    assert isinstance(backend, PlanBackend)
+    assert isinstance(backend, PlanConfig)
     assert backend.max_batch >= max(workloads.batch_size, workloads.load.batch)
 
 

@@ -4,6 +4,7 @@ Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -13,13 +14,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport
 from plugins.kv_attention import ops
-from stages.engines.base import check_step, check_tokens, greedy, not_finite
+from stages.engines.base import check_positive, check_step, check_tokens, greedy, not_finite
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.oracle.model import hidden_states, refuse_options, scales_for, shape_for
+from stages.engines.cuda.device import resolve_device
+from stages.engines.oracle.build import open_bundle
+from stages.engines.oracle.model import hidden_states, load_model, refuse_options, scales_for, shape_for
 from stages.engines.paged.kernel_layout import check_kernels
 
 ATTENTION = "kvgate_kernels"
@@ -31,6 +35,27 @@ WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
 
 Logits = npt.NDArray[np.float32]
+
+
+def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "KernelEngine":
+    """Load a bundle of backend=torch onto the current GPU.
+
+    Args:
+        bundle: The bundle's directory.
+        threads: Threads of all of torch in this process.
+        prefill_chunk: Tokens of one prefill run.
+
+    Raises:
+        UserError: when a file is missing or was altered, and for a policy that the kernels do not hold.
+        MissingRequirement: without a GPU, a CUDA build of torch, or Triton.
+    """
+    check_positive(threads=threads, prefill_chunk=prefill_chunk)
+    device = resolve_device("cuda")
+    policy, scales = open_bundle(bundle)
+    info = inspect_checkpoint(bundle)
+    check_kernels(policy, info.shape, info.q_heads)
+    torch.set_num_threads(threads)
+    return KernelEngine.from_model(load_model(bundle).to(device), policy, scales, prefill_chunk=prefill_chunk)
 
 
 class Pass(Protocol):

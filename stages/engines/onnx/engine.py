@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.errors import UserError
 from pipeline.core.kv import KVScales
 from pipeline.core.records import PREFILL_CHUNK
+from stages.engines.base import check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph import NUMPY_FLOATS
@@ -28,9 +28,7 @@ def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill
     `max_pages` bounds the pool (it grows as needed), `prefill_chunk` the tokens of one prefill run: a longer prompt
     attends over the quantized cache of its earlier chunks. Raises UserError when a file is missing or was altered.
     """
-    for name, value in (("threads", threads), ("max_pages", max_pages), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle)
     pool = PagedPool(policy, described.model.shape, max_pages)
     return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk)

@@ -1,4 +1,4 @@
-"""backend=torch: loading it, and on a CPU the oracle. transformers' own model, in float32, over the reference cache."""
+"""The oracle, backend=torch on a CPU: transformers' own model, in float32, over the reference cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,46 +8,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
-from pipeline.core.records import PREFILL_CHUNK, Engine, MemoryReport
-from stages.engines.base import check_forced, check_step, check_tokens, greedy, not_finite
-from stages.engines.cuda.device import resolve_device
+from pipeline.core.records import PREFILL_CHUNK, MemoryReport
+from stages.engines.base import check_forced, check_positive, check_step, check_tokens, greedy, not_finite
 from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
-from stages.engines.oracle.model import hidden_states, scales_for, shape_for
-from stages.engines.paged.kernel_layout import check_kernels
+from stages.engines.oracle.model import hidden_states, load_model, scales_for, shape_for
 
 Logits = npt.NDArray[np.float32]
 
 
-def load_engine(bundle: Path, *, threads: int, device: str = "cpu", prefill_chunk: int = PREFILL_CHUNK) -> Engine:
-    """Load a bundle that build_bundle wrote: on a CPU the oracle, on a GPU the engine over the attention kernels.
+def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
+    """Load a bundle that build_bundle wrote.
 
-    `threads` is set for all of torch in this process; `device` is backend.device. Raises UserError when a file is missing
-    or was altered, and for a policy that the kernels do not hold; MissingRequirement when there is no GPU, or no Triton.
+    Args:
+        bundle: The bundle's directory.
+        threads: Threads of all of torch in this process.
+        prefill_chunk: Tokens of one prefill run.
+
+    Raises:
+        UserError: when a file is missing or was altered.
     """
-    for name, value in (("threads", threads), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-    place = resolve_device(device)
+    check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
-    if place.type == "cuda":
-        info = inspect_checkpoint(bundle)
-        check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        bundle, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
-    )
-    if place.type == "cuda":
-        from stages.engines.cuda.engine import KernelEngine  # it imports Triton, which a CPU does without
-
-        return KernelEngine.from_model(model.to(place), policy, scales, prefill_chunk=prefill_chunk)
-    return OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+    return OracleEngine.from_model(load_model(bundle), policy, scales, prefill_chunk=prefill_chunk)
 
 
 class _CachedView:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.core.backends import TrtllmBackend
+from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
@@ -39,12 +39,12 @@ def build_bundle(
 ) -> None:
     """Fill the empty directory `out` with a bundle.
 
-    `quantized` is what stage=quantize wrote, `options` are TrtllmBackend's build_options with the target
-    decided, the others what `targets.found` says of the interpreter. Raises UserError when the policy
+    `quantized` is what stage=quantize wrote, `options` are TrtllmConfig's build_options with the target
+    decided, the others what `targets.interpreter_parts` says of the interpreter. Raises UserError when the policy
     has no export for the target, when TensorRT-LLM fails, and when it built something else than was asked;
     MissingRequirement when it is not here.
     """
-    asked = TrtllmBackend.model_validate({**options, "name": BACKEND, "request_timeout_s": 1})
+    asked = TrtllmConfig.model_validate({**options, "name": BACKEND, "request_timeout_s": 1})
     found, target = probe(asked.python), cast(TargetName, asked.target)
     assert (found.release, target) == (release, resolve(target, found)), "the interpreter changed since it was probed"
     export = quantized / TARGETS[target].export
@@ -81,7 +81,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python
         raise UserError(f"backend.python={python}: trtllm-build wrote no {', '.join(missing) or checkpoints.CONFIG_FILE}")
 
 
-def _build_engine(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:  # noqa: ARG001
+def _build_engine(export: Path, out: Path, asked: TrtllmConfig, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:  # noqa: ARG001
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, asked.tensor_parallel_size)
     config = checkpoints.read_config(source)
@@ -99,7 +99,7 @@ def _build_engine(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolic
     }
 
 
-def _pin_llm_args(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:
+def _pin_llm_args(export: Path, out: Path, asked: TrtllmConfig, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:
     source = out / CHECKPOINT
     source.mkdir()
     for path in sorted(export.iterdir()):
@@ -141,7 +141,7 @@ def _pin_llm_args(export: Path, out: Path, asked: TrtllmBackend, policy: KVPolic
     }
 
 
-def _described(target: TargetName, asked: TrtllmBackend, info: CheckpointInfo, found: Interpreter) -> dict[str, Any]:
+def _described(target: TargetName, asked: TrtllmConfig, info: CheckpointInfo, found: Interpreter) -> dict[str, Any]:
     return {
         "target": target,
         "gpus": [f"{name}, driver {driver}" for name, _, driver in found.gpus[: asked.tensor_parallel_size]],

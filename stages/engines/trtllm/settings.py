@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.core.backends import TrtllmBackend
+from pipeline.core.backends import TrtllmConfig
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 
@@ -18,7 +18,7 @@ Difference = tuple[str, Any, Any]
 """Key, asked, built."""
 
 
-def engine_settings(options: TrtllmBackend, quantization: Mapping[str, Any]) -> Settings:
+def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
     """What trtllm-build is asked for, by the keys of the engine's config.json below build_config (plugin_config.* included).
 
     `quantization` is the checkpoint's. `auto` asks for what the release keeps (see tests/contract/facts).
@@ -74,7 +74,7 @@ def asked_of_engine(settings: Settings, checkpoint: Mapping[str, Any], release: 
     }
 
 
-def llm_args(options: TrtllmBackend, policy: KVPolicy) -> Settings:
+def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
     """The LLM arguments that `trtllm-serve MODEL --config FILE` takes."""
     serving = options.serving
     cache: Settings = {
@@ -100,7 +100,7 @@ def llm_args(options: TrtllmBackend, policy: KVPolicy) -> Settings:
     return found
 
 
-def evaluation_of_engine(options: TrtllmBackend) -> Settings:
+def evaluation_of_engine(options: TrtllmConfig) -> Settings:
     """LLM arguments for an engine: every generated token's logits are returned, and no prompt is taken from the cache."""
     cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.serving.free_gpu_memory_fraction}
     return {**RETURN_LOGITS, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.config.config import Config
-from pipeline.core.backends import TrtllmBackend
-from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.artifacts.backend import Job
+from pipeline.core.backends import TrtllmConfig
+from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.weights import WeightsFormat
@@ -15,8 +15,6 @@ from stages.engines.trtllm.interpreter import HOW, Interpreter, probe, require_g
 from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
 
 TargetName = Literal["engine", "pytorch"]
-MAKES_ENGINE = ("build", "evaluate", "all")
-JUDGES = ("evaluate", "all")
 NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
@@ -69,51 +67,49 @@ TARGETS: dict[TargetName, Target] = {
 }
 
 
-def check_inputs(config: Config) -> None:
-    """Refuse what cannot be built, before anything is: UserError names the key, MissingRequirement what is not here."""
-    backend = config.backend
-    assert isinstance(backend, TrtllmBackend)
-    if config.stage not in MAKES_ENGINE:
-        return
-    info = inspect_checkpoint(config.model.directory)
-    asked: tuple[TargetName, ...] = ("engine", "pytorch") if backend.target == "auto" else (backend.target,)
-    refusals = [_refuse_all(name, config, info, backend) for name in asked]
+def check_inputs(config: TrtllmConfig, job: Job) -> None:
+    """Refuse what cannot be built, before anything is.
+
+    Raises:
+        UserError: naming the key that neither target, or the installed one, can hold.
+        MissingRequirement: naming the interpreter or the GPU that is not here.
+    """
+    candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
+    refusals = [_refuse_all(name, config, job) for name in candidates]
     if all(refusals):  # whatever the interpreter turns out to be
         raise UserError(str(refusals[0]))
-    here = probe(backend.python)
-    name = resolve(backend.target, here)
-    refusal = _refuse_all(name, config, info, backend)
+    interpreter = probe(config.python)
+    name = resolve(config.target, interpreter)
+    refusal = _refuse_all(name, config, job)
     if refusal is not None:
         raise UserError(refusal)
     if name == "engine":
-        require_gpus(here, 1, "building an engine")
-        here.compute_capabilities(backend.tensor_parallel_size)  # refuses GPUs that differ
-        refuse_integers(config.kv, config.weights.format, here, backend.tensor_parallel_size)
-    if config.stage in JUDGES:
-        check_judging(name, config, here)
+        require_gpus(interpreter, 1, "building an engine")
+        interpreter.compute_capabilities(config.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
+    if job.judges:
+        check_judging(name, config, job.policy, interpreter)
 
 
-def found(config: TrtllmBackend) -> dict[str, object]:
-    """What the interpreter decides of a build, so that its key covers it."""
-    here = probe(config.python)
-    name = resolve(config.target, here)
-    capabilities = here.compute_capabilities(config.tensor_parallel_size) if name == "engine" else []
-    return {"target": name, "release": here.release, "compute_capabilities": capabilities}
+def interpreter_parts(config: TrtllmConfig) -> dict[str, object]:
+    """Return what the interpreter decides of a build, so that the bundle's key covers it."""
+    interpreter = probe(config.python)
+    name = resolve(config.target, interpreter)
+    capabilities = interpreter.compute_capabilities(config.tensor_parallel_size) if name == "engine" else []
+    return {"target": name, "release": interpreter.release, "compute_capabilities": capabilities}
 
 
-def check_judging(name: TargetName, config: Config, here: Interpreter) -> None:
-    """What evaluating needs beyond building."""
-    backend = config.backend
-    assert isinstance(backend, TrtllmBackend)
-    require_gpus(here, backend.tensor_parallel_size, "running an engine")
-    if not config.kv.quantized:
+def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
+    """Refuse what can be built and not evaluated here. Raises UserError and MissingRequirement as check_inputs."""
+    require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
+    if not policy.quantized:
         raise UserError(
-            f"kv={config.kv.name}: its cache has no scale, so backend=trtllm has no canary to prove that an evaluation reads "
+            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no canary to prove that an evaluation reads "
             f"it; judge kv=fp8, whose baseline it is, or build it with stage=build"
         )
-    if name == "pytorch" and backend.tensor_parallel_size > 1:
+    if name == "pytorch" and config.tensor_parallel_size > 1:
         raise UserError(
-            f"backend.tensor_parallel_size={backend.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
+            f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
             "the canary reaches its layers: evaluate with 1, build with stage=build"
         )
 
@@ -167,7 +163,7 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
     return None
 
 
-def refuse_unread(name: TargetName, backend: TrtllmBackend) -> str | None:
+def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
     """Why a key that only the other target reads cannot be set; None when none is."""
     other: TargetName = "pytorch" if name == "engine" else "engine"
     asked = backend.model_dump(mode="json")
@@ -196,6 +192,6 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, here: Interpreter,
             )
 
 
-def _refuse_all(name: TargetName, config: Config, info: CheckpointInfo, backend: TrtllmBackend) -> str | None:
-    refusal = refuse(name, config.kv, config.weights.format, info, backend.tensor_parallel_size)
-    return refusal or refuse_unread(name, backend)
+def _refuse_all(name: TargetName, config: TrtllmConfig, job: Job) -> str | None:
+    refusal = refuse(name, job.policy, job.weights, job.checkpoint, config.tensor_parallel_size)
+    return refusal or refuse_unread(name, config)

@@ -1,0 +1,133 @@
+"""What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
+
+A backend is made from its configuration (`pipeline.core.backends`) by `open_backend(config)` of that module. Making one is
+cheap: methods import the libraries that they need themselves.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.core.backends import BackendConfig, OnnxRuntimeConfig
+from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine, Progress
+from pipeline.core.weights import WeightsFormat
+
+TORCH = ("torch", "transformers", "safetensors", "tokenizers")
+"""Distributions that run a checkpoint."""
+
+Fill = Callable[[Path, Progress], None]
+"""Fills an empty directory with an artifact's files."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command asks of a backend, before any artifact exists."""
+
+    stage: str
+    policy: KVPolicy
+    weights: WeightsFormat
+    checkpoint: CheckpointInfo
+
+    @property
+    def builds(self) -> bool:
+        """Whether the command builds an engine."""
+        return self.stage in ("build", "evaluate", "all")
+
+    @property
+    def judges(self) -> bool:
+        """Whether the command runs an engine on this machine."""
+        return self.stage in ("evaluate", "all")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a bundle is built from: a directory, and the digest that stands for it in the bundle's key."""
+
+    path: Path
+    digest: str
+
+
+class Artifacts(Protocol):
+    """The artifacts of one configuration; each is made once, or reused from the store."""
+
+    def quantized(self, policy: KVPolicy) -> Artifact:
+        """Return the quantized checkpoint with the policy's static scales."""
+        ...
+
+    def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
+        """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
+        ...
+
+    def make(self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "") -> Artifact:
+        """Return the artifact of `recipe`; `policy` and `note` are shown beside its stage on the console."""
+        ...
+
+
+class Backend(ABC):
+    """Builds and loads the engines of one backend."""
+
+    build_module: ClassVar[str]
+    """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
+    libraries: ClassVar[tuple[str, ...]]
+    """Distributions whose versions are part of a bundle's key and of an evaluation's."""
+
+    @property
+    @abstractmethod
+    def engine_module(self) -> str:
+        """Module that loads bundles: its source, with all that it can import, is part of an evaluation's key."""
+
+    @abstractmethod
+    def check_inputs(self, job: Job) -> None:
+        """Refuse, before any work, what cannot be built or run here.
+
+        Raises:
+            UserError: for what the configuration asks of this backend and it cannot do.
+            MissingRequirement: for a library, a GPU or an interpreter that is not here.
+        """
+
+    @abstractmethod
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        """Return what the bundle of `policy` is built from; makes it first where needed."""
+
+    def build_parts(self) -> dict[str, object]:
+        """Return what decides a bundle's bytes besides its policy, source, code and libraries, as JSON."""
+        return {}
+
+    @abstractmethod
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
+
+        Raises:
+            UserError: when policy, scales and model do not fit together, or the backend's library refuses them.
+            MissingRequirement: for something that is not here.
+        """
+
+    @abstractmethod
+    def run_parts(self) -> dict[str, object]:
+        """Return what decides an evaluation's results besides the bundle, code and libraries, as JSON."""
+
+    def run_libraries(self) -> tuple[str, ...]:
+        """Return distributions that running takes besides `libraries`."""
+        return ()
+
+    @abstractmethod
+    def load(self, bundle: Path) -> Engine:
+        """Load a bundle that `build` made.
+
+        Raises:
+            UserError: when a file of the bundle is missing or was altered.
+            MissingRequirement: when this machine cannot run it.
+        """
+
+    def onnx_equivalent(self) -> OnnxRuntimeConfig | None:
+        """Return the ONNX Runtime backend that runs the same graphs on any CPU; None where there are no such graphs."""
+        return None
+
+    def describe(self, bundle: Path) -> list[str]:  # noqa: ARG002  (the interface's parameter)
+        """Return lines that stage=build prints of a bundle, besides its place and digest."""
+        return []

@@ -1,0 +1,39 @@
+"""The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
+
+from pathlib import Path
+
+from pipeline.artifacts.backend import Job
+from pipeline.config.config import Config
+from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.run.loading import evaluate_stage, open_backend, required_libraries
+
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
+"""Stages that work on what other commands left."""
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse what cannot be used; cheap, reads no weights.
+
+    Raises:
+        UserError: for a file that the configuration names and that cannot be used, and for a policy that does not fit the
+            model or the backend.
+        MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
+    """
+    if config.work.exists() and not config.work.is_dir():
+        raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
+    if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
+        raise UserError(f"bundle={config.bundle}: no such directory")
+    if config.stage in WITHOUT_CHECKPOINT:
+        return
+    checkpoint = inspect_checkpoint(locate_checkpoint(config.model.path))
+    config.kv.check_shape(checkpoint.shape)
+    for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
+        if path is not None and not path.is_file():
+            raise UserError(f"{key}={path}: no such file")
+    with required_libraries():
+        if config.workloads.file is not None or config.gates.margins:
+            samples = evaluate_stage().load_samples(config.workloads)
+            config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+        job = Job(config.stage, config.kv, config.weights.format, checkpoint)
+        open_backend(config.backend).check_inputs(job)

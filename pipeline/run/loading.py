@@ -1,0 +1,154 @@
+"""The way from the pipeline into `stages/`: the only place that looks modules up by name.
+
+By name and late, because stages import torch and the like, which a configuration error must not wait for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+from pipeline.artifacts.backend import Backend
+from pipeline.artifacts.digest import FIRST_PARTY
+from pipeline.core.backends import BackendConfig
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.weights import WeightsFormat
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.registry.summary import Candidate
+from pipeline.verdict.report import SampleRow
+
+
+class QuantizeStage(Protocol):
+    """`stages.quantize`."""
+
+    def calibration_texts(
+        self, checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress
+    ) -> None:
+        """Write the texts that static scales are measured on."""
+        ...
+
+    def quantize(
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        weights: WeightsFormat,
+        policy: KVPolicy,
+        calibration_texts: list[str],
+        max_length: int,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        """Write the quantized checkpoint, its exports and the cache's static scales."""
+        ...
+
+
+class EvaluateStage(Protocol):
+    """`stages.evaluate`."""
+
+    def load_samples(self, config: WorkloadsConfig) -> list[Sample]:
+        """Return the samples that the configuration asks for."""
+        ...
+
+    def open_tokenizer(self, bundle: Path) -> Any:
+        """Return the tokenizer of a bundle."""
+        ...
+
+    def samples_digest(self, config: WorkloadsConfig, bundle: Path) -> str:
+        """Return the digest of the samples, encoded with the bundle's tokenizer."""
+        ...
+
+    def measure_baseline(
+        self,
+        open_engine: Callable[[], Engine],
+        samples: Sequence[Sample],
+        tokenizer: Any,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        progress: Progress,
+    ) -> None:
+        """Write what the baseline engine answers, and its distributions."""
+        ...
+
+    def evaluate_candidate(
+        self,
+        open_engine: Callable[[], Engine],
+        samples: Sequence[Sample],
+        tokenizer: Any,
+        baseline: Path,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        engine_digest: str,
+        baseline_digest: str,
+        graph_digest: str | None,
+        progress: Progress,
+    ) -> None:
+        """Write the report on an engine against the baseline's answers."""
+        ...
+
+
+class Plots(Protocol):
+    """`stages.evaluate.plots`: each function writes one PNG and returns its path."""
+
+    def kl_by_context(self, rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
+        """Plot each sample's mean KL over its context length."""
+        ...
+
+    def flips_by_workload(self, rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
+        """Plot the answers that were lost and gained."""
+        ...
+
+    def quality_by_memory(self, candidates: Sequence[Candidate], path: Path) -> Path:
+        """Plot what each candidate loses over what a token of its cache costs."""
+        ...
+
+
+def quantize_stage() -> QuantizeStage:
+    """Load `stages.quantize`."""
+    return cast(QuantizeStage, import_module("stages.quantize"))
+
+
+def evaluate_stage() -> EvaluateStage:
+    """Load `stages.evaluate`."""
+    return cast(EvaluateStage, import_module("stages.evaluate"))
+
+
+def plots() -> Plots:
+    """Load `stages.evaluate.plots`, which imports matplotlib."""
+    return cast(Plots, import_module("stages.evaluate.plots"))
+
+
+def open_backend(config: BackendConfig) -> Backend:
+    """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
+    module: Any = import_module(f"stages.engines.{config.folder}.backend")
+    backend: Backend = module.open_backend(config)
+    return backend
+
+
+@contextmanager
+def required_libraries() -> Iterator[None]:
+    """Turn a library that is not installed into MissingRequirement; a missing module of ours stays a defect."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library in FIRST_PARTY:
+            raise
+        importer = _importer(error.__traceback__)
+        raise MissingRequirement(f"{importer} needs {library}, which is not installed here: pip install {library}") from error
+
+
+def _importer(traceback: TracebackType | None) -> str:
+    """The last module of ours in a traceback."""
+    name = "kvgate"
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        name = module if module.partition(".")[0] in FIRST_PARTY else name
+        traceback = traceback.tb_next
+    return name

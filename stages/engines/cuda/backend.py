@@ -1,0 +1,56 @@
+"""backend=torch on a GPU: the engine over the attention kernels.
+
+backend.device=auto is this engine where torch finds a GPU, else the oracle. Bundles are the same for both: only running
+them differs.
+"""
+
+from pathlib import Path
+
+from pipeline.artifacts.backend import Backend, Job
+from pipeline.core.backends import TorchConfig
+from pipeline.core.records import Engine
+from stages.engines.oracle.backend import OracleBackend
+
+
+class CudaBackend(OracleBackend):
+    """transformers' own model, whose decoding attends through the kernels, on the current GPU."""
+
+    def check_inputs(self, job: Job) -> None:
+        """Refuse a policy that the kernels do not hold and, for a command that judges, a missing GPU. Building needs none."""
+        if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
+            return
+        from stages.engines.paged.kernel_layout import check_kernels
+
+        check_kernels(job.policy, job.checkpoint.shape, job.checkpoint.q_heads)
+        if job.judges:
+            self._finds_gpu()
+
+    @property
+    def engine_module(self) -> str:  # type: ignore[override]  # which engine it is, torch has to say
+        return "stages.engines.cuda.engine" if self._finds_gpu() else super().engine_module
+
+    def run_parts(self) -> dict[str, object]:
+        """Return which GPU it is, too: what was measured on one is not taken for another's."""
+        from stages.engines.cuda.device import device_identity
+
+        return {**super().run_parts(), **device_identity(self.config.device)}
+
+    def run_libraries(self) -> tuple[str, ...]:
+        return ("triton",) if self._finds_gpu() else ()
+
+    def load(self, bundle: Path) -> Engine:
+        if not self._finds_gpu():
+            return super().load(bundle)
+        from stages.engines.cuda.engine import load_engine
+
+        return load_engine(bundle, threads=self.config.threads)
+
+    def _finds_gpu(self) -> bool:
+        """Whether the engine runs on a GPU; MissingRequirement when one is asked for, or found, and cannot be used."""
+        from stages.engines.cuda.device import resolve_device
+
+        return resolve_device(self.config.device).type == "cuda"
+
+
+def open_backend(config: TorchConfig) -> Backend:
+    return CudaBackend(config)

@@ -1,0 +1,44 @@
+"""backend=torch on a CPU: the oracle, built from the quantized checkpoint itself."""
+
+from pathlib import Path
+
+from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
+from pipeline.core.backends import TorchConfig
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine, Progress
+
+
+class OracleBackend(Backend):
+    """transformers over the reference cache: the definition of what every policy computes."""
+
+    build_module = "stages.engines.oracle.build"
+    engine_module = "stages.engines.oracle.engine"
+    libraries = TORCH
+
+    def __init__(self, config: TorchConfig) -> None:
+        self.config = config
+
+    def check_inputs(self, job: Job) -> None:
+        """Accept every policy and checkpoint: the oracle runs them all."""
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        """Return the checkpoint with the weights as the engine sees them."""
+        quantized = artifacts.quantized(policy)
+        return Source(quantized.path / "checkpoint", quantized.digest_under("checkpoint"))
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        from stages.engines.oracle.build import build_bundle
+
+        build_bundle(source, out, policy=policy, scales=scales, progress=progress)
+
+    def run_parts(self) -> dict[str, object]:
+        return {"threads": self.config.threads, "device": "cpu"}
+
+    def load(self, bundle: Path) -> Engine:
+        from stages.engines.oracle.engine import load_engine
+
+        return load_engine(bundle, threads=self.config.threads)
+
+
+def open_backend(config: TorchConfig) -> Backend:
+    return OracleBackend(config)

@@ -1,0 +1,158 @@
+"""backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
+
+from importlib import metadata
+from pathlib import Path
+
+from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
+from pipeline.artifacts.hardware import gpus
+from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.records import Engine, Progress
+from stages.engines.tensorrt.library import Name, load
+
+TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
+
+
+class PlanBackend(Backend):
+    """What both libraries do alike. Their distributions have several names, so that keys hold the imported version."""
+
+    engine_module = "stages.engines.tensorrt.engine"
+    libraries = ("onnx", "numpy")
+
+    def __init__(self, config: PlanConfig, library: Name) -> None:
+        self.config, self.library = config, library
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        """Return the ONNX engine's bundle of the policy."""
+        bundle = artifacts.bundle(policy, self.onnx_equivalent())
+        return Source(bundle.path, bundle.digest)
+
+    def run_parts(self) -> dict[str, object]:
+        """Return the version that reads the plan; running it takes nothing else of what built it."""
+        versions = {self.library: load(self.library).version}
+        return {"library": self.library, "cuda_graphs": self.config.cuda_graphs, "versions": versions}
+
+    def run_libraries(self) -> tuple[str, ...]:
+        """Return torch, which holds the pool and captures CUDA graphs."""
+        return ("torch",)
+
+    def load(self, bundle: Path) -> Engine:
+        from stages.engines.tensorrt.engine import load_engine
+
+        return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
+
+    def onnx_equivalent(self) -> OnnxRuntimeConfig:
+        return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1)
+
+    def describe(self, bundle: Path) -> list[str]:
+        """Return the sizes of the plans."""
+        plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
+        return ["  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items())]
+
+    def _sizes(self) -> dict[str, int]:
+        return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
+
+
+class RTXBackend(PlanBackend):
+    """TensorRT for RTX: builds for named GPUs, without one."""
+
+    build_module = "stages.engines.tensorrt.build"
+
+    def __init__(self, config: TensorRTRTXConfig) -> None:
+        super().__init__(config, "tensorrt_rtx")
+        self.targets = sorted(set(config.compute_capabilities))
+
+    def check_inputs(self, job: Job) -> None:
+        if job.builds:
+            load(self.library)
+
+    def build_parts(self) -> dict[str, object]:
+        versions = {self.library: load(self.library).version}
+        return {"library": self.library, **self._sizes(), "targets": self.targets, "versions": versions}
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        from stages.engines.tensorrt.build import build_bundle
+
+        build_bundle(
+            source,
+            out,
+            policy=policy,
+            scales=scales,
+            library="tensorrt_rtx",
+            targets=self.targets,
+            progress=progress,
+            max_batch=self.config.max_batch,
+            max_tokens=self.config.max_tokens,
+        )
+
+
+class TensorRTBackend(PlanBackend):
+    """TensorRT: builds on the GPU that the plans are for, with the attention plugin in them."""
+
+    build_module = "stages.engines.tensorrt.plugin"
+
+    def __init__(self, config: TensorRTConfig) -> None:
+        super().__init__(config, "tensorrt")
+
+    def check_inputs(self, job: Job) -> None:
+        """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
+        if not job.builds:
+            return
+        load(self.library)
+        gpu = first_gpu()
+        from stages.engines.tensorrt.plugin import check_gpu
+        from stages.engines.tensorrt.surgery import choose_layers
+
+        check_gpu(gpu)
+        shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
+        policies = [job.policy, FP16_POLICY] if job.judges else [job.policy]
+        takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in policies)
+        if takes_plugin and triton_version() is None:
+            raise MissingRequirement(TRITON_IS_MISSING)
+
+    def build_parts(self) -> dict[str, object]:
+        """Return the GPU too: plans are tuned on the one that they are for."""
+        versions = {self.library: load(self.library).version, "triton": triton_version()}
+        return {"library": self.library, **self._sizes(), "gpu": first_gpu(), "versions": versions}
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        from stages.engines.tensorrt.plugin import build_bundle
+
+        build_bundle(
+            source,
+            out,
+            policy=policy,
+            scales=scales,
+            library="tensorrt",
+            gpu=first_gpu(),
+            progress=progress,
+            max_batch=self.config.max_batch,
+            max_tokens=self.config.max_tokens,
+        )
+
+
+def first_gpu() -> dict[str, str]:
+    """Return the GPU that plans are built on and for, the driver's first. Raises MissingRequirement without one."""
+    listed = gpus()
+    if not listed:
+        raise MissingRequirement(
+            "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
+            "(nvidia-smi); backend=tensorrt_rtx builds without one"
+        )
+    return listed[0]
+
+
+def triton_version() -> str | None:
+    """Return Triton's version, None where it is not installed: only plans with the plugin need it."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def open_backend(config: PlanConfig) -> Backend:
+    if isinstance(config, TensorRTRTXConfig):
+        return RTXBackend(config)
+    assert isinstance(config, TensorRTConfig)
+    return TensorRTBackend(config)

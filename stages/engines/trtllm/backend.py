@@ -1,0 +1,64 @@
+"""backend=trtllm: TensorRT-LLM in an interpreter of its own."""
+
+from pathlib import Path
+
+from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
+from pipeline.core.backends import TrtllmConfig
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine, Progress
+
+
+class TrtllmBackend(Backend):
+    """A TensorRT engine (release 1.2), or a checkpoint with pinned LLM arguments (from 1.3 on)."""
+
+    build_module = "stages.engines.trtllm.build"
+    engine_module = "stages.engines.trtllm.engine"
+    libraries = ("numpy",)
+
+    def __init__(self, config: TrtllmConfig) -> None:
+        self.config = config
+
+    def check_inputs(self, job: Job) -> None:
+        """Refuse what neither target holds, a missing interpreter and missing GPUs."""
+        from stages.engines.trtllm.targets import check_inputs
+
+        if job.builds:
+            check_inputs(self.config, job)
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        """Return the whole quantized checkpoint: both targets are made from its exports."""
+        quantized = artifacts.quantized(policy)
+        return Source(quantized.path, quantized.digest)
+
+    def build_parts(self) -> dict[str, object]:
+        """Return the options and what the interpreter decides of them: target, release, compute capabilities."""
+        from stages.engines.trtllm.targets import interpreter_parts
+
+        options = self.config.model_dump(mode="json", exclude={"name", "request_timeout_s"})
+        return {**options, **interpreter_parts(self.config)}
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        from stages.engines.trtllm.build import build_bundle
+
+        options: dict[str, object] = self.build_parts()
+        build_bundle(source, out, policy=policy, scales=scales, progress=progress, **options)  # type: ignore[arg-type]
+
+    def run_parts(self) -> dict[str, object]:
+        config = self.config
+        return {
+            "python": config.python,
+            "timeout_s": config.request_timeout_s,
+            "build_timeout_s": config.build_timeout_s,
+        }
+
+    def load(self, bundle: Path) -> Engine:
+        from stages.engines.trtllm.engine import load_engine
+
+        config = self.config
+        return load_engine(
+            bundle, python=config.python, timeout_s=config.request_timeout_s, build_timeout_s=config.build_timeout_s
+        )
+
+
+def open_backend(config: TrtllmConfig) -> Backend:
+    return TrtllmBackend(config)
