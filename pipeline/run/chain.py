@@ -277,7 +277,7 @@ class Chain:
     def _asked(self, bundle: Artifact) -> tuple[Any, Any]:
         """The samples and the tokenizer that encodes them."""
         samples = entry("stages.evaluate", "load_samples")(self.config.workloads)
-        return samples, entry("stages.evaluate", "BundleTokenizer")(bundle.path)
+        return samples, entry("stages.evaluate", "open_tokenizer")(bundle.path)
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """What loads the bundle, once per call."""
