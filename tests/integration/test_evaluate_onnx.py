@@ -14,7 +14,7 @@ from pipeline.verdict.report import EvaluationReport, load_rows
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.export import export_decoder
-from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples, measure_baseline
+from stages.evaluate import evaluate_candidate, load_samples, measure_baseline, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
@@ -46,7 +46,7 @@ class Bench:
         export_decoder(checkpoint, self.decoder, compute_dtype="float32", progress=quiet)
         self.samples = load_samples(config())
         self.fp16 = self.bundle(FP16_POLICY)
-        self.tokenizer = BundleTokenizer(self.fp16)
+        self.tokenizer = open_tokenizer(self.fp16)
         self.baseline = work / "baseline"
         self.baseline.mkdir()
         measure_baseline(

@@ -146,7 +146,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     from pipeline.verdict.thresholds import Gates
     from stages.engines.onnx.build import build_bundle
     from stages.engines.onnx.engine import load_engine
-    from stages.evaluate import BundleTokenizer, evaluate_candidate, load_samples
+    from stages.evaluate import evaluate_candidate, load_samples, open_tokenizer
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
@@ -168,7 +168,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     evaluate_candidate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
         load_samples(workloads),
-        BundleTokenizer(tmp_path / "bundle"),
+        open_tokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
         config=workloads,

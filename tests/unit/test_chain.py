@@ -19,7 +19,7 @@ from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import SCALES_FILE, KVPolicy
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
-from pipeline.run.loading import open_backend, required_libraries
+from pipeline.run.loading import open_backend, plots, required_libraries
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 

@@ -1,6 +1,8 @@
 """The user's own samples: every bad line is named with its key and its fix, and nothing else is read first."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -130,3 +132,9 @@ def test_a_file_that_is_missing_binary_or_empty_is_refused(tmp_path: Path, conte
 def test_an_impossible_configuration_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         config(**changes)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, stages.evaluate; print({'matplotlib', 'transformers', 'scipy', 'torch'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "set()"
