@@ -18,34 +18,34 @@ from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exi
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
-"""The id that joins the candidates of one command reaches every job, whatever launches it, through the environment."""
+"""Environment variable with the id that joins the candidates of one command: any launcher hands it on to its jobs."""
 SWEPT_VARIABLE = "KVGATE_SWEPT"
-"""Keys that differ between its jobs, likewise."""
+"""Environment variable with the keys that differ between those jobs."""
 
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
-    # not at the top: a configuration error must show before the runner's libraries are loaded
+    # Imported late: a configuration error must show before the runner's libraries are loaded.
     from pipeline.run.runner import run
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
     try:
-        # what tells this candidate from the others of its sweep, and from the policy as it is in conf/kv
-        telling = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
-        changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(telling)]
+        # A candidate's display name holds what was changed of its policy, and what differs within its sweep.
+        prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
+        changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
         run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
     except REFUSALS as error:
-        # raised through Hydra it would come with a line of Hydra's own; a sweep goes on, and its summary remembers
-        _say(error)
-        _codes.append(exit_code(error))
+        # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
+        _print_error(error)
+        _exit_codes.append(exit_code(error))
 
 
-_codes: list[int] = []
+_exit_codes: list[int] = []
 """Exit codes of the jobs of this process that were refused."""
 
 
-def _say(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     for line in str(error).splitlines():
         print(f"pipeline: error: {line}", file=sys.stderr)
 
@@ -57,7 +57,7 @@ def _refuse_argument(message: str) -> NoReturn:
 def _dispatch(argv: list[str]) -> int:
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
-    # -m may stand anywhere; hydra.main, which reads sys.argv, wants it before or after all overrides
+    # -m may stand anywhere on our command line. hydra.main reads sys.argv and wants it before or after all overrides.
     arguments = parser.parse_intermixed_args(argv)
     sys.argv = ["pipeline", *sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))]
     if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
@@ -66,37 +66,37 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir={arguments.config_dir}: no such directory")
     extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
-    asked = plan([*arguments.overrides, *extra], arguments.multirun)
+    planned = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg:
         _job()
         return 0
-    for job in asked.jobs:
+    for job in planned.jobs:
         check_inputs(job)
     os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    os.environ[SWEPT_VARIABLE] = " ".join(asked.swept)
-    if not asked.sweeping:
+    os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
+    if not planned.sweeping:
         _job()
-        return _codes[0] if _codes else 0
+        return _exit_codes[0] if _exit_codes else 0
     from pipeline.run.runner import conclude_sweep
 
     try:
         _job()
     finally:
-        code = conclude_sweep(asked.jobs[0], os.environ[SWEEP_VARIABLE])
-    return max([code, *_codes], key=SEVERITY.index)
+        code = conclude_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE])
+    return max([code, *_exit_codes], key=SEVERITY.index)
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     argv = sys.argv[1:]
     if argv == ["--version"]:
         print(f"kvgate {__version__}")
         return 0
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print its own report and exit with 1
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
     try:
         return _dispatch(argv)
     except REFUSALS as error:
-        _say(error)
+        _print_error(error)
         return exit_code(error)
     except KeyboardInterrupt:
         print("pipeline: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)

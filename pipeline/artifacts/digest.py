@@ -14,29 +14,30 @@ FIRST_PARTY = ("pipeline", "stages", "plugins")
 
 
 def json_digest(value: object) -> str:
-    """sha256 of the canonical JSON of `value`; NaN is refused because it has no canonical form."""
+    """Return the sha256 of the canonical JSON of `value`. Raises ValueError for NaN, which has no canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
+    """Return the sha256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def tree_files(root: Path) -> dict[str, str]:
-    """Relative POSIX path -> sha256 of every regular file under `root`; hidden files are left out."""
+    """Return relative POSIX path -> sha256 of every regular file under `root`; hidden files are left out."""
     paths = (p for p in sorted(root.rglob("*")) if p.is_file())
     relative = ((p, p.relative_to(root)) for p in paths)
     return {r.as_posix(): file_digest(p) for p, r in relative if not any(part.startswith(".") for part in r.parts)}
 
 
 def tree_entries(root: Path, but: str) -> dict[str, str]:
-    """Relative POSIX path -> kind of everything below `root` but directories and the file `but`; hidden or not.
+    """Return relative POSIX path -> kind of everything below `root`, hidden or not, but directories and the file `but`.
 
-    What `tree_files` leaves out is here. Links are not followed, except that `root` itself may be one.
+    Unlike `tree_files` it lists hidden files, links and special files. It follows no link, except that `root` may be one.
     """
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     todo = [""]
     while todo:
         under = todo.pop()
@@ -45,26 +46,26 @@ def tree_entries(root: Path, but: str) -> dict[str, str]:
             if kind == "directory":
                 todo.append(f"{name}/")
             elif (name, kind) != (but, "file"):
-                found[name] = kind
-    return found
+                entries[name] = kind
+    return entries
 
 
 def kind_of(path: Path) -> str:
-    """What `path` itself is, wherever a link may lead: `file`, `directory`, `link` or `special file`."""
+    """Return what `path` itself is: `file`, `directory`, `link` (wherever it leads) or `special file`."""
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
     return kinds.get(stat.S_IFMT(path.lstat().st_mode), "special file")
 
 
 def files_digest(files: Mapping[str, str], under: str = "") -> str:
-    """Digest of a path -> sha256 table, or of the part of it below the folder `under` (which is cut off)."""
+    """Return the digest of a path -> sha256 table, or of its part below the folder `under`, whose name is cut off."""
     prefix = f"{under.strip('/')}/" if under else ""
     return json_digest({path[len(prefix) :]: digest for path, digest in files.items() if path.startswith(prefix)})
 
 
 def _source(module: str) -> Path | None:
-    """Source file of one of our modules, None when there is no such module (then the name is of something inside one).
+    """Return the source file of one of our modules; None for a name that is not a module, but of something inside one.
 
-    By path: looking a submodule up with importlib would import its parents, and with them torch and ModelOpt.
+    It is looked up by path: importlib would import a submodule's parents, and with them torch and ModelOpt.
     """
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -88,21 +89,21 @@ def _first_party_imports(path: Path, module: str) -> set[str]:
 
 
 def reachable_modules(entry: str) -> dict[str, Path]:
-    """Every module of ours that `entry` can import, directly or not, found by reading import statements."""
-    found: dict[str, Path] = {}
+    """Return every module of ours that `entry` can import, directly or not, by reading import statements."""
+    modules: dict[str, Path] = {}
     todo = [entry]
     while todo:
         name = todo.pop()
         source = _source(name)
-        if name in found or source is None:
+        if name in modules or source is None:
             continue
-        found[name] = source
+        modules[name] = source
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()
         todo += sorted(_first_party_imports(source, name) | parents)
-    return found
+    return modules
 
 
 @cache
 def code_digest(entry: str) -> str:
-    """Digest of the source of `entry` and of all it can import from this project."""
+    """Return the digest of the source of `entry` and of everything that it can import from this project."""
     return json_digest({name: file_digest(path) for name, path in reachable_modules(entry).items()})

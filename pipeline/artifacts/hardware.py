@@ -1,4 +1,4 @@
-"""What this machine is, as far as timings and compiled engines depend on it. No torch: the driver's own tool is asked."""
+"""The processor and GPUs that timings and compiled engines depend on, read without torch from the driver's own tool."""
 
 import os
 import platform
@@ -17,33 +17,36 @@ SECONDS = 60
 
 @cache
 def hardware() -> dict[str, object]:
-    """Identity of this machine: processor, cores, GPUs."""
+    """Return this machine's processor, cores and GPUs, as JSON."""
     cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
     try:
-        found: list[dict[str, str]] = gpus()
+        listed: list[dict[str, str]] = gpus()
     except MissingRequirement as error:
-        found = [{"error": str(error)}]  # an engine on the CPU does not need it, and its identity says so
-    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": found}
+        listed = [{"error": str(error)}]  # an engine on the CPU does not need the driver; its identity records the failure
+    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": listed}
 
 
 @cache
 def gpus() -> list[dict[str, str]]:
-    """Name, compute capability and driver of every NVIDIA GPU, empty where there is no driver.
+    """Return name, compute capability and driver of every NVIDIA GPU, by the names of QUERY; empty without a driver.
 
-    Raises MissingRequirement when a driver is installed that does not answer: an identity must not silently lack its GPU.
+    Raises:
+        MissingRequirement: when a driver is installed that does not answer: an identity must not silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     command = [tool, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
     except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stdout", None) or str(error)
-        raise MissingRequirement(f"nvidia-smi is installed but does not answer: {str(said).strip().splitlines()[0]}") from error
-    lines = [line.split(", ") for line in asked.stdout.splitlines() if line.strip()]
+        output = getattr(error, "stdout", None) or str(error)
+        raise MissingRequirement(
+            f"nvidia-smi is installed but does not answer: {str(output).strip().splitlines()[0]}"
+        ) from error
+    lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
     return [dict(zip(QUERY, (value.strip() for value in line), strict=True)) for line in lines]

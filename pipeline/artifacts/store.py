@@ -40,7 +40,7 @@ class Artifact:
     """What its key was made from."""
     reused: bool
     seconds: float
-    """What it took to make, also when it was reused."""
+    """Time that making it took, also when it is reused."""
 
     def digest_under(self, folder: str) -> str:
         """Digest of the files below `folder` only."""
@@ -49,7 +49,11 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the bytes of an artifact. Raises MissingRequirement for a library that is not installed."""
+    """Everything that decides the bytes of an artifact.
+
+    Raises:
+        MissingRequirement: for a library that is not installed.
+    """
 
     stage: str
     code: tuple[str, ...]
@@ -81,7 +85,7 @@ class Recipe:
 
     @staticmethod
     def place(stage: str, key: str) -> str:
-        """Where the artifact of a key lies below a store's root."""
+        """Return the directory of a key's artifact below a store's root."""
         return f"{stage}/{key[:32]}"
 
 
@@ -92,40 +96,46 @@ class Store:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
+        """Return the directory of a recipe's artifact, made or not."""
         return self.root / recipe.place(recipe.stage, recipe.key)
 
-    def get(self, recipe: Recipe, make: Callable[[Path], None]) -> Artifact:
-        """The artifact of `recipe`: verified and reused when it exists, else made by `make(empty directory)`."""
+    def get(self, recipe: Recipe, fill: Callable[[Path], None]) -> Artifact:
+        """Return the artifact of `recipe`: verified and reused where it exists, else made.
+
+        Args:
+            recipe: What decides its bytes.
+            fill: Fills the empty directory that it is given. What it raises leaves nothing behind.
+        """
         target = self.path(recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{target.name}.lock")):
-            found = self._verified(target, recipe)
-            if found is not None:
-                return found
+            existing = self._verified(target, recipe)
+            if existing is not None:
+                return existing
             started = time.monotonic()
             scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             try:
-                make(scratch)
+                fill(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
                 if target.exists():  # it failed its verification
                     shutil.rmtree(target)
                 scratch.rename(target)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        made = self._verified(target, recipe, reused=False)
-        assert made is not None, f"{target} changed while it was being sealed"
-        return made
+        artifact = self._verified(target, recipe, reused=False)
+        assert artifact is not None, f"{target} changed while it was being sealed"
+        return artifact
 
     def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
-        """Directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
-        found = []
+        """Return the directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
+        intact = []
         for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
             manifest = _manifest(path.parent)
             if manifest is None or manifest["parts"]["inputs"].get(name) != digest:
                 continue
             if tree_files(path.parent) == manifest["files"]:
-                found.append((path.stat().st_mtime, path.parent))
-        return [directory for _, directory in sorted(found)]
+                intact.append((path.stat().st_mtime, path.parent))
+        return [directory for _, directory in sorted(intact)]
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
@@ -134,7 +144,7 @@ class Store:
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def _verified(self, target: Path, recipe: Recipe, reused: bool = True) -> Artifact | None:
-        """The artifact at `target` if its manifest has this very key and every file still has its digest."""
+        """Return the artifact at `target`, None unless its manifest has this key and every file still has its digest."""
         manifest = _manifest(target)
         if manifest is None or manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
             return None
@@ -152,7 +162,7 @@ def _version(name: str) -> str:
 
 
 def _manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of an artifact; None where it is not there, cannot be read, or is none: then the artifact is not used."""
+    """Return the manifest of an artifact; None where there is none that can be read: then the artifact is not used."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()

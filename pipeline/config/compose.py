@@ -23,11 +23,11 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import redact_text
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-"""Beside this package in a checkout and in a wheel. By path: a folder `conf` where the user stands is not ours."""
+"""The folder conf/ beside the packages, in a checkout and in a wheel. A folder `conf` in the current directory is not it."""
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Validate a composed configuration; raises UserError with one line per problem."""
+    """Validate a composed configuration. Raises UserError with one line per problem."""
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -41,12 +41,12 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
-    """One line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
+    """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
     lines = []
     for problem in error.errors(include_url=False):
         location = _as_written(problem["loc"], composed)
         if _is_interpolated(composed, location):
-            continue  # it repeats a problem of the key it is taken from
+            continue  # the key that it is taken from has the same problem, and its own line
         key = ".".join(str(part) for part in location)
         text, value = problem["msg"], problem["input"]
         if problem["type"] == "extra_forbidden":
@@ -67,7 +67,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
 
 
 def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
-    """A problem's keys as the user writes them: pydantic adds which kind of backend it is."""
+    """Return a problem's keys as the user writes them. pydantic inserts the name of the backend's record."""
     return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
 
 
@@ -79,11 +79,11 @@ def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> b
 
 
 def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
-    """Keys that exist where an unknown one was given; of a choice, those of all that can be chosen unless it is known."""
+    """Return the keys that exist where an unknown one was given; below backend, those of all backends unless its name is known."""
     models: list[Any] = [Config]
     for part in location[:-1]:
-        found = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        models = [m for kind in found for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
+        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [m for kind in annotations for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
         if part == "backend" and backend is not None:
             models = [m for m in models if backend in get_args(m.model_fields["name"].annotation)] or models
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
@@ -97,7 +97,7 @@ def _suggest(value: str, choices: Sequence[str]) -> str:
 
 
 def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for what Hydra could not compose; its own texts are advice for its developers."""
+    """Return one line for what Hydra could not compose: its own texts are written for its developers."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:
@@ -108,15 +108,15 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     if option:
         options = [line.strip() for line in available[1].splitlines()] if available else []
         return f"{option[1]}={option[2]}: no such option{_suggest(option[2], options)}"
-    given = redact_text(" ".join(overrides))
+    command = redact_text(" ".join(overrides))
     if isinstance(error, OverrideParseException):
-        return f"{given}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
-    return f"{given}: {text.splitlines()[0]}"
+        return f"{command}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
+    return f"{command}: {text.splitlines()[0]}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command line asks for, validated."""
+    """The validated jobs of one command line."""
 
     jobs: list[Config]
     sweeping: bool
@@ -125,7 +125,15 @@ class Plan:
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """The validated configuration of every job; UserError names what is wrong with any."""
+    """Compose and validate the configuration of every job, before any of them runs.
+
+    Args:
+        overrides: `KEY=VALUE` arguments, as typed: `["kv=fp8,int8", "seed=1"]`.
+        multirun: Whether `-m` was given.
+
+    Raises:
+        UserError: one line for each problem of any job.
+    """
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
@@ -139,8 +147,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
                 return Plan([to_config(compose("config", overrides=plain))], sweeping=False)
             params = composed.hydra.sweeper.params or {}
-            given = {o.key_or_group for o in parsed}
-            swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in given]) + swept
+            overridden = {o.key_or_group for o in parsed}
+            swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
             jobs = [to_config(compose("config", overrides=[*plain, *job])) for job in _jobs(swept)]
             return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()))
     except (HydraException, OmegaConfBaseException) as error:
@@ -148,7 +156,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
 
 
 def _jobs(swept: list[Override]) -> list[list[str]]:
-    """Overrides of each job: every combination of what is swept, with what `hydra.sweeper.params` fixes to one value."""
+    """Return the overrides of each job: every combination of the swept values. A key with one value is the same in all."""
     choices = [
         [f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)]
         for o in swept

@@ -48,7 +48,7 @@ class CalibrationConfig(StrictModel):
 
 
 class Config(StrictModel):
-    """Everything a run needs, one section per Hydra group."""
+    """Everything that a run needs: one field for each group of conf/."""
 
     stage: Stage
     model: ModelConfig
@@ -62,7 +62,7 @@ class Config(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str
     bundle: str | None
-    """An engine, or its evidence: what stage=verify looks at."""
+    """Directory of an engine, or of its evidence, for stage=verify."""
 
     @model_validator(mode="after")
     def _bundle_is_for_verify(self) -> Self:
