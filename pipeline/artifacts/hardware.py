@@ -44,9 +44,8 @@ def gpus() -> list[dict[str, str]]:
     try:
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
     except (subprocess.SubprocessError, OSError) as error:
-        output = getattr(error, "stdout", None) or str(error)
-        raise MissingRequirement(
-            f"nvidia-smi is installed but does not answer: {str(output).strip().splitlines()[0]}"
-        ) from error
+        output = str(getattr(error, "stdout", None) or error)
+        reason = output.strip().splitlines()[0]
+        raise MissingRequirement(f"nvidia-smi is installed but does not answer: {reason}") from error
     lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
     return [dict(zip(QUERY, (value.strip() for value in line), strict=True)) for line in lines]

@@ -79,7 +79,7 @@ def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> b
 
 
 def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
-    """Return the keys that exist where an unknown one was given; below backend, those of all backends unless its name is known."""
+    """Return the keys that exist where an unknown one was given; below `backend`, those of the named backend, or of all."""
     models: list[Any] = [Config]
     for part in location[:-1]:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]

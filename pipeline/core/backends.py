@@ -15,6 +15,7 @@ from pipeline.core.strict import StrictModel
 class _BackendConfig(StrictModel):
     @property
     def folder(self) -> str:
+        """Folder of `stages/engines` with the backend's `backend.py`."""
         raise NotImplementedError
 
 
@@ -87,10 +88,10 @@ class TensorRTRTXConfig(PlanConfig):
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod
-    def _is_a_list(cls, given: object) -> object:
-        if type(given) is int:
-            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": given})
-        return given
+    def _is_a_list(cls, value: object) -> object:
+        if type(value) is int:
+            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": value})
+        return value
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:

@@ -1,8 +1,8 @@
-"""Errors that a person or CI can act on, and the exit code that each becomes. Anything else is a defect: 1."""
+"""Errors that a person or CI can act on, and their exit codes. Any other exception is a defect of kvgate: exit code 1."""
 
 
 class UserError(ValueError):
-    """Bad input: one line a problem, naming the key, the value and the fix."""
+    """Bad input. The message has one line for each problem, which names the key, the value and the fix."""
 
 
 class GateRefusal(Exception):
@@ -10,7 +10,7 @@ class GateRefusal(Exception):
 
 
 class MissingRequirement(Exception):
-    """Something this machine does not have: the message names it and how to get it."""
+    """This machine lacks something. The message names it and how to get it."""
 
 
 EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
@@ -19,11 +19,11 @@ INTERRUPTED = 130
 """Ctrl-C or SIGTERM, as shells number it."""
 
 SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
-"""Exit codes from good to bad: a sweep's is the worst of its jobs'."""
+"""Exit codes from good to bad. A sweep exits with the worst code of its jobs."""
 
 REFUSALS = tuple(EXIT_CODES)
 
 
 def exit_code(error: BaseException) -> int:
-    """The process's exit code for an error that ends it."""
+    """Return the exit code of a process that `error` ends."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), DEFECT)

@@ -1,4 +1,4 @@
-"""Records that stages exchange."""
+"""Records that stages exchange, and the protocols of engines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Progress of a stage: what it is doing, how much is done, of how much."""
+"""Reports a stage's progress: (what it is doing, units done, units in all)."""
 
 Check = Literal["none", "exact", "json", "tool_call"]
 
 PREFILL_CHUNK = 1024
-"""Tokens of one prefill run: they see each other exactly, and the cache of the chunks before them like a decoded token."""
+"""Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with a known answer. `messages` are rendered by the tokenizer's chat template, `prompt` is raw text."""
+    """One prompt with a known answer: `messages`, which the tokenizer's chat template renders, or raw text in `prompt`."""
 
     id: str
     workload: str
@@ -33,7 +33,7 @@ class Sample:
     check: Check = "exact"
     """How a generated answer is judged: not at all, as text, as strict JSON, or as a call of one of `tools`."""
     document: str = ""
-    """Samples of one document are resampled together by the bootstrap; the id when empty."""
+    """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -41,6 +41,7 @@ class Sample:
 
     @property
     def cluster(self) -> str:
+        """The document, or the id of a sample without one."""
         return self.document or self.id
 
 
@@ -85,13 +86,13 @@ class Engine(Protocol):
     def memory(self) -> MemoryReport: ...
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply every key scale that decoding reads (the stored keys where the format has none): the canary's fault."""
+        """Multiply every key scale that decoding reads, or the stored keys where the format has no scale: the canary's fault."""
         ...
 
 
 @runtime_checkable
 class OnePassEngine(Engine, Protocol):
-    """An engine that computes forced decode of a whole sequence at once."""
+    """An engine that computes the forced decode of a whole sequence in one pass."""
 
     def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
         """Logits (len(tokens) - first, vocab_size): row r is what `decode` gives for tokens[first + r] after
@@ -101,7 +102,7 @@ class OnePassEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """What a load of prompts took on an engine."""
+    """Measured times of one load of prompts on an engine."""
 
     first_token_ms: list[float]
     """One prompt after the other, alone."""
@@ -113,8 +114,8 @@ class LoadTimes:
 
 @runtime_checkable
 class TimedEngine(Engine, Protocol):
-    """An engine whose steps cannot be timed from outside: it serves whole requests."""
+    """An engine that serves whole requests, so that its steps cannot be timed from outside."""
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Times of `steps` decode steps after the first token of every prompt."""
+        """Return the times of `steps` decode steps after the first token of every prompt."""
         ...

@@ -1,4 +1,4 @@
-"""The base of what users write and bundles carry: strict, frozen, no unknown keys, no NaN."""
+"""The base of every record that users write or bundles carry: strict, frozen, no unknown keys, no NaN."""
 
 from pydantic import BaseModel, ConfigDict
 

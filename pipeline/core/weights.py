@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized; the cache's formats are in `pipeline.core.kv`."""
+"""Formats of a checkpoint's weights; those of the cache are in `pipeline.core.formats`."""
 
 from typing import Literal
 

@@ -30,12 +30,12 @@ class LoadConfig(StrictModel):
 
 
 class WorkloadsConfig(StrictModel):
-    """What is asked, and how."""
+    """The samples of an evaluation, and how they are run."""
 
     samples: dict[Workload, Count]
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: str | None
-    """The user's own samples: one JSON object a line (README says which keys); added to the built-in ones."""
+    """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     batch_size: Annotated[int, Field(ge=1, le=1024)]
     """Sequences decoded together; a finished one makes room for the next."""
