@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint directory is, read from its JSON alone: no torch, no transformers."""
+"""Where a Hugging Face checkpoint is and what it holds, read from its JSON alone: no torch, no transformers."""
 
 import importlib.util
 import json
@@ -15,10 +15,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Decoders whose attention is quantized, exported and tested here, and the model_type by which transformers loads them."""
+"""Supported decoders: class -> the model_type by which transformers loads it."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the running length, so that they are constants of the graph."""
+"""Supported rotary embeddings. Their frequencies do not depend on the running length: a graph holds them as constants."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
-"""What transformers 4.57 assumes for keys that config.json leaves out, as far as it decides something here."""
+"""Values that transformers 4.57 takes for keys that config.json leaves out, by model_type; only those that are read here."""
 
 PACKAGED = "pkg://"
 """Begins the path of a checkpoint that ships inside a Python package."""
@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint that passed the checks. Files are names inside `path`."""
+    """A checkpoint that passed the checks; files are named relative to `path`."""
 
     path: Path
     architecture: str
@@ -91,7 +91,11 @@ def checkpoint_label(path: str) -> str:
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and check `path`; raise UserError naming `model.path`, what is wrong and what to do."""
+    """Read and check a checkpoint directory.
+
+    Raises:
+        UserError: naming `model.path`, what is wrong and what to do.
+    """
     if not path.is_dir():
         raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint")
     config = _read_json(path, "config.json")
@@ -145,10 +149,10 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
-    declared = config.get("architectures")
-    if not isinstance(declared, list) or len(declared) != 1:
-        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {declared}")
-    architecture = str(declared[0])
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1:
+        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {classes}")
+    architecture = str(classes[0])
     if architecture not in ARCHITECTURES:
         raise UserError(f"model.path={path}: {architecture} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers picks the class by model_type alone.
@@ -189,8 +193,8 @@ def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
 
 def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any], layers: int) -> None:
     """The engine's cache is full attention in every layer. Llama ignores sliding_window, Mistral always applies it."""
-    listed = config.get("layer_types")
-    other = [kind for kind in listed or () if kind != "full_attention"]
+    layer_types = config.get("layer_types")
+    other = [kind for kind in layer_types or () if kind != "full_attention"]
     if other:
         raise UserError(
             f"model.path={path}: config.json: layer_types holds {other[0]}, which is not supported; "
@@ -199,21 +203,21 @@ def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any]
     window = config.get("sliding_window")
     if window is None:
         return
-    off = f"is not supported; if no sequence gets longer than {window} tokens, set"
+    advice = f"is not supported; if no sequence gets longer than {window} tokens, set"
     if architecture == "MistralForCausalLM":
-        raise UserError(f"model.path={path}: config.json: sliding_window={window} {off} sliding_window to null")
+        raise UserError(f"model.path={path}: config.json: sliding_window={window} {advice} sliding_window to null")
     # transformers applies Qwen's window from layer max_window_layers on, unless layer_types lists the layers.
-    if architecture.startswith("Qwen") and config.get("use_sliding_window") and listed is None:
+    if architecture.startswith("Qwen") and config.get("use_sliding_window") and layer_types is None:
         first = config["max_window_layers"]
         if not isinstance(first, int) or first < layers:
-            raise UserError(f"model.path={path}: config.json: use_sliding_window=true {off} it to false")
+            raise UserError(f"model.path={path}: config.json: use_sliding_window=true {advice} it to false")
 
 
 def _tokenizer_files(path: Path) -> tuple[str, ...]:
-    found = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
-    if "tokenizer.json" in found or {"vocab.json", "merges.txt"} <= set(found):
-        return found
-    if "tokenizer.model" in found:
+    names = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
+    if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
+        return names
+    if "tokenizer.model" in names:
         raise UserError(
             f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
             "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
@@ -225,7 +229,7 @@ def _tokenizer_files(path: Path) -> tuple[str, ...]:
 
 
 def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Safetensors files that transformers would load, and the index when there is one."""
+    """Return the safetensors files that transformers would load, and the index where there is one."""
     if (path / SINGLE).is_file():
         return (SINGLE,), ()
     if not (path / INDEX).is_file():

@@ -86,7 +86,7 @@ class Engine(Protocol):
     def memory(self) -> MemoryReport: ...
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply every key scale that decoding reads, or the stored keys where the format has no scale: the canary's fault."""
+        """Multiply the key scales that decoding reads, or the stored keys where there are none: the canary's fault."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What may be written into a tracking store: no secrets, names MLflow accepts, values that fit, finite numbers."""
+"""Makes values fit for a tracking store: secrets masked, names that MLflow accepts, texts clipped, numbers finite."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ NAME_CHARS = 250
 _SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"}
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image", "per"}
 _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
-"""What comes before the word `key` when it is an attention key or an identifier."""
+"""Words before `key` that make it an attention key or an identifier, not a secret."""
 
 _USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s\"'<>]*@")
 _ASSIGNED = re.compile(
@@ -33,7 +33,7 @@ _SHAPES = re.compile(
 
 
 def redact_text(text: str) -> str:
-    """`text` without URI userinfo, assigned passwords, bearer headers and strings shaped like well-known tokens."""
+    """Return `text` without URI userinfo, assigned passwords, bearer headers and strings shaped like well-known tokens."""
     text = _USERINFO.sub(rf"\1{MASK}@", text)
     text = _ASSIGNED.sub(rf"\1\2{MASK}", text)
     text = _QUERY.sub(rf"\1{MASK}", text)
@@ -47,7 +47,7 @@ def _words(name: str) -> list[str]:
 
 
 def secret_name(path: str) -> bool:
-    """Whether a dotted name holds a secret. Attention keys (`kv.key.*`) and tokenizer's tokens (`eos_token`) do not."""
+    """Return whether a dotted name holds a secret. Attention keys (`kv.key.*`) and tokens (`eos_token`) do not."""
     words = _words(path)
     if _SECRET_WORDS.intersection(words):
         return True
@@ -68,7 +68,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def redact(value: object, path: str = "") -> object:
-    """A copy of a JSON-like value with its secrets masked, by name (strings only) and by shape; non-finite become None."""
+    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape, non-finite numbers as None."""
     if isinstance(value, Mapping):
         return {str(name): redact(inner, f"{path}.{name}" if path else str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ def redact(value: object, path: str = "") -> object:
 
 
 def clip(text: str, limit: int = PARAM_CHARS) -> str:
-    """`text` cut to `limit` characters; what was cut is named by its digest, so that two values still differ."""
+    """Return `text` cut to `limit` characters; it ends with a digest of the whole, so that two long values still differ."""
     if len(text) <= limit:
         return text
     note = f" ... [{len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}]"
@@ -89,7 +89,7 @@ def clip(text: str, limit: int = PARAM_CHARS) -> str:
 
 
 def safe_name(name: str) -> str:
-    """A metric or parameter name that MLflow accepts on every platform: `p50@1k` -> `p50_at_1k`, `win%` -> `win_pct`."""
+    """Return a metric or parameter name that MLflow accepts on every platform: `p50@1k` -> `p50_at_1k`, `win%` -> `win_pct`."""
     name = re.sub(r"\s*%", "_pct", name).replace("@", "_at_")
     name = re.sub(r"[^/\w.\- ]", "_", name, flags=re.ASCII)
     parts = [part for part in name.split("/") if part not in ("", ".", "..")]
@@ -97,7 +97,7 @@ def safe_name(name: str) -> str:
 
 
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
-    """`config` as MLflow parameters: dotted names, text values, redacted and clipped."""
+    """Return `config` as MLflow parameters: dotted names, text values, redacted and clipped."""
     params: dict[str, str] = {}
     for path, leaf in _leaves(redact(config), ""):
         text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
@@ -106,7 +106,7 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
-    """(metrics that are numbers, names of those that are not), all names safe. MLflow would store inf as 1.8e308."""
+    """Return (metrics that are numbers, names of those that are not), all names safe. MLflow would store inf as 1.8e308."""
     finite: dict[str, float] = {}
     nonfinite: list[str] = []
     for raw, value in metrics.items():
@@ -128,7 +128,7 @@ def copy_redacted(source: Path, target: Path) -> None:
 
 
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows as columns of equal length; nested values as JSON text, missing and non-finite ones as None."""
+    """Return rows as columns of equal length; nested values as JSON text, missing and non-finite ones as None."""
 
     def cell(value: object) -> object:
         value = redact(value)

@@ -1,4 +1,4 @@
-"""What a run does. STAGES is the table of stages; each makes what it needs first, or finds it in the store.
+"""What each stage does: start reading here. STAGES is their table; each makes what it needs first, or reuses it.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
@@ -43,16 +43,17 @@ GATE_EXIT = EXIT_CODES[GateRefusal]
 
 @dataclass
 class Run:
-    """One job: its configuration, its chain of artifacts, the sweep it belongs to."""
+    """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
 
     config: Config
     chain: Chain
     sweep: str
     sweeping: bool
     label: str
-    """What tells its candidate from the sweep's others: the policy, and what else was overridden."""
+    """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
 
     def registry(self) -> "MlflowStore":
+        """Open the registry. Raises UserError when tracking is off."""
         store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
@@ -61,19 +62,19 @@ class Run:
 
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights and measure the cache's static scales."""
-    made = run.chain.quantized(run.config.kv)
-    console.out.print(f"quantized checkpoint: {made.path}", soft_wrap=True)
+    artifact = run.chain.quantized(run.config.kv)
+    console.out.print(f"quantized checkpoint: {artifact.path}", soft_wrap=True)
 
 
 def build(run: Run) -> None:
     """Build the engine bundle."""
-    made = run.chain.bundle(run.config.kv)
-    console.out.print(f"engine bundle: {made.path}\ndigest: {made.digest}", soft_wrap=True)
-    for line in run.chain.backend.describe(made.path):
+    bundle = run.chain.bundle(run.config.kv)
+    console.out.print(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}", soft_wrap=True)
+    for line in run.chain.backend.describe(bundle.path):
         console.out.print(line)
-    report = run.chain.onnx_report(run.config.kv)
-    if report is not None:
-        console.out.print(report, soft_wrap=True)
+    hint = run.chain.onnx_report(run.config.kv)
+    if hint is not None:
+        console.out.print(hint, soft_wrap=True)
 
 
 def evaluate(run: Run) -> None:
@@ -176,7 +177,7 @@ def verify(run: Run) -> None:
 
 
 def everything(run: Run) -> None:
-    """Evaluate, and promote what passed; jobs of a sweep only register, since the last to finish would win."""
+    """Evaluate, and promote what passed. Jobs of a sweep only register: else the last to finish would win."""
     evaluate(run)
     if not run.sweeping and run.config.tracking.enabled:
         promote(run)
@@ -206,9 +207,16 @@ JUDGING = ("evaluate", "all")
 
 
 def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
-    """Run one job; summary.json says how it ended. Raises one of REFUSALS; anything else is a defect.
+    """Run one job and record in summary.json how it ended.
 
-    `changed` are overrides that belong to the candidate's name.
+    Args:
+        config: The job's configuration.
+        sweep: Id of the command that the job belongs to.
+        sweeping: Whether that command has several jobs.
+        changed: Overrides that belong to the candidate's display name.
+
+    Raises:
+        UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
     label = " ".join([config.kv.name, *changed])
     job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
@@ -225,8 +233,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         code = INTERRUPTED
         raise
     finally:
-        # only a judgement begins or joins a sweep; promotion, and a build in between, leave the last one's candidates
-        if config.stage != "verify":  # which writes nothing, wherever it runs
+        # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates. verify writes nothing.
+        if config.stage != "verify":
             summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
 
 
