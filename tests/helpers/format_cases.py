@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from benchmarks.numerics.scales import measured
+from benchmarks.numerics.scales import calibrated_scales
 from pipeline.core.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 
@@ -66,7 +66,7 @@ class Trial:
 def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     """Static scales for which no number of x_HTD saturates (unless the format is uncalibrated)."""
     heads, _, dim = x_HTD.shape
-    return static_scales(measured(x_HTD, form), form, heads, dim) if form.static else None
+    return static_scales(calibrated_scales(x_HTD, form), form, heads, dim) if form.static else None
 
 
 def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:

@@ -31,7 +31,9 @@ def in_ten_microseconds(run: Any, runs: int | None) -> tuple[float, Tensor]:  # 
 
 def toy(kernels: Any = attention_kernels.KERNELS) -> list[Row]:
     with torch.inference_mode():
-        return attention_timing.run_case(TOY, kernels, in_ten_microseconds, attention_timing.Place(DEVICE, COPY), seed=1)
+        return attention_timing.run_case(
+            TOY, kernels, in_ten_microseconds, attention_timing.MeasuredDevice(DEVICE, COPY), seed=1
+        )
 
 
 def test_the_grid_is_what_the_issue_asks_for() -> None:
@@ -181,12 +183,12 @@ def test_a_peer_that_fails_in_its_last_and_longest_timing_is_left_out_too() -> N
     def timer(run: Any, runs: int | None) -> tuple[float, Tensor]:
         return (10.0, run()) if runs is not None else (10.0, fails())
 
-    place = attention_timing.Place(DEVICE, COPY)
+    target = attention_timing.MeasuredDevice(DEVICE, COPY)
     with torch.inference_mode():
-        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, place, seed=1)
+        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, target, seed=1)
         assert row["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
         with pytest.raises(torch.OutOfMemoryError):
-            attention_timing.run_case(TOY, [by_name("bf16")], timer, place, seed=1)
+            attention_timing.run_case(TOY, [by_name("bf16")], timer, target, seed=1)
 
 
 @pytest.mark.parametrize("failure", [fails, RuntimeError("it does not compile")])
