@@ -1,4 +1,4 @@
-"""Calibration texts: what ModelOpt runs to measure static scales. Generated, or the user's own JSONL."""
+"""Writes the calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,7 @@ TEXTS = "texts.json"
 
 
 def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
-    """Write `samples` texts to `out/texts.json`, a JSON list of strings.
-
-    The generated ones are prompts with their answers, as the checkpoint's chat template renders them, in equal parts
-    from every workload's calibration split, which evaluation never draws from.
-    """
+    """Write the texts; `stages.quantize.calibration_texts` documents the arguments."""
     texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
     progress("texts", len(texts), len(texts))
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
@@ -24,9 +20,9 @@ def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path 
 
 def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:
     tokenizer = load_tokenizer(checkpoint)
-    share = -(-samples // len(WORKLOADS))
-    drawn = [generate(name, share, seed, split="calibration") for name in WORKLOADS]
-    interleaved = [sample for group in zip(*drawn, strict=True) for sample in group][:samples]
+    count = -(-samples // len(WORKLOADS))
+    workloads = [generate(name, count, seed, split="calibration") for name in WORKLOADS]
+    interleaved = [sample for group in zip(*workloads, strict=True) for sample in group][:samples]
     return [render(tokenizer, sample) + sample.reference for sample in interleaved]
 
 
