@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ReplayedEvidence:
-    """What a replay of a candidate's evidence found, and what the gates decide on."""
+    """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""
 
     findings: Sequence[Finding]
     report: EvaluationReport | None

@@ -1,4 +1,4 @@
-"""Promotion replays what stage=verify replays: an alteration that summary.json and the registry go along with is found out."""
+"""Promotion replays what stage=verify replays, and refuses an alteration that summary.json and the registry go along with."""
 
 import json
 import shutil

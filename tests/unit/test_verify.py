@@ -1,4 +1,4 @@
-"""stage=verify: whatever was altered, swapped or lost is named, by what it is."""
+"""stage=verify names every file, digest or verdict that was altered, exchanged or lost."""
 
 import hashlib
 import json
@@ -96,14 +96,14 @@ def test_a_file_that_was_added_to_the_engine_is_named(copy: Path) -> None:
 
 
 def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
-    elsewhere, engine = tmp_path / "elsewhere", copy / "engine"
-    elsewhere.mkdir()
-    (elsewhere / "evil.so").write_text("")
+    outside, engine = tmp_path / "outside", copy / "engine"
+    outside.mkdir()
+    (outside / "evil.so").write_text("")
     (engine / ".hidden").mkdir()
     (engine / ".hidden" / "evil.so").write_text("")
-    (engine / ".manifest.json").write_text("{}")  # a store's own
+    (engine / ".manifest.json").write_text("{}")  # the store writes one
     (engine / ".hidden" / ".manifest.json").write_text("{}")
-    (engine / "plugins").symlink_to(elsewhere)
+    (engine / "plugins").symlink_to(outside)
     (engine / "dangling").symlink_to("nowhere")
     os.mkfifo(engine / "pipe")
     os.mkfifo(engine / "odd\udcff\n")
