@@ -19,6 +19,8 @@ LOST, GAINED = "#cf222e", "#0969da"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's palette: distinct for colour-blind readers."""
 
+MEMORY = "memory/kib_per_token"
+
 FLOOR = 1e-7
 """Smallest KL on the logarithmic axis; smaller values, zero included, are drawn at this height."""
 
@@ -64,11 +66,11 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
     Down and left is better. Candidates whose values are not finite are left out.
     """
     figure, axes = _axes("What a smaller cache costs in quality", "cache [KiB/token]", "mean KL [nats/token]")
-    drawn = [c for c in candidates if math.isfinite(c.kib_per_token) and math.isfinite(c.metric(metric))]
+    drawn = [c for c in candidates if math.isfinite(c.metric(MEMORY)) and math.isfinite(c.metric(metric))]
     for verdict in dict.fromkeys(c.verdict for c in drawn):
         group = [c for c in drawn if c.verdict == verdict]
         axes.scatter(
-            [c.kib_per_token for c in group],
+            [c.metric(MEMORY) for c in group],
             [max(c.metric(metric), FLOOR) for c in group],
             s=70,
             color=VERDICT_COLOURS.get(verdict, UNDECIDED),
@@ -77,7 +79,7 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
             zorder=3,
         )
     for c in drawn:
-        point = (c.kib_per_token, max(c.metric(metric), FLOOR))
+        point = (c.metric(MEMORY), max(c.metric(metric), FLOOR))
         axes.annotate(c.name, point, xytext=(7, 5), textcoords="offset points", fontsize=9)
     axes.set_yscale("log")
     axes.margins(x=0.15, y=0.15)
