@@ -25,7 +25,7 @@ from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, Identity, Role, bindings, read_bundle
-from pipeline.run.loading import evaluate_stage, required_libraries
+from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
@@ -207,7 +207,7 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
     """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
-            return evaluate_stage().samples_digest(config, engine)
+            return evaluation().samples_digest(config, engine)
     except REFUSALS:
         raise
     except Exception as error:  # tokenizers raises bare exceptions, and a forger may have sealed any file as tokenizer.json

@@ -84,7 +84,19 @@ def measure_baseline(
     config: WorkloadsConfig,
     progress: Progress,
 ) -> None:
-    """Run the baseline on `samples`; `stages.evaluate.measure_baseline` documents the arguments."""
+    """Run the baseline engine on `samples` and write what candidates are compared with.
+
+    Args:
+        open_engine: Loads the FP16-KV engine.
+        samples: The samples, in the order of `load_samples`.
+        tokenizer: The tokenizer of the engine bundle.
+        out: An empty directory. It receives `logprobs.safetensors`, `answers.jsonl` and `baseline.json`.
+        config: Batch size, limits and the load of the system metrics.
+        progress: Called with a label, the tokens done, and the tokens in all.
+
+    Raises:
+        UserError: The baseline's logits are not finite, or a sample has too few tokens.
+    """
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     engine = open_engine()
     tokens = {item.sample.id: len(item.reference) for item in encoded}
@@ -163,7 +175,27 @@ def evaluate_candidate(
     progress: Progress,
     graph_digest: str | None = None,
 ) -> EvaluationReport:
-    """Run a candidate on `samples`; `stages.evaluate.evaluate_candidate` documents the arguments."""
+    """Run a candidate engine on `samples`, compare it with the baseline and write the report.
+
+    Args:
+        open_engine: Loads the candidate. It is called twice, because the canary corrupts the engine that it runs on.
+        samples: The samples that the baseline was measured on.
+        tokenizer: The tokenizer of the engine bundle.
+        baseline_dir: What `measure_baseline` wrote.
+        out: An empty directory. It receives `report.json`, `samples.jsonl` and `tokens.safetensors`.
+        config: Batch size, limits, context bins, the canary and the load of the system metrics.
+        engine_digest: Digest of the candidate's bundle, cited in the report.
+        baseline_digest: Digest of the baseline's artifact, cited in the report.
+        progress: Called with a label, the tokens done, and the tokens in all.
+        graph_digest: Digest of the ONNX bundle that a TensorRT engine was built from, cited in the report.
+
+    Returns:
+        The report, as written to `report.json`.
+
+    Raises:
+        UserError: A sample has too few tokens.
+        ValueError: The baseline was measured on other samples or has another vocabulary.
+    """
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     digest = workloads_digest(encoded)
     baseline = _Baseline.model_validate_json((baseline_dir / BASELINE).read_text(encoding="utf-8"))

@@ -58,7 +58,16 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return the samples of `config`; `stages.evaluate.load_samples` documents them."""
+    """Return every sample of an evaluation: the generated ones, then those of the user's JSONL file.
+
+    Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
+
+    Args:
+        config: How many samples of each built-in workload, their seed, and the user's file if there is one.
+
+    Raises:
+        UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+    """
     # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]

@@ -92,8 +92,25 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: i
     return encoded
 
 
+def open_tokenizer(directory: Path) -> BundleTokenizer:
+    """Open the tokenizer that an engine bundle or a checkpoint carries, from local files only.
+
+    Raises:
+        UserError: The tokenizer has no eos_token.
+    """
+    return BundleTokenizer(directory)
+
+
 def samples_digest(config: WorkloadsConfig, bundle: Path) -> str:
-    """Return the digest that a report cites; `stages.evaluate.samples_digest` documents the arguments."""
+    """Return the `workloads_digest` that a report on these samples cites.
+
+    Args:
+        config: The workloads of the evaluation.
+        bundle: Directory with the tokenizer that encodes the samples.
+
+    Returns:
+        sha256 over every sample and its token ids, in order, as 64 hexadecimal digits.
+    """
     return workloads_digest(encode(load_samples(config), BundleTokenizer(bundle), config.max_scored_tokens))
 
 

@@ -12,7 +12,22 @@ TEXTS = "texts.json"
 
 
 def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
-    """Write the texts; `stages.quantize.calibration_texts` documents the arguments."""
+    """Write the texts that static scales are measured on to `out/texts.json`, a JSON list of strings.
+
+    Generated texts are prompts with their answers, as the checkpoint's chat template renders them, in equal parts from
+    the calibration split of every workload. An evaluation never draws from that split.
+
+    Args:
+        checkpoint: Hugging Face checkpoint, for its tokenizer and chat template.
+        out: An empty directory.
+        samples: How many texts. A file with fewer lines gives fewer.
+        jsonl: The user's texts, a JSON string or an object with "text" on each line; None to generate them.
+        seed: Seed of the generated texts.
+        progress: Called with a label, the texts done, and the texts in all.
+
+    Raises:
+        UserError: A line of `jsonl` holds no text, or the file has none.
+    """
     texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
     progress("texts", len(texts), len(texts))
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")

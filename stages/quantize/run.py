@@ -1,4 +1,4 @@
-"""The quantize stage, step by step. The pipeline calls it as `stages.quantize.quantize`."""
+"""The quantize stage, step by step."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from stages.quantize.tokens import tokenize
 from stages.workloads.prompts import load_tokenizer
 
 
-def run(
+def quantize(
     checkpoint: Path,
     out: Path,
     *,
@@ -32,7 +32,29 @@ def run(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Run the stage; `stages.quantize.quantize` documents the arguments."""
+    """Quantize a checkpoint's weights and measure the static scales of its KV cache.
+
+    `out` receives:
+
+    - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
+    - `unified_hf/`, `tensorrt_llm/`: ModelOpt's exports, where they can express the policy, each validated.
+    - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
+    - `quantizers.json`: which quantizers were enabled, the calibration's size, and why an export was not written.
+
+    Args:
+        checkpoint: Hugging Face checkpoint with safetensors weights.
+        out: An empty directory.
+        weights: Format of the linear layers.
+        policy: Formats of the stored keys and values.
+        calibration_texts: Texts to run through the model.
+        max_length: Longer texts are cut to this many tokens.
+        seed: Seed of torch's random numbers.
+        progress: Called with a label, the steps done, and the steps in all.
+
+    Raises:
+        UserError: The checkpoint or the texts cannot be used.
+        RuntimeError: ModelOpt enabled other quantizers, or exported something else, than the recipe says: a defect.
+    """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     layers = info.shape.layers

@@ -13,10 +13,9 @@ from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize import quantize
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import cache_quantizers, weight_recipe
-from stages.quantize.run import load_model, measure
+from stages.quantize.run import load_model, measure, quantize
 from stages.quantize.scales import static_scales
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")

@@ -10,7 +10,7 @@ from pipeline.config.config import CalibrationConfig
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.evaluate import open_tokenizer
-from stages.quantize import calibration_texts
+from stages.quantize.calibration import calibration_texts
 from stages.quantize.tokens import tokenize
 from stages.workloads.prompts import load_tokenizer, prompt_ids, render, token_ids
 
