@@ -110,8 +110,8 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     """
     passed = [candidate for candidate in candidates if candidate.verdict == PASS]
     if not passed:
-        why = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
-        raise GateRefusal(f"no candidate passed: {why}" if why else "there is no candidate: run stage=evaluate first")
+        verdicts = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
+        raise GateRefusal(f"no candidate passed: {verdicts}" if verdicts else "there is no candidate: run stage=evaluate first")
     return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
 
 
