@@ -43,7 +43,7 @@ class Chain:
     @cached_property
     def backend(self) -> Backend:
         """The configured backend."""
-        return open_backend(self.config.backend)
+        return loading.open_backend(self.config.backend)
 
     @cached_property
     def checkpoint(self) -> Path:
