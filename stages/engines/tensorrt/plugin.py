@@ -14,12 +14,12 @@ from typing import Literal
 
 import onnx
 
+from pipeline.artifacts.files import link_or_copy
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
-from stages.engines.files import link_or_copy
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.build import Adapted
