@@ -1,1 +1,1 @@
-"""Side-by-side measurements, each with its peer."""
+"""Benchmarks, each beside a peer: run as `python -m benchmarks.NAME` from the repository's root."""

@@ -1,6 +1,7 @@
-"""What decode_attention.py measures: the cases, the bytes they move, the targets, the table. No torch.
+"""Cases of decode_attention.py, the bytes they move, the targets, and the table of results. Does not import torch.
 
-Shapes: B sequences of T tokens, H KV heads in groups of G query heads, D head_dim. A row is what one kernel did in one case.
+Shapes: B sequences of T tokens, H KV heads in groups of G query heads, D head_dim. A row is the result of one kernel in one
+case.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,13 @@ STORAGES = {
     "fp8": (FP8, FP8),
     "bf16": (SideLayout("bf16"), SideLayout("bf16")),
 }
-"""How keys and values lie in memory; every kernel reads one of these."""
+"""Formats of keys and values; every kernel reads one of these."""
 
-OURS = "fp8k_int4v"
-"""The kernel that is judged, and its storage."""
+JUDGED_KERNEL = "fp8k_int4v"
+"""Name of the kernel that the targets are about, and of its storage."""
 
 LARGE_BYTES = 400_000_000
-"""Of keys and values: from here on targets hold. Below, launches and the join of splits count."""
+"""Bytes of keys and values from which the targets apply. Below, launches and the join of splits take a part of the time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Of a sequence."""
+        """Pages of a sequence."""
         return -(-self.tokens // PAGE_TOKENS)
 
     def layout(self, storage: str) -> CacheLayout:
@@ -58,29 +59,41 @@ class Case:
         return CacheLayout(self.kv_heads, self.head_dim, key, value)
 
     def kv_bytes(self, storage: str) -> int:
-        """Keys, values and scales that the step has to read."""
+        """Return the bytes of keys, values and scales that the step has to read."""
         return self.batch * self.tokens * self.layout(storage).token_bytes
 
     def moved_bytes(self, storage: str) -> int:
-        """The least that a kernel can move: those, queries, the new token's keys and values, outputs (all bfloat16), and the
-        table of pages. Partial sums of splits are the kernel's own affair."""
-        around = 2 * self.batch * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
-        return self.kv_bytes(storage) + around + 4 * self.batch * (self.pages + 1)
+        """Return the least bytes that a kernel can move.
+
+        These are the cache, the queries, the new token's keys and values and the outputs (all bfloat16), and the page table
+        with the lengths. Partial sums of splits do not count: a kernel may do without.
+        """
+        activations = 2 * self.batch * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
+        return self.kv_bytes(storage) + activations + 4 * self.batch * (self.pages + 1)
 
     def allocated_bytes(self, storage: str) -> int:
-        """Whole pages."""
+        """Return the bytes of the cache in whole pages."""
         return self.batch * self.pages * PAGE_TOKENS * self.layout(storage).token_bytes
 
     def describe(self) -> Row:
+        """Return the fields of a row that identify the case."""
         return {"batch": self.batch, "tokens": self.tokens, "group": self.group}
 
 
 def grid(batches: Sequence[int] = BATCHES, tokens: Sequence[int] = TOKENS, groups: Sequence[int] = GROUPS) -> Iterator[Case]:
+    """Return every combination of batch, tokens and group."""
     return (Case(b, t, g) for g, b, t in product(groups, batches, tokens))
 
 
 def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:
-    """What follows from the time of one kernel in one case."""
+    """Return the figures of a row.
+
+    Args:
+        case: The case.
+        storage: Storage that the kernel reads.
+        microseconds: Time of one step.
+        copy_bytes_per_s: Rate of a device-to-device copy, bytes read and written together.
+    """
     rate = case.moved_bytes(storage) / (microseconds * 1e-6)
     return {
         "microseconds": microseconds,
@@ -92,8 +105,10 @@ def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: fl
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Give every row of one case that was measured its speed relative to the fastest right kernel over fp8, and over bf16:
-    its own storage's included, so that the fastest one has 1."""
+    """Add to every correct row of one case its speed relative to the fastest correct kernel over fp8, and over bf16.
+
+    The fastest kernel of a storage is compared with itself and has 1.
+    """
     for storage in ("fp8", "bf16"):
         times = [row["microseconds"] for row in rows if row.get("correct") and row["storage"] == storage]
         for row in rows:
@@ -103,11 +118,13 @@ def add_ratios(rows: list[Row]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """What issue 4 asks of fp8k_int4v in every large case."""
+    """A figure that JUDGED_KERNEL must reach in every large case."""
 
     field: str
-    least: float
+    """Field of a row."""
+    minimum: float
     text: str
+    """Meaning of the field, after the minimum."""
 
 
 TARGETS = (
@@ -118,16 +135,19 @@ TARGETS = (
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Every target against the large cases that were measured; a wrong result misses it, no case at all leaves it open."""
-    large = [row for row in rows if row["kernel"] == OURS and "microseconds" in row and row["kv_bytes"] >= LARGE_BYTES]
+    """Return a verdict on every target over the measured large cases.
+
+    A case with a wrong output misses the target. Without any case the verdict is "not measured".
+    """
+    large = [row for row in rows if row["kernel"] == JUDGED_KERNEL and "microseconds" in row and row["kv_bytes"] >= LARGE_BYTES]
     verdicts = []
     for target in TARGETS:
         cases = [row for row in large if not row["correct"] or row.get(target.field) is not None]
         values = [row[target.field] for row in cases if row["correct"]]
-        met = sum(value >= target.least for value in values)
+        met = sum(value >= target.minimum for value in values)
         verdicts.append(
             {
-                "target": f"{OURS}: {target.least:g} {target.text}, from {LARGE_BYTES // 10**6} MB of cache on",
+                "target": f"{JUDGED_KERNEL}: {target.minimum:g} {target.text}, from {LARGE_BYTES // 10**6} MB of cache on",
                 "cases": len(cases),
                 "met": met,
                 "worst": min(values, default=None),
@@ -139,6 +159,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
+    """Return the results as a table."""
     out = Table(title="one decode step of one layer, H_kv 8, D 128; medians")
     for name in ("B", "T", "G", "kernel", "us", "KV MB", "GB/s", "of copy", "x fp8", "x bf16", "error", "chosen"):
         out.add_column(name, justify="left" if name in ("kernel", "chosen") else "right")

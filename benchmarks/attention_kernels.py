@@ -1,4 +1,4 @@
-"""The kernels that decode_attention.py measures, over random caches: ours, torch's SDPA, FlashInfer's where it is installed.
+"""Kernels that decode_attention.py measures over random caches: kvgate's, torch's SDPA, and FlashInfer's where installed.
 
 Shapes: B sequences of T tokens, N pages, P pages of a sequence, H KV heads in groups of G query heads, Hq = H * G, D head_dim.
 """
@@ -21,22 +21,29 @@ from plugins.kv_attention.kernels.variants import Variant, decode_variant
 from plugins.kv_attention.layout import PAGE_TOKENS
 
 FILL_PAGES = 512
-"""Pages that are made at once."""
+"""Pages that are filled with random numbers at once."""
 
 AMAX = 6.0
-"""What static scales cover of normally distributed numbers."""
+"""Largest magnitude that static scales cover; the numbers are normally distributed."""
 
 WORKSPACE_BYTES = 512 << 20
-"""FlashInfer's, for the partial sums of its splits."""
+"""FlashInfer's workspace, for the partial sums of its splits."""
 
 TUNED_WARPS = (1, 2, 4)
 TUNED_STAGES = (1, 3, 5)
 TUNED_RESIDENT = (4, 8, 16)
-"""Programs an SM that splits are chosen for."""
+"""Programs per SM that the number of splits is chosen for."""
 
 
 class Step:
-    """A random cache in pages in random order, and the inputs of one decode step, in bfloat16."""
+    """A random cache whose pages lie in random order, and the bfloat16 inputs of one decode step.
+
+    Args:
+        case: Sizes.
+        storage: Format of the cache, of STORAGES.
+        device: Device of all tensors.
+        seed: Seed of all random numbers.
+    """
 
     def __init__(self, case: Case, storage: str, device: torch.device, seed: int) -> None:
         self.case, self.storage, self.layout = case, storage, case.layout(storage)
@@ -68,7 +75,7 @@ class Step:
         return torch.randn(shape, generator=self.rng, device=self.lengths.device).bfloat16()
 
     def expected(self, b: int, with_new: bool) -> Tensor:
-        """What sequence b attends to, in float32: (Hq, D); with the new token, or the cached ones alone."""
+        """Return the attention of sequence b in float32, (Hq, D), with or without the new token."""
         keys, values = reference.dequantize(self.layout, self.cache, self.page_table[b].long(), self.case.tokens)
         if with_new:
             keys = torch.cat([keys, self.key_new[b, :, None].float()], 1)
@@ -80,12 +87,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a kernel; of several, the fastest counts."""
+    """One configuration of a kernel; of several, the fastest counts."""
 
     prepare: Callable[[], Callable[[], Tensor]]
-    """Makes what runs the kernel and gives (B, Hq, D). A peer's may fail here, and its other ways still count."""
+    """Returns a function that runs the kernel and returns (B, Hq, D). If it fails for a peer, the peer's other candidates
+    still count."""
     chosen: dict[str, Any]
-    """What tells it from the kernel's other ways."""
+    """Parameters in which it differs from the kernel's other candidates."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +103,19 @@ class Kernel:
     name: str
     storage: str
     candidates: Callable[[Step], Iterator[Candidate]]
-    """The first is the default one."""
+    """Yields the candidates for a step, the default one first."""
     tolerance: float
-    """Relative L2 of the outputs, which are bfloat16: 2^-9 each, 1.7e-3 together."""
+    """Largest relative L2 error of the outputs. Rounding to bfloat16 alone gives 1.7e-3, 2^-9 at most per number."""
     with_new: bool = False
-    """Whether it attends to the new token besides the cached ones: one in thousands."""
+    """Whether it attends to the new token besides the cached ones, which is one token more in thousands."""
     extra_copies: int = 0
-    """Of the storage, which it makes for itself."""
+    """Copies of the cache that it allocates for itself."""
     peer: bool = False
-    """Whether it is somebody else's: where that fails, it is left out with its reason. Ours must not fail."""
+    """Whether it is not one of kvgate's. A peer that fails is skipped with its reason; a kernel of kvgate must not fail."""
 
 
-def _ours(step: Step) -> Iterator[Candidate]:
-    """What is shipped: the operator, which chooses for itself."""
+def _shipped(step: Step) -> Iterator[Candidate]:
+    """The shipped operator, which chooses its variant and splits itself."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     variant = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
@@ -122,30 +130,30 @@ def _ours(step: Step) -> Iterator[Candidate]:
         **step.cache,
         scaling=step.scaling,
     )
-    yield Candidate(lambda: run, _described(variant, splits))
+    yield Candidate(lambda: run, _parameters(variant, splits))
 
 
 def _tuned(step: Step) -> Iterator[Candidate]:
-    """The same kernels with other warps, stages and splits: what choosing better would gain."""
+    """The same kernels with other warps, stages and splits, which shows what a better choice would gain."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     default = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
     splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages, default.resident)
-    yield _our(step, default, splits)
+    yield _launch_candidate(step, default, splits)
     if device.type == "cpu":
         return
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    tried = {
+    split_counts = {
         launch.choose_splits(case.batch, case.kv_heads, case.pages, sm_count=sm_count, resident=resident)
         for resident in TUNED_RESIDENT
     }
-    for warps, stages, other in product(TUNED_WARPS, TUNED_STAGES, sorted(tried | {splits})):
-        if (warps, stages, other) != (default.num_warps, default.num_stages, splits):
+    for warps, stages, count in product(TUNED_WARPS, TUNED_STAGES, sorted(split_counts | {splits})):
+        if (warps, stages, count) != (default.num_warps, default.num_stages, splits):
             constants = default.constants | {"STAGES": stages}
-            yield _our(step, replace(default, constants=constants, num_warps=warps, num_stages=stages), other)
+            yield _launch_candidate(step, replace(default, constants=constants, num_warps=warps, num_stages=stages), count)
 
 
-def _our(step: Step, variant: Variant, splits: int) -> Candidate:
+def _launch_candidate(step: Step, variant: Variant, splits: int) -> Candidate:
     def run() -> Tensor:
         return launch.decode_attention(
             step.layout,
@@ -160,16 +168,19 @@ def _our(step: Step, variant: Variant, splits: int) -> Candidate:
             variant=variant,
         )
 
-    return Candidate(lambda: run, _described(variant, splits))
+    return Candidate(lambda: run, _parameters(variant, splits))
 
 
-def _described(variant: Variant, splits: int) -> dict[str, int]:
+def _parameters(variant: Variant, splits: int) -> dict[str, int]:
     return {"splits": splits, "warps": variant.num_warps, "stages": variant.num_stages}
 
 
 def _sdpa(step: Step) -> Iterator[Candidate]:
-    """torch's own, over contiguous keys and values (B, H, T, D): as it is documented, and with the query heads of a group as
-    rows of one attention, which spares reading keys and values again for each of them."""
+    """torch's scaled_dot_product_attention over contiguous keys and values (B, H, T, D).
+
+    One candidate uses grouped heads, as documented. The other passes the query heads of a group as rows of one attention, so
+    that keys and values are not read again for each of them.
+    """
     case = step.case
 
     def contiguous(name: str) -> Tensor:
@@ -191,7 +202,7 @@ def _sdpa(step: Step) -> Iterator[Candidate]:
 
 
 def _flashinfer(step: Step) -> Iterator[Candidate]:
-    """FlashInfer's batch decode over our very pools: its HND layout with pages of 64."""
+    """FlashInfer's batch decode over the same pools, which are its HND layout with pages of 64."""
     import flashinfer
 
     case, device = step.case, step.query.device
@@ -224,24 +235,24 @@ def _flashinfer(step: Step) -> Iterator[Candidate]:
 
 
 KERNELS = (
-    *(Kernel(storage, storage, _ours, 4e-3, with_new=True) for storage in STORAGES),
+    *(Kernel(storage, storage, _shipped, 4e-3, with_new=True) for storage in STORAGES),
     *(Kernel(f"{storage} tuned", storage, _tuned, 4e-3, with_new=True) for storage in STORAGES),
     Kernel("flashinfer fp8", "fp8", _flashinfer, 3e-2, peer=True),
     Kernel("flashinfer bf16", "bf16", _flashinfer, 1e-2, peer=True),
     Kernel("sdpa bf16", "bf16", _sdpa, 1e-2, extra_copies=2, peer=True),
 )
-"""The first three are shipped, and what the targets are about; the next three are what tuning them would give."""
+"""The first three are the shipped kernels, the next three the same kernels tuned, the others peers."""
 
 
-def why_not(kernel: Kernel) -> str | None:
-    """What a kernel lacks here, None when it can run."""
+def unavailable_reason(kernel: Kernel) -> str | None:
+    """Return why a kernel cannot run on this machine, None when it can."""
     return "flashinfer is not installed" if "flashinfer" in kernel.name and find_spec("flashinfer") is None else None
 
 
 def relative_error(kernel: Kernel, step: Step, out: Tensor) -> float:
-    """Of out (B, Hq, D), the largest of the first and the last sequence, in L2."""
+    """Return the relative L2 error of out (B, Hq, D): the larger of those of the first and the last sequence."""
     errors = []
     for b in {0, step.case.batch - 1}:
-        wanted = step.expected(b, kernel.with_new)
-        errors.append(float((out[b].float() - wanted).norm() / wanted.norm()))
+        expected = step.expected(b, kernel.with_new)
+        errors.append(float((out[b].float() - expected).norm() / expected.norm()))
     return max(errors, key=lambda error: (math.isnan(error), error))

@@ -1,8 +1,9 @@
-"""How decode_attention.py times a kernel: the fastest of its candidates, over fresh random inputs, checked in the same run."""
+"""Timing of decode_attention.py: the fastest candidate of each kernel, over fresh random inputs, checked in the same run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import Case, Row
-from benchmarks.attention_kernels import Candidate, Kernel, Step, relative_error, why_not
+from benchmarks.attention_kernels import Candidate, Kernel, Step, relative_error, unavailable_reason
 
 COPY_BYTES = 4 << 30
 COPY_RUNS = 20
@@ -18,38 +19,39 @@ WARM_UP = 3
 TUNING_RUNS = 5
 MIN_RUNS, MAX_RUNS = 20, 200
 TIMED_MICROSECONDS = 200_000
-"""Of runs of one kernel in one case, as long as the bounds of their number allow."""
+"""Duration that the runs of one kernel in one case add up to, within MIN_RUNS and MAX_RUNS."""
 FLUSHED_L2 = 4
-"""How many times the L2 cache is read over before each run."""
+"""Bytes that are read before each run to flush the L2 cache, in sizes of that cache."""
 ROOM_BYTES = 4 << 30
-"""Left free: workspaces, partial sums, memory in pieces."""
+"""Memory that is left free for workspaces, partial sums and fragmentation."""
 
 Timer = Callable[[Callable[[], Tensor], int | None], tuple[float, Tensor]]
-"""Median microseconds of a kernel that gives floating-point numbers, and what its last timed run gave; None runs are chosen
-by what one takes."""
+"""Takes a function that runs a kernel, and the number of runs or None to choose it by the time of one. Returns the median
+microseconds and the floating-point output of the last timed run."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where it runs, and how fast that copies."""
+class MeasuredDevice:
+    """A device and its copy bandwidth."""
 
     device: torch.device
     copy_bytes_per_s: float
+    """Rate of a device-to-device copy, bytes read and written together."""
 
 
 class GpuTimer:
-    """Medians over replays of a CUDA graph, between events, with the L2 cache full of something else.
+    """Medians over replays of a CUDA graph, between events, after a flush of the L2 cache.
 
-    Flushing reads: what was written would have to be written back while the kernel runs. And while it goes on, the host
-    enqueues what follows, so that no launch is waited for between two events.
+    The flush reads memory, because written lines would have to be written back while the kernel runs. While the flush runs,
+    the host enqueues the rest, so that no launch is waited for between two events.
     """
 
     def __init__(self, device: torch.device) -> None:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self._other = torch.zeros(FLUSHED_L2 * l2_bytes // 4, dtype=torch.int32, device=device)
+        self._flushed = torch.zeros(FLUSHED_L2 * l2_bytes // 4, dtype=torch.int32, device=device)
 
     def __call__(self, run: Callable[[], Tensor], runs: int | None = None) -> tuple[float, Tensor]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
@@ -61,24 +63,34 @@ class GpuTimer:
         if runs is None:
             first = self._times(graph, TUNING_RUNS)
             runs = int(min(MAX_RUNS, max(MIN_RUNS, TIMED_MICROSECONDS / first)))
-        # What is there afterwards, the replays have written. The graph's memory goes with the graph: hence the copy.
+        # The output is filled with NaN so that the returned numbers are from the replays. It is copied because its memory is
+        # freed with the graph.
         out.fill_(torch.nan)
         microseconds = self._times(graph, runs)
         return microseconds, out.clone()
 
     def _times(self, graph: torch.cuda.CUDAGraph, runs: int) -> float:
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        events: list[list[Any]] = [[_event(), _event()] for _ in range(runs)]
         for start, end in events:
-            self._other.amax()
+            self._flushed.amax()
             start.record()
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-        return median(1e3 * start.elapsed_time(end) for start, end in events)
+        milliseconds: list[float] = [start.elapsed_time(end) for start, end in events]
+        return 1e3 * median(milliseconds)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def copy_rate(timer: Timer, device: torch.device) -> float:
-    """Bytes per second of a device-to-device copy, read and written ones together."""
+    """Return the bytes per second of a device-to-device copy, bytes read and written together.
+
+    Raises:
+        RuntimeError: The copy did not copy.
+    """
     source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     microseconds, copied = timer(lambda: target.copy_(source), COPY_RUNS)
@@ -87,28 +99,42 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
     return 2 * COPY_BYTES / (microseconds * 1e-6)
 
 
-def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, place: Place, seed: int) -> list[Row]:
-    """A row for every kernel: measured over fresh random inputs and checked, or why it was left out."""
+def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: MeasuredDevice, seed: int) -> list[Row]:
+    """Measure and check every kernel over fresh random inputs.
+
+    Args:
+        case: Sizes.
+        kernels: Kernels to run.
+        timer: Times a kernel.
+        target: Device to run on.
+        seed: Seed of the inputs.
+
+    Returns:
+        A row per kernel, with its figures or with the reason why it was skipped.
+
+    Raises:
+        Exception: A kernel of kvgate failed; failures of peers are recorded.
+    """
     rows: list[Row] = []
     for storage in attention_cases.STORAGES:
         step: Step | None = None
         for kernel in (kernel for kernel in kernels if kernel.storage == storage):
             row = {**case.describe(), "kernel": kernel.name, "storage": storage}
             copies = kernel.extra_copies + (step is None)
-            reason = why_not(kernel) or _does_not_fit(case, copies * case.allocated_bytes(storage), place.device)
+            reason = unavailable_reason(kernel) or _does_not_fit(case, copies * case.allocated_bytes(storage), target.device)
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue
-            step = step or Step(case, storage, place.device, seed)
-            rows.append(row | _measure(kernel, step, timer, place.copy_bytes_per_s))
+            step = step or Step(case, storage, target.device, seed)
+            rows.append(row | _measure(kernel, step, timer, target.copy_bytes_per_s))
     attention_cases.add_ratios(rows)
     return rows
 
 
 def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
-    """The fastest of the kernel's candidates, timed again with more runs, of which the last one's output is checked.
+    """Time the fastest of the kernel's candidates again with more runs, and check the output of the last one.
 
-    A peer that fails, when it is made or when it runs, has a reason instead; ours raise.
+    A peer that fails, when it is prepared or when it runs, gets a reason instead of figures. A kernel of kvgate raises.
     """
     tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
     failed: list[Row] = []
@@ -123,14 +149,14 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) 
             run = candidate.prepare()
             tried.append((timer(run, TUNING_RUNS)[0], run, candidate))
         except Exception as failure:
-            # Ours are tuned beyond what a GPU's shared memory and registers hold; what is shipped must run.
-            tuning = isinstance(failure, OutOfResources) and tried
-            if not kernel.peer and not tuning:
+            # Tuning tries variants beyond a GPU's shared memory and registers; the default candidate, which is first, must run.
+            beyond_gpu = isinstance(failure, OutOfResources) and tried
+            if not kernel.peer and not beyond_gpu:
                 raise
             failed.append({**chosen, "reason": _reason(failure)})
     if not tried:
         return {"skipped": f"failed: {failed[0]['reason']}", "failed": failed}
-    _, run, best = min(tried, key=lambda one: one[0])
+    _, run, best = min(tried, key=lambda timed: timed[0])
     try:
         microseconds, out = timer(run, None)
     except Exception as failure:
@@ -154,7 +180,7 @@ def _reason(error: Exception) -> str:
 
 
 def _does_not_fit(case: Case, needed: int, device: torch.device) -> str | None:
-    """Why `needed` bytes, what checking takes and some room besides are more than is left of the device's memory."""
+    """Reason why `needed` bytes, the memory of the check and ROOM_BYTES exceed the device's free memory, or None."""
     if device.type == "cpu":
         return None
     torch.cuda.empty_cache()

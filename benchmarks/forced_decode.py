@@ -2,12 +2,12 @@
 
     python -m benchmarks.forced_decode --json benchmarks/results/forced_decode.json
 
-Everybody gets the same sequences, a first token and `context` more, the same float32 weights and one thread, and gives the
-logits of the same positions: of each of the `context` tokens, fed as it is known, the cache quantized before it. Those that
-decode step by step feed one token of each sequence a step. Their steps are timed in cycles of 128, the period at which a
-QuantizedCache quantizes everything anew; of long sequences four evenly spaced cycles are run, each after an untimed prefill of
-what precedes it, which leaves everything quantized as a run from the start does at that length. The oracle's time is that of
-its whole passes, one sequence after the other. See README.md.
+Every contender gets the same sequences of a first token and `context` more, the same float32 weights and one thread, and
+returns the logits of all `context` positions, each computed from a quantized cache of the tokens before it. Contenders that
+decode step by step feed one token of each sequence per step. Their steps are timed in cycles of 128, the period at which a
+QuantizedCache requantizes its whole content. Of long sequences four evenly spaced cycles are run, each after an untimed
+prefill of the tokens before it, which leaves everything quantized, as a run from the start does at that length. The oracle's
+time is that of whole passes, one sequence after the other. README.md has the details.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import benchlib, peers
+from benchmarks.recording import log, results_record, write_json
 from benchmarks.slope import step_slope
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
@@ -32,27 +33,36 @@ CYCLE = peers.RESIDUAL
 """Steps from one requantization of a QuantizedCache to the next."""
 
 SAMPLED_CYCLES = 4
-"""Evenly spaced, the first and the last among them: their mean is that of all when a step's time is linear in the length."""
+"""Cycles that are timed: evenly spaced, the first and the last included. Their mean is the mean of all cycles when a step's
+time is linear in the length."""
 
 FIRST = 1
-"""Tokens that are not scored: a sequence has to begin with something."""
+"""Tokens at the start of a sequence that are not scored, since nothing precedes them."""
 
 FORWARD = "forward"
+"""Name of the plain forward pass among the results."""
 
 SLICE = 16
-"""Steps that a contender runs before the next one's turn: a disturbance of the machine meets all of them."""
+"""Steps of a contender's turn. Turns are short so that a disturbance of the machine affects all contenders."""
 
 Tokens = npt.NDArray[np.int64]
 
 
 class Contender(Protocol):
-    def start(self, prompts: Tokens) -> None: ...
-    def step(self, tokens: list[int]) -> Any: ...
-    def stop(self) -> None: ...
+    """Decodes a batch of sequences step by step: one token of each sequence per step."""
+
+    def start(self, prompts: Tokens) -> None:
+        """Prefill prompts (B, S)."""
+
+    def step(self, tokens: list[int]) -> Any:
+        """Decode one token of each sequence; returns logits (B, V)."""
+
+    def stop(self) -> None:
+        """Release the cache."""
 
 
 class EngineContender:
-    """An engine of ours, fed like a peer."""
+    """An ONNX engine as a contender."""
 
     def __init__(self, engine: OnnxEngine) -> None:
         self.engine = engine
@@ -69,13 +79,13 @@ class EngineContender:
 
 
 def sampled_cycles(context: int) -> list[int]:
-    """Numbers of the cycles that are run."""
+    """Return the numbers of the cycles that are timed."""
     last = context // CYCLE - 1
     return sorted({round(i * last / (SAMPLED_CYCLES - 1)) for i in range(SAMPLED_CYCLES)})
 
 
 def cycle_seconds(contenders: dict[str, Contender], tokens_BT: Tokens, start: int) -> dict[str, float]:
-    """Seconds that each contender needs for the 128 steps after the first `start` tokens."""
+    """Return the seconds that each contender needs for the 128 steps after the first `start` tokens."""
     for contender in contenders.values():
         contender.start(tokens_BT[:, :start])
     seconds = dict.fromkeys(contenders, 0.0)
@@ -92,6 +102,7 @@ def cycle_seconds(contenders: dict[str, Contender], tokens_BT: Tokens, start: in
 
 
 def oracle_seconds(oracle: OracleEngine, tokens_BT: Tokens) -> float:
+    """Return the seconds that the oracle needs to score all sequences."""
     clock = time.perf_counter()
     for row in tokens_BT.tolist():
         oracle.forced(row, FIRST)
@@ -100,7 +111,7 @@ def oracle_seconds(oracle: OracleEngine, tokens_BT: Tokens) -> float:
 
 @torch.inference_mode()
 def forward_seconds(model: Any, tokens_BT: Tokens) -> float:
-    """One plain forward pass over the whole batch without any cache: what no scoring with this model can outrun by much."""
+    """Return the seconds of one forward pass over the whole batch without a cache, near which scoring has its limit."""
     ids = torch.from_numpy(tokens_BT[:, :-1])
     clock = time.perf_counter()
     model(ids, use_cache=False)
@@ -110,7 +121,17 @@ def forward_seconds(model: Any, tokens_BT: Tokens) -> float:
 def measure(
     contenders: dict[str, Contender], passes: dict[str, Callable[[], float]], tokens_BT: Tokens, rounds: int
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Seconds, medians over rounds: all steps of the sequences, their last cycle, and what `passes` measure."""
+    """Time all contenders and passes over the same sequences.
+
+    Args:
+        contenders: Step-by-step contenders by name.
+        passes: Functions that run one-pass contenders and return their seconds, by name.
+        tokens_BT: Token ids (B, FIRST + context).
+        rounds: Repetitions of everything.
+
+    Returns:
+        Medians over rounds in seconds, by name: all steps of each contender, the last cycle of each contender, and the passes.
+    """
     context = tokens_BT.shape[1] - FIRST
     cycles = sampled_cycles(context)
     runs: dict[str, dict[int, list[float]]] = {name: {cycle: [] for cycle in cycles} for name in contenders}
@@ -136,7 +157,7 @@ def rows(
     tail: dict[str, float],
     passes: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """One result a policy. Ratios are against the fastest QuantizedCache of the same context and batch."""
+    """Return one result per policy. Ratios are against the fastest QuantizedCache of the same context and batch."""
     scored, last = batch * context, batch * CYCLE
     best = min(peers.QUANTIZED, key=lambda name: whole[name])
     best_tail = min(peers.QUANTIZED, key=lambda name: tail[name])
@@ -165,15 +186,20 @@ def rows(
     return out
 
 
-def main(arguments_given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark with command-line arguments."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.forced_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--contexts", type=_numbers, default=[512, 2048], help="scored tokens of a sequence, multiples of 128")
-    parser.add_argument("--batch", type=_numbers, default=[1, 8])
+    parser.add_argument("--batch", type=_numbers, default=[1, 8], help="sequences of a batch, one or more sizes")
     parser.add_argument("--policies", default=",".join(benchlib.POLICIES), help=f"of {', '.join(benchlib.POLICIES)}")
-    parser.add_argument("--rounds", type=int, default=1, help="medians are over so many repetitions of everything")
-    parser.add_argument("--slope-contexts", type=_numbers, default=[256, 512, 1024, 2048, 4096, 8192])
-    arguments = parser.parse_args(arguments_given)
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of everything; figures are medians over them")
+    parser.add_argument(
+        "--slope-contexts", type=_numbers, default=[256, 512, 1024, 2048, 4096, 8192], help="cache lengths of the slope"
+    )
+    arguments = parser.parse_args(argv)
     names = arguments.policies.split(",")
     if any(context < CYCLE or context % CYCLE for context in arguments.contexts):
         parser.error(f"--contexts must be multiples of {CYCLE}, got {arguments.contexts}")
@@ -198,15 +224,17 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         contenders |= {name: EngineContender(engine) for name, engine in engines.items()}
         for context in arguments.contexts:
             for batch in arguments.batch:
-                benchlib.say(f"context {context}, batch {batch}: {arguments.rounds} rounds")
+                log(f"context {context}, batch {batch}: {arguments.rounds} rounds")
                 part = tokens[:batch, : FIRST + context]
-                passes = {name: partial(oracle_seconds, oracle, part) for name, oracle in oracles.items()}
+                passes: dict[str, Callable[[], float]] = {
+                    name: partial(oracle_seconds, oracle, part) for name, oracle in oracles.items()
+                }
                 passes[FORWARD] = partial(forward_seconds, model, part)
                 results += rows(names, context, batch, *measure(contenders, passes, part, arguments.rounds))
                 for row in results[-len(names) :]:
-                    benchlib.say(_line(row))
+                    log(_line(row))
         slopes = {name: step_slope(engine, tokens[0], arguments.slope_contexts) for name, engine in engines.items()}
-    content = benchlib.record(
+    content = results_record(
         results,
         bytes_per_token={
             **{policy.name: policy.bytes_per_token(shape) for policy in policies},
@@ -221,8 +249,8 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             **{name: content["bytes_per_token"][name]["allocated"] for name in peers.CACHES},
         }
     for name, slope in slopes.items():
-        benchlib.say(f"{name}: {slope['us_per_1024_tokens']:.0f} us a step per 1,024 tokens, R^2 {slope['r_squared']:.4f}")
-    benchlib.write_json(arguments.json, content)
+        log(f"{name}: {slope['us_per_1024_tokens']:.0f} us a step per 1,024 tokens, R^2 {slope['r_squared']:.4f}")
+    write_json(arguments.json, content)
 
 
 def _numbers(text: str) -> list[int]:

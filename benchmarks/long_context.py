@@ -1,9 +1,9 @@
-"""32,768 tokens prefilled and then decoded from, on both engines, within 8 GiB.
+"""Prefill of 32,768 tokens and decode after it, on the ONNX engine and the oracle, within 8 GiB.
 
     python -m benchmarks.long_context --json benchmarks/results/long_context.json
 
-Every engine and policy runs in a process of its own; its peak resident memory is the kernel's figure for that process,
-libraries, weights and cache together. Exit code 3 when one of them was above the limit.
+Every engine and policy runs in a process of its own. Peak resident memory is the kernel's figure for that process: libraries,
+weights and cache together. Exit code 3 when one of them was above the limit.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import benchlib
-from benchmarks.recording import ROOT
+from benchmarks.recording import ROOT, log, results_record, write_json
 from pipeline.core.records import Engine
 from stages.engines.onnx.engine import load_engine
 from stages.engines.oracle.engine import OracleEngine
@@ -32,7 +32,7 @@ CALIBRATION_TOKENS = 512
 
 
 def run_one(engine_name: str, policy_name: str, tokens: int, steps: int) -> dict[str, Any]:
-    """Prefill `tokens` tokens and decode `steps` more in this process."""
+    """Prefill `tokens` tokens and decode `steps` more in this process. Returns times, cache sizes and peak memory."""
     torch.set_num_threads(1)
     ids = benchlib.story_tokens(1, tokens + steps)
     policy, model = benchlib.load_policy(policy_name), benchlib.load_model()
@@ -45,11 +45,11 @@ def run_one(engine_name: str, policy_name: str, tokens: int, steps: int) -> dict
         else:
             engine = OracleEngine.from_model(model, policy, scales)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        benchlib.say(f"{engine_name} {policy_name}: prefill of {tokens} tokens")
+        log(f"{engine_name} {policy_name}: prefill of {tokens} tokens")
         clock = time.perf_counter()
         handles, _ = engine.prefill([ids[0, :tokens].tolist()])
         prefilled = time.perf_counter()
-        benchlib.say(f"{engine_name} {policy_name}: {prefilled - clock:.1f} s; {steps} decode steps")
+        log(f"{engine_name} {policy_name}: {prefilled - clock:.1f} s; {steps} decode steps")
         for token in ids[0, tokens:].tolist():
             logits = engine.decode(handles, [token])
             assert logits.shape == (1, engine.vocab_size)
@@ -69,7 +69,8 @@ def run_one(engine_name: str, policy_name: str, tokens: int, steps: int) -> dict
     }
 
 
-def in_process_of_its_own(engine: str, policy: str, tokens: int, steps: int) -> dict[str, Any]:
+def run_in_subprocess(engine: str, policy: str, tokens: int, steps: int) -> dict[str, Any]:
+    """Run `run_one` in a new process and return its result."""
     command = [
         sys.executable,
         "-m",
@@ -82,34 +83,37 @@ def in_process_of_its_own(engine: str, policy: str, tokens: int, steps: int) -> 
         "--steps",
         str(steps),
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT)
-    result: dict[str, Any] = json.loads(done.stdout)
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT)
+    result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
-def main(arguments_given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark with command-line arguments. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.long_context", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--limit-gib", type=float, default=LIMIT_GIB)
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the prefill")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps after it")
+    parser.add_argument("--limit-gib", type=float, default=LIMIT_GIB, help="limit of the peak resident memory")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="names of conf/kv/")
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "POLICY"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args(arguments_given)
+    arguments = parser.parse_args(argv)
     if arguments.one:
         print(json.dumps(run_one(arguments.one[0], arguments.one[1], arguments.tokens, arguments.steps)))
         return 0
     results = []
     for engine in arguments.engines.split(","):
         for policy in arguments.policies.split(","):
-            result = in_process_of_its_own(engine, policy, arguments.tokens, arguments.steps)
+            result = run_in_subprocess(engine, policy, arguments.tokens, arguments.steps)
             results.append(result | {"within_limit": result["peak_rss_gib"] <= arguments.limit_gib})
-            benchlib.say(
+            log(
                 f"{engine} {policy}: prefill {result['prefill_s']:.1f} s, {arguments.steps} decode steps "
                 f"{result['decode_s']:.2f} s, peak {result['peak_rss_gib']:.2f} GiB of {arguments.limit_gib:g}"
             )
-    benchlib.write_json(arguments.json, benchlib.record(results, limit_gib=arguments.limit_gib))
+    write_json(arguments.json, results_record(results, limit_gib=arguments.limit_gib))
     return 0 if all(result["within_limit"] for result in results) else 3
 
 

@@ -1,4 +1,4 @@
-"""transformers' own caches on the same model: what the engine and the oracle are measured beside."""
+"""The peers of the engine and the oracle: transformers' own caches on the same model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +31,11 @@ CACHES: dict[str, Callable[[Any], Cache]] = {
     "hqq": _quantized("hqq"),
 }
 QUANTIZED = tuple(AXES)
+"""Names of the peers with a QuantizedCache."""
 
 
 class Peer:
-    """A transformers model decoding with one of its caches."""
+    """A transformers model that decodes with one of CACHES."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name
@@ -54,17 +55,30 @@ class Peer:
         return logits
 
     def stop(self) -> None:
+        """Drop the cache."""
         self.cache = None
 
 
 def cache_bytes(model: Any, name: str, tokens: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Bytes per token of a cache of one sequence `tokens` (1, S), all of it quantized (right after a prefill, which is when
-    a QuantizedCache is smallest): the codes, what dequantizes them as allocated, and the same with float16 parameters."""
+    """Return the bytes per token of one sequence's cache right after its prefill.
+
+    All of a QuantizedCache is quantized then, which is when it is smallest.
+
+    Args:
+        model: A transformers model.
+        name: A peer of CACHES.
+        tokens: (1, S) token ids.
+
+    Returns:
+        "codes": bytes of the codes; "allocated": with scales and shifts as they are stored; "float16_parameters": with scales
+        and shifts in float16.
+    """
     peer = Peer(model, name)
     peer.start(tokens)
     assert peer.cache is not None
     codes, parameters = 0, []
-    for layer in peer.cache.layers:
+    layers: list[Any] = peer.cache.layers
+    for layer in layers:
         if name == "dynamic":
             codes += layer.keys.nbytes + layer.values.nbytes
             continue

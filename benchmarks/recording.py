@@ -1,4 +1,4 @@
-"""The record that every benchmark writes: when, where, with what, from which commit. Standard library only."""
+"""Results files: date, machine, versions and commit around the results of a benchmark. Standard library only."""
 
 import json
 import os
@@ -16,26 +16,35 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "numpy", "optimum-quanto", "hqq")
+"""Distributions whose versions a results file records, unless a benchmark names others."""
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
+    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def record(results: list[dict[str, Any]], libraries: Sequence[str] = LIBRARIES, **more: Any) -> dict[str, Any]:
-    """What every results file holds, around the results."""
+def results_record(results: list[dict[str, Any]], libraries: Sequence[str] = LIBRARIES, **fields: Any) -> dict[str, Any]:
+    """Return the content of a results file.
+
+    Args:
+        results: One row per case.
+        libraries: Distributions whose versions are recorded.
+        fields: Further fields of the file.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
         "commit": _commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "results": results,
-        **more,
+        **fields,
     }
 
 
 def machine() -> dict[str, Any]:
+    """Return the CPU, its cores and the memory of this machine; benchmarks of engines run on one thread."""
     cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "threads": 1}
@@ -46,7 +55,7 @@ def _lines(path: str) -> list[str]:
 
 
 def version(name: str) -> str | None:
-    """Of an installed distribution, None without."""
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return installed_version(name)
     except PackageNotFoundError:
@@ -54,18 +63,19 @@ def version(name: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit that was measured, "+" when files differ from it, "" outside a checkout."""
-    done = subprocess.run(
+    """Commit of the checkout, with "+" when files differ from it; "" outside a checkout."""
+    process = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write `content` to a file, creating its folder; do nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
-        say(f"wrote {path}")
+        log(f"wrote {path}")

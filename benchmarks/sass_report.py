@@ -1,10 +1,10 @@
-"""What the decode kernels cost on paper: registers, spills, and cycles per (token, KV head) read from SASS. Without a GPU.
+"""Static cost of the decode kernels: registers, spills, and cycles per (token, KV head) read from SASS. Needs no GPU.
 
     python -m benchmarks.sass_report --json benchmarks/results/sass.json      # a minute or two
-    python -m benchmarks.sass_report --all --sm 90                            # every variant, hours: only what is wrong
+    python -m benchmarks.sass_report --all --sm 90                            # every variant, hours; prints defects only
 
 Cycles are those of the slowest pipe of an SM in the main loop (plugins/kv_attention/sass.py says what that leaves out). The
-budget is how many there are while the bytes of that token arrive: more than that, and the kernel is slower than its memory.
+budget is the number of cycles in which the bytes of that token arrive; a kernel above its budget is slower than its memory.
 Exit code 3 when a kernel spills, needs more shared memory than a plain launch has, or loads its cache in less than 16 bytes.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.recording import record, say, write_json
+from benchmarks.recording import log, results_record, write_json
 from plugins.kv_attention.aot import SHARED_LIMIT, compile_decode
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, LIMITS, CacheLayout, SideLayout
@@ -29,7 +29,7 @@ GROUPS = (1, 4, 8, 16)
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 
 SM_BYTES_PER_S = 0.85 * 4.3e12 / 132
-"""Of one of an H200's 132 SMs: 85 % of the 4.3 TB/s that a copy reaches."""
+"""Bandwidth of one of an H200's 132 SMs: 85 % of the 4.3 TB/s that a copy reaches."""
 SM_HZ = 1.76e9
 
 FP8 = SideLayout("fp8_e4m3", "per_tensor")
@@ -46,56 +46,59 @@ POLICIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the report with command-line arguments. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.sass_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--sm", type=int, default=90, help="compute capability: 80, 89, 90 (default) or 100")
     parser.add_argument("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}")
-    parser.add_argument("--all", action="store_true", help="every variant, and print only what is wrong")
-    parser.add_argument("--every", type=int, default=1, help="with --all, one of so many: a sample")
-    parser.add_argument("--first", type=int, default=0, help="with --every, the first one's number: shares of the whole")
+    parser.add_argument("--all", action="store_true", help="compile every variant and print only defects")
+    parser.add_argument("--every", type=int, default=1, help="with --all, compile every N-th variant")
+    parser.add_argument("--first", type=int, default=0, help="with --every, number of the first variant, to share the work")
     options = parser.parse_args(argv)
     if options.all:
         return check(itertools.islice(all_cases(), options.first, None, options.every), options.sm)
     kernels = []
     for policy, layout, group in policy_cases(options.policies.split(",")):
         kernels.append(row := kernel_row(policy, layout, group, "bfloat16", options.sm))
-        say(f"{policy} D={row['head_dim']} G={group}: {row['cycles_per_token_head']:.2f} cycles")
+        log(f"{policy} D={row['head_dim']} G={group}: {row['cycles_per_token_head']:.2f} cycles")
     Console(width=128).print(table(kernels))
-    content = record([], libraries=("triton", "torch"), target=f"sm_{options.sm}", kernels=kernels)
+    content = results_record([], libraries=("triton", "torch"), target=f"sm_{options.sm}", kernels=kernels)
     del content["results"]
     write_json(options.json, content)
-    return 3 if sum([complain(row) for row in kernels]) else 0
+    return 3 if sum([report_defects(row) for row in kernels]) else 0
 
 
 def check(cases: Iterable[tuple[str, CacheLayout, int, str]], sm: int) -> int:
-    """Compile variants, and say which are wrong."""
+    """Compile variants and report those with defects. Returns the exit code."""
     count = failures = 0
     for policy, layout, group, query_dtype in cases:
-        failures += complain(kernel_row(policy, layout, group, query_dtype, sm))
+        failures += report_defects(kernel_row(policy, layout, group, query_dtype, sm))
         count += 1
         if count % 100 == 0:
-            say(f"sm_{sm}: {count} variants so far, {failures} wrong")
-    say(f"sm_{sm}: {count} variants, {failures} spill, are too large or load too little at once")
+            log(f"sm_{sm}: {count} variants so far, {failures} wrong")
+    log(f"sm_{sm}: {count} variants, {failures} spill, are too large or load too little at once")
     return 3 if failures else 0
 
 
-def complain(row: dict[str, Any]) -> bool:
-    """Whether a kernel is not as it should be, said aloud; and whether its figure is less than its cost."""
+def report_defects(row: dict[str, Any]) -> bool:
+    """Log a kernel's defects, and instructions that its cycles leave out. Returns whether it has defects."""
     name = f"{row['policy']} D={row['head_dim']} G={row['group']} {row['query_dtype']} exact={row['exact_tokens']}"
     if row["uncounted"]:
-        say(f"{name}: {row['uncounted']} matrix instructions are not counted in its cycles")
-    wrong = {
+        log(f"{name}: {row['uncounted']} matrix instructions are not counted in its cycles")
+    defects = {
         f"spills {row['spills']} bytes": row["spills"] > 0,
         f"needs {row['shared_bytes']} bytes of shared memory": row["shared_bytes"] > SHARED_LIMIT,
         f"loads less than 16 bytes at once: {row['loads']}": row["loads_narrow_stream"],
     }
-    for what in (what for what, so in wrong.items() if so):
-        say(f"{name} {what}")
-    return any(wrong.values())
+    for defect in (defect for defect, present in defects.items() if present):
+        log(f"{name} {defect}")
+    return any(defects.values())
 
 
 def policy_cases(names: Sequence[str]) -> Iterator[tuple[str, CacheLayout, int]]:
-    """Every group at head_dim 128, and a group of 8 at the others."""
+    """Yield the cases of the given policies: every group at head_dim 128, and a group of 8 at the others."""
     for name in names:
         if name not in POLICIES:
             raise SystemExit(f"--policies must be of {', '.join(POLICIES)}, got {name}")
@@ -105,9 +108,8 @@ def policy_cases(names: Sequence[str]) -> Iterator[tuple[str, CacheLayout, int]]
 
 
 def all_cases() -> Iterator[tuple[str, CacheLayout, int, str]]:
-    """Every pair of formats, head_dim, type of queries, and width of the matrix instruction's N, without and with exact tokens.
-
-    Scales of a tensor are like those of a head.
+    """Yield every pair of formats, head_dim, type of queries and width of the matrix instruction's N, with and without exact
+    tokens. Scales per tensor are left out, since they compile as scales per head do.
     """
     sides = {dtype: [SideLayout(dtype)] for dtype in ("bf16", "fp16")}
     sides |= {dtype: [SideLayout(dtype, "per_head"), SideLayout(dtype, "per_token")] for dtype in LIMITS if dtype != "int4"}
@@ -127,10 +129,12 @@ def all_cases() -> Iterator[tuple[str, CacheLayout, int, str]]:
 
 
 def describe(side: SideLayout) -> str:
+    """Return the name of a side's format: fp8_e4m3-per_tensor."""
     return "-".join(str(part) for part in (side.dtype, side.granularity, side.group_size) if part not in (None, "none"))
 
 
 def kernel_row(policy: str, layout: CacheLayout, group: int, query_dtype: str, sm: int) -> dict[str, Any]:
+    """Compile a variant of decode_partial and return its figures."""
     scaling = layout.head_dim**-0.5
     kernel = compile_decode(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
     variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
@@ -166,6 +170,7 @@ def _bits(side: SideLayout) -> int:
 
 
 def table(kernels: list[dict[str, Any]]) -> Table:
+    """Return the report as a table."""
     out = Table(title="decode_partial: cycles of an SM per (token, KV head), from SASS")
     for name in ("policy", "D", "G", "registers", "spills", "shared", "16-byte loads", "issue", "alu", "tensor", "shared pipe"):
         out.add_column(name, justify="left" if name == "policy" else "right")

@@ -1,4 +1,4 @@
-"""What a decode step costs as the context grows."""
+"""Time of a decode step over the length of the context."""
 
 import statistics
 import time
@@ -11,12 +11,18 @@ import numpy.typing as npt
 from stages.engines.onnx.engine import OnnxEngine
 
 STEPS = 40
+"""Timed steps at each length."""
 
 
 def step_slope(engine: OnnxEngine, tokens: npt.NDArray[np.int64], contexts: Sequence[int]) -> dict[str, Any]:
-    """Least squares of the median time of a decode step of one sequence over the length of its cache.
+    """Fit the median time of a decode step of one sequence to the length of its cache, by least squares.
 
-    One step of each length in turn, STEPS times. `tokens` (n,) is what the caches hold.
+    The lengths take turns of one step, STEPS times.
+
+    Args:
+        engine: The engine to time.
+        tokens: (n,) token ids that fill the caches; n at least the largest context.
+        contexts: Lengths of the caches in tokens.
     """
     handles = [engine.prefill([tokens[: context - STEPS].tolist()])[0] for context in contexts]
     seconds: list[list[float]] = [[] for _ in contexts]

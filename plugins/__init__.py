@@ -1,1 +1,1 @@
-"""GPU plugins: attention over the quantized cache. Imports nothing of ours; empty until the kernels come."""
+"""GPU plugins: decode attention over a quantized, paged KV cache. Imports nothing else of kvgate."""

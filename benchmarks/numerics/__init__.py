@@ -1,1 +1,1 @@
-"""What the literature says of quantized KV caches, measured on the tiny model: `python -m benchmarks.numerics`."""
+"""Claims of the literature on quantized KV caches, measured on the tiny model: `python -m benchmarks.numerics`."""

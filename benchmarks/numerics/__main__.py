@@ -1,6 +1,6 @@
-"""`python -m benchmarks.numerics [--out FILE] [--json FILE] [--check]`: measure, judge, write.
+"""`python -m benchmarks.numerics [--out FILE] [--json FILE] [--check]`: measure all claims and write the report.
 
-With --check nothing is written: a fresh run's verdicts are compared with those of --json, exit 3 when one differs.
+With --check nothing is written: the verdicts of a fresh run are compared with those of --json. Exit code 3 when one differs.
 """
 
 import argparse
@@ -21,10 +21,12 @@ from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.artifacts.hardware import hardware
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
-from pipeline.run.console import err, out, progress
+from pipeline.run.console import err, out
+from pipeline.run.console import progress as progress_bar
 from stages.tiny.scores import CHECKPOINT
 
 DOCS = Path("docs")
+"""Folder of the committed report, from the repository's root."""
 
 SECTIONS: tuple[Callable[[Lab], Section], ...] = (
     formats.ordering,
@@ -43,11 +45,11 @@ SECTIONS: tuple[Callable[[Lab], Section], ...] = (
 )
 
 
-def measure(report: Progress) -> Report:
-    """The whole report, on one thread so that every run adds in the same order."""
+def measure(progress: Progress) -> Report:
+    """Measure every section, on one thread so that every run adds numbers in the same order."""
     torch.set_num_threads(1)
     begin = time.process_time()
-    lab = Lab(report)
+    lab = Lab(progress)
     sections = tuple(section(lab) for section in SECTIONS)
     counts = ", ".join(f"{count} {name}" for name, count in COUNTS.items())
     machine = hardware()
@@ -65,6 +67,7 @@ def measure(report: Progress) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the report with command-line arguments. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.numerics", description=__doc__)
     parser.add_argument("--out", type=Path, default=DOCS / "numerics.md", help="the report as Markdown")
     parser.add_argument("--json", type=Path, default=DOCS / "numerics.json", help="the report as data")
@@ -72,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.check and not options.json.is_file():
         raise UserError(f"--json={options.json}: no such file to check against; run without --check first")
-    with progress("numerics") as report:
-        found = measure(report)
+    with progress_bar("numerics") as progress:
+        report = measure(progress)
     if options.check:
-        lines = changed_verdicts(Report.model_validate_json(options.json.read_text(encoding="utf-8")), found)
-        out.print("\n".join(lines) or f"all {len(found.claims)} verdicts are those of {options.json}")
+        lines = changed_verdicts(Report.model_validate_json(options.json.read_text(encoding="utf-8")), report)
+        out.print("\n".join(lines) or f"all {len(report.claims)} verdicts are those of {options.json}")
         return 3 if lines else 0
-    for path, text in ((options.json, found.model_dump_json(indent=1) + "\n"), (options.out, markdown(found))):
+    for path, text in ((options.json, report.model_dump_json(indent=1) + "\n"), (options.out, markdown(report))):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    out.print(f"{options.out}: {len(found.claims)} claims, {found.header.seconds} s of processor time")
+    out.print(f"{options.out}: {len(report.claims)} claims, {report.header.seconds} s of processor time")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Sections about the context: its length, its first tokens, its latest tokens."""
+"""Sections on the context: its length, its first tokens, its latest tokens."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,58 +20,66 @@ from stages.tiny.batches import MIX
 Positions = npt.NDArray[np.int64]
 
 EDGES = (LONG_FIRST, 128, 256, 512, 768, LONG_TOKENS)
+"""Edges of the bins of context length, in tokens."""
+
 SLOPE_FROM = 128
-"""The first tokens of a document are surprising to any model; the slope leaves them out."""
+"""Tokens of context from which slopes are fitted. The first tokens of a document are surprising to any model."""
 
 TRAINED = MIX["prose"].length
-"""Tokens of the rows of prose that the model was trained on."""
+"""Tokens of the prose rows that the model was trained on."""
 
 
 def bin_of(position: Positions, low: int, high: int) -> Positions:
-    """Indexes of the positions in [low, high)."""
+    """Return the indexes of the positions in [low, high)."""
     return np.flatnonzero((position >= low) & (position < high))
 
 
-def kl_slope(found: Measurement, until: int = LONG_TOKENS) -> Interval:
-    """KL a token gains per 1,000 tokens of context, nats: within documents, from SLOPE_FROM to `until` tokens."""
+def kl_slope(measurement: Measurement, until: int = LONG_TOKENS) -> Interval:
+    """Return the KL in nats that a token gains per 1,000 tokens of context, within documents.
+
+    Args:
+        measurement: A policy on long documents.
+        until: Last token of the fit, which begins at SLOPE_FROM.
+    """
     x, y, documents = [], [], []
-    for text, step in zip(found.texts, found.steps, strict=True):
+    for text, step in zip(measurement.texts, measurement.steps, strict=True):
         position = np.arange(len(step.kl)) + text.first
         for low, high in pairwise(range(SLOPE_FROM, until + 1, 64)):
-            chosen = bin_of(position, low, high)
+            indexes = bin_of(position, low, high)
             x.append((low + high) / 2000)
-            y.append(step.kl[chosen].mean())
+            y.append(step.kl[indexes].mean())
             documents.append(text.document)
     value, drawn = pooled_slope(np.array(x), np.array(y), np.ones(len(x)), documents, documents)
     return Interval.of(value, drawn)
 
 
-def perplexities(found: Measurement) -> list[str]:
-    """Perplexity with a float16 cache in every bin of EDGES."""
+def perplexities(measurement: Measurement) -> list[str]:
+    """Return the perplexity with a float16 cache in every bin of EDGES, formatted."""
     out = []
     for low, high in pairwise(EDGES):
-        pairs = zip(found.texts, found.steps, strict=True)
+        pairs = zip(measurement.texts, measurement.steps, strict=True)
         nll = [step.baseline_nll[bin_of(np.arange(len(step.kl)) + text.first, low, high)] for text, step in pairs]
         out.append(f"{np.exp(np.concatenate(nll).mean()):.3f}")
     return out
 
 
-def by_length(found: Measurement) -> list[str]:
-    """Mean KL and the change of perplexity in every bin of EDGES."""
+def by_length(measurement: Measurement) -> list[str]:
+    """Return the mean KL and the change of perplexity in every bin of EDGES, formatted."""
     out = []
     for low, high in pairwise(EDGES):
         kl, before, after = [], [], []
-        for text, step in zip(found.texts, found.steps, strict=True):
-            chosen = bin_of(np.arange(len(step.kl)) + text.first, low, high)
-            kl.append(step.kl[chosen])
-            before.append(step.baseline_nll[chosen])
-            after.append(step.candidate_nll[chosen])
+        for text, step in zip(measurement.texts, measurement.steps, strict=True):
+            indexes = bin_of(np.arange(len(step.kl)) + text.first, low, high)
+            kl.append(step.kl[indexes])
+            before.append(step.baseline_nll[indexes])
+            after.append(step.candidate_nll[indexes])
         change = np.exp(np.concatenate(after).mean()) - np.exp(np.concatenate(before).mean())
         out.append(f"{np.concatenate(kl).mean():.1e} ({change:+.3f})")
     return out
 
 
 def length(lab: Lab) -> Section:
+    """Measure whether the error grows with the length of the context."""
     policies = {
         "int8 per token": policy(dynamic("int8")),
         "fp8 per tensor": policy(static("fp8_e4m3")),
@@ -79,8 +87,8 @@ def length(lab: Lab) -> Section:
         "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
         "int4 per token": policy(dynamic("int4")),
     }
-    found = {name: lab.long.measure(chosen) for name, chosen in policies.items()}
-    slopes = {name: kl_slope(measured) for name, measured in found.items()}
+    measurements = {name: lab.long.measure(kv_policy) for name, kv_policy in policies.items()}
+    slopes = {name: kl_slope(measurement) for name, measurement in measurements.items()}
     claims = [
         claim(
             f"length: {name}",
@@ -91,7 +99,7 @@ def length(lab: Lab) -> Section:
         )
         for name in policies
     ]
-    inside = kl_slope(found["int4 per token"], until=TRAINED)
+    inside = kl_slope(measurements["int4 per token"], until=TRAINED)
     answers = answer_slope(lab.shipped(policies["int4 per token"]), "retrieval")
     claims += [
         claim(
@@ -112,8 +120,8 @@ def length(lab: Lab) -> Section:
             why="Whether an answer is lost differs too much between prompts of one length.",
         ),
     ]
-    rows = [("FP16 cache: perplexity", *perplexities(found["int4 per token"]), "")]
-    rows += [(name, *by_length(found[name]), scientific(slopes[name])) for name in policies]
+    rows = [("FP16 cache: perplexity", *perplexities(measurements["int4 per token"]), "")]
+    rows += [(name, *by_length(measurements[name]), scientific(slopes[name])) for name in policies]
     return Section(
         title="Error and length",
         intro=f"{lab.long_count} documents of {LONG_TOKENS:,} tokens of stories, every token from {LONG_FIRST} on decoded: "
@@ -125,9 +133,9 @@ def length(lab: Lab) -> Section:
     )
 
 
-def answer_slope(found: Measurement, workload: str) -> Interval:
-    """KL an answer's tokens gain per 1,000 tokens of the prompt, from prompt to prompt."""
-    pairs = [(t, step) for t, step in zip(found.texts, found.steps, strict=True) if t.workload == workload]
+def answer_slope(measurement: Measurement, workload: str) -> Interval:
+    """Return the KL in nats that an answer's tokens gain per 1,000 tokens of the prompt, over a workload's prompts."""
+    pairs = [(t, step) for t, step in zip(measurement.texts, measurement.steps, strict=True) if t.workload == workload]
     value, drawn = pooled_slope(
         np.array([text.first / 1000 for text, _ in pairs]),
         np.array([step.kl.mean() for _, step in pairs]),
@@ -139,28 +147,36 @@ def answer_slope(found: Measurement, workload: str) -> Interval:
 
 
 def first_tokens_share(bench: Bench, tokens: Sequence[int], first: int = 4) -> float:
-    """Attention on the first tokens over what they would get if it were spread evenly: mean over layers, heads, late rows."""
+    """Return the attention on the first tokens relative to their share of evenly spread attention.
+
+    The mean is over layers, heads, and the queries of the later half.
+
+    Args:
+        bench: The model.
+        tokens: Token ids of one document.
+        first: How many tokens count as first.
+    """
     config, ids = bench.model.config, torch.tensor([list(tokens)])
-    own = config._attn_implementation
+    implementation = config._attn_implementation
     config._attn_implementation = "eager"
     try:
         with torch.no_grad():
             attentions = bench.model(ids, output_attentions=True).attentions
     finally:
-        config._attn_implementation = own
+        config._attn_implementation = implementation
     half = len(tokens) // 2
     evenly = (first / torch.arange(half + 1, len(tokens) + 1)).mean().item()
     return float(np.mean([layer[0, :, half:, :first].sum(-1).mean().item() for layer in attentions])) / evenly
 
 
 def evicted(bench: Bench, sinks: int, window: int) -> list[StepStatistics]:
-    """Every document with only its first `sinks` and latest `window - sinks` tokens visible, at their own positions."""
+    """Score every document with only its first `sinks` and latest `window - sinks` tokens visible, at their own positions."""
     steps = []
     for text, baseline in zip(bench.texts, bench.baseline, strict=True):
         row = torch.arange(len(text.tokens))
         age = row[:, None] - row
-        seen = (age >= 0) & ((row < sinks) | (age < window - sinks))
-        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        visible = (age >= 0) & ((row < sinks) | (age < window - sinks))
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
         with torch.no_grad():
             logits = bench.model(torch.tensor([list(text.tokens)]), attention_mask=mask).logits[0, text.first :]
         steps.append(compare(baseline, log_softmax(logits.numpy()), list(text.targets)))
@@ -168,16 +184,17 @@ def evicted(bench: Bench, sinks: int, window: int) -> list[StepStatistics]:
 
 
 def sinks(lab: Lab) -> Section:
+    """Measure what exact first tokens gain, in a quantized cache and in a sliding window."""
     int4 = dynamic("int4")
     counts = (0, 1, 4, 16)
-    found = {count: lab.shipped(policy(int4, sinks=count)) for count in counts}
+    measurements = {count: lab.shipped(policy(int4, sinks=count)) for count in counts}
     window = 128
     rows: list[tuple[str, ...]] = []
     late: dict[int, float] = {}
     for count in counts:
         steps = evicted(lab.long, count, window)
         late[count] = float(np.concatenate([step.kl[LONG_TOKENS // 2 :] for step in steps]).mean())
-        rows.append((str(count), *cells(found[count]), f"{late[count]:.3f}"))
+        rows.append((str(count), *cells(measurements[count]), f"{late[count]:.3f}"))
     share = first_tokens_share(lab.long, lab.long.texts[0].tokens)
     why = (
         f"This model does not park attention on its first tokens: the first 4 get {share:.2f} times what an even spread would "
@@ -185,7 +202,7 @@ def sinks(lab: Lab) -> Section:
     )
     claims = (
         better("sinks: 4 exact", "int4: 4 exact sinks are better than none", "0 is catastrophic, 4 nearly all of the gain",
-               (found[4], found[0]), why),
+               (measurements[4], measurements[0]), why),
         claim("sinks: eviction", f"a sliding window of {window} without sinks is catastrophic, with 4 it is not",
               "0 is catastrophic, 4 nearly all of the gain", ours=f"KL {late[0]:.3f} without, {late[4]:.3f} with 4",
               verdict="HOLDS" if late[0] > 2 * late[4] else "DOES NOT HOLD", why=why),
@@ -201,17 +218,23 @@ def sinks(lab: Lab) -> Section:
 
 
 def recent_window(lab: Lab) -> Section:
+    """Measure what exact latest tokens gain."""
     int4 = dynamic("int4")
     counts = (0, 16, 64, 256)
-    found = {count: lab.shipped(policy(int4, recent=count)) for count in counts}
+    measurements = {count: lab.shipped(policy(int4, recent=count)) for count in counts}
     claims: tuple[Claim, ...] = tuple(
-        better(f"recent: {b} before {a}", f"int4: {b} recent tokens exact are better than {a}", NO_FIGURE, (found[b], found[a]))
+        better(
+            f"recent: {b} before {a}",
+            f"int4: {b} recent tokens exact are better than {a}",
+            NO_FIGURE,
+            (measurements[b], measurements[a]),
+        )
         for a, b in pairwise(counts)
     )
     rows = []
     for count in counts:
-        more = found[count].policy.exact_bytes(found[count].shape, sequences=1)
-        rows.append((str(count), *cells(found[count]), f"{more:,}"))
+        exact_bytes = measurements[count].policy.exact_bytes(measurements[count].shape, sequences=1)
+        rows.append((str(count), *cells(measurements[count]), f"{exact_bytes:,}"))
     return Section(
         title="What a recent window buys",
         intro="INT4 per token with the latest tokens kept in float16 as well.",

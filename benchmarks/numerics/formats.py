@@ -1,4 +1,4 @@
-"""Sections about formats: their order, what shares a scale, group sizes, symmetry, rotation, calibration."""
+"""Sections on formats: their order, scales per token and per tensor, group sizes, symmetry, rotation, calibration."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -11,15 +11,17 @@ from benchmarks.numerics.report import Claim, Section
 from pipeline.core.kv import KVPolicy
 
 BOTH_MODELS = ("format", *COLUMNS, "mean KL, natural")
+"""Columns of a table over the shipped and the natural model."""
 
 NO_FIGURE = "no figure"
+"""`published` of a claim for which the literature gives no figure."""
 
 
 def both_models(lab: Lab, policies: Mapping[str, KVPolicy]) -> tuple[dict[str, Measurement], tuple[tuple[str, ...], ...]]:
-    """Measurements on the shipped model, and rows of BOTH_MODELS."""
-    found = {name: lab.shipped(chosen) for name, chosen in policies.items()}
-    rows = [(name, *cells(found[name]), scientific(lab.natural(policies[name]).mean_kl)) for name in policies]
-    return found, tuple(rows)
+    """Return the policies' measurements on the shipped model, and their rows of BOTH_MODELS."""
+    measurements = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
+    rows = [(name, *cells(measurements[name]), scientific(lab.natural(policies[name]).mean_kl)) for name in policies]
+    return measurements, tuple(rows)
 
 
 PUBLISHED_PPL = {
@@ -30,7 +32,7 @@ PUBLISHED_PPL = {
     "int4 per token": "+0.16",
     "int4 per tensor": "+0.89",
 }
-"""Llama-70B, WikiText-2, PPL 3.32 (seeds: formats and scales)."""
+"""Published change of perplexity: Llama-70B on WikiText-2, PPL 3.32 with an FP16 cache."""
 
 ORDER_NOTES = {
     "fp8 per token": "E4M3 errs by up to 1/16 of every number, INT8 per token by up to 1/254 of the token's largest: E4M3 is "
@@ -39,6 +41,7 @@ ORDER_NOTES = {
 
 
 def ordering(lab: Lab) -> Section:
+    """Measure the formats in their published order."""
     policies = {
         "fp8 per token": policy(dynamic("fp8_e4m3")),
         "int8 per token": policy(dynamic("int8")),
@@ -47,13 +50,13 @@ def ordering(lab: Lab) -> Section:
         "int4 per token": policy(dynamic("int4")),
         "int4 per tensor": policy(static("int4")),
     }
-    found, rows = both_models(lab, policies)
+    measurements, rows = both_models(lab, policies)
     claims = tuple(
         better(
             f"order: {a} before {b}",
             f"{a} is better than {b}",
             f"PPL {PUBLISHED_PPL[a]} against {PUBLISHED_PPL[b]}",
-            (found[a], found[b]),
+            (measurements[a], measurements[b]),
             ORDER_NOTES.get(a, ""),
         )
         for a, b in pairwise(policies)
@@ -68,11 +71,12 @@ def ordering(lab: Lab) -> Section:
 
 
 def token_scales(lab: Lab) -> Section:
+    """Measure dynamic scales per token against calibrated ones per tensor."""
     names = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
     policies = {f"{name} per token": policy(dynamic(dtype)) for name, dtype in names.items()}
     policies |= {f"{name} per tensor": policy(static(dtype)) for name, dtype in names.items()}
     ordered = {name: policies[name] for name in sorted(policies)}
-    found, rows = both_models(lab, ordered)
+    measurements, rows = both_models(lab, ordered)
     published = {"fp8": NO_FIGURE, "int8": "PPL +0.02 against +0.09", "int4": "PPL +0.16 against +0.89"}
     why = {"fp8": "A floating-point code is as precise for small numbers as for large ones, so that it hardly matters what its "
            "scale is, as long as nothing saturates."}  # fmt: skip
@@ -81,7 +85,7 @@ def token_scales(lab: Lab) -> Section:
             f"per token: {name}",
             f"{name}: a scale per token is better than one per tensor",
             published[name],
-            (found[f"{name} per token"], found[f"{name} per tensor"]),
+            (measurements[f"{name} per token"], measurements[f"{name} per tensor"]),
             why.get(name, ""),
         )
         for name in names
@@ -91,10 +95,11 @@ def token_scales(lab: Lab) -> Section:
 
 
 def group_sizes(lab: Lab) -> Section:
+    """Measure INT4 in groups of 16, 32 and 64 channels."""
     policies = {f"int4 g{size}": policy(dynamic("int4", size)) for size in (16, 32, 64)}
-    found, rows = both_models(lab, policies)
+    measurements, rows = both_models(lab, policies)
     claims = tuple(
-        better(f"groups: {a} before {b}", f"{a} is better than {b}", published, (found[a], found[b]))
+        better(f"groups: {a} before {b}", f"{a} is better than {b}", published, (measurements[a], measurements[b]))
         for (a, b), published in zip(pairwise(policies), (NO_FIGURE, "PPL +0.10 against +0.16 (g32, per token)"), strict=True)
     )
     return Section(
@@ -107,6 +112,7 @@ def group_sizes(lab: Lab) -> Section:
 
 
 def symmetry(lab: Lab) -> Section:
+    """Measure what a zero point gains."""
     policies = {
         "int4 per token": policy(dynamic("int4")),
         "int4 per token, asymmetric": policy(dynamic("int4", symmetric=False)),
@@ -117,13 +123,13 @@ def symmetry(lab: Lab) -> Section:
         "int8 per token": policy(dynamic("int8")),
         "int8 per token, asymmetric": policy(dynamic("int8", symmetric=False)),
     }
-    found, rows = both_models(lab, policies)
+    measurements, rows = both_models(lab, policies)
     claims = [
         better(
             f"asymmetric: {name}",
             f"{name}: a zero point helps",
             NO_FIGURE,
-            (found[f"{name}, asymmetric"], found[name]),
+            (measurements[f"{name}, asymmetric"], measurements[name]),
             "" if name != "int8 per token" else "A few tokens of one text carry most of the mean; the typical text gains.",
         )
         for name in ("int4 per token", "int4 g32", "int4 per tensor", "int8 per token")
@@ -133,7 +139,7 @@ def symmetry(lab: Lab) -> Section:
             "asymmetric: same bytes",
             "int4 at 36 bytes a token and head: a zero per token buys more than scales per 32 channels",
             NO_FIGURE,
-            (found["int4 per token, asymmetric"], found["int4 g32"]),
+            (measurements["int4 per token, asymmetric"], measurements["int4 g32"]),
         )
     )
     return Section(
@@ -146,6 +152,7 @@ def symmetry(lab: Lab) -> Section:
 
 
 def rotation(lab: Lab) -> Section:
+    """Measure what a Hadamard rotation gains."""
     policies = {
         "int4 per token": policy(dynamic("int4")),
         "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
@@ -155,10 +162,15 @@ def rotation(lab: Lab) -> Section:
         "int8 per token": policy(dynamic("int8")),
         "int8 per token, rotated": policy(dynamic("int8", rotation="hadamard")),
     }
-    found, rows = both_models(lab, policies)
-    plain, turned = policies["int4 per token"], policies["int4 per token, rotated"]
+    measurements, rows = both_models(lab, policies)
+    plain, rotated = policies["int4 per token"], policies["int4 per token, rotated"]
     claims: list[Claim] = [
-        better(f"rotation: {name}", f"{name}: a Hadamard rotation helps", NO_FIGURE, (found[f"{name}, rotated"], found[name]))
+        better(
+            f"rotation: {name}",
+            f"{name}: a Hadamard rotation helps",
+            NO_FIGURE,
+            (measurements[f"{name}, rotated"], measurements[name]),
+        )
         for name in ("int4 per token", "int4 per tensor", "int8 per token")
     ]
     claims.append(
@@ -166,7 +178,7 @@ def rotation(lab: Lab) -> Section:
             "rotation: natural",
             "int4 per token: it also helps where no outliers were planted",
             NO_FIGURE,
-            (lab.natural(turned), lab.natural(plain)),
+            (lab.natural(rotated), lab.natural(plain)),
         )
     )
     return Section(
@@ -179,6 +191,7 @@ def rotation(lab: Lab) -> Section:
 
 
 def calibration(lab: Lab) -> Section:
+    """Measure calibrated scales against a scale of 1, for FP8."""
     policies = {
         "e4m3 per tensor, calibrated": policy(static("fp8_e4m3")),
         "e4m3 per tensor, scale 1": policy(uncalibrated("fp8_e4m3")),
@@ -187,10 +200,10 @@ def calibration(lab: Lab) -> Section:
         "e5m2 per tensor, scale 1": policy(uncalibrated("fp8_e5m2")),
     }
     tensor, unit, head, e5m2, e5m2_unit = policies
-    shipped = {name: lab.shipped(chosen) for name, chosen in policies.items()}
-    loud = {name: lab.bench("loud").measure(chosen) for name, chosen in policies.items()}
+    shipped = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
+    loud = {name: lab.bench("loud").measure(kv_policy) for name, kv_policy in policies.items()}
     rows = [(name, *cells(shipped[name]), scientific(loud[name].mean_kl), f"{loud[name].accuracy:.3f}") for name in policies]
-    largest = {name: lab.bench(name).observed.largest_key for name in ("shipped", "loud")}
+    largest = {name: lab.bench(name).states.largest_key for name in ("shipped", "loud")}
 
     inside = f"Its keys reach {largest['shipped']:.0f}, well inside E4M3's 448: a scale of 1 only moves where the codes lie."
     chance = (

@@ -1,6 +1,6 @@
-"""Policies measured on the decode path of the one-pass oracle, against the same model with an unrounded cache.
+"""Measurement of policies on the decode path of the one-pass oracle, against the same model with a float16 cache.
 
-Intervals are 95 % bootstraps by document. KL is in nats per scored token.
+Intervals are 95 % bootstrap intervals by document. KL is in nats per scored token.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import LlamaForCausalLM
 
-from benchmarks.numerics.scales import Observed, kv_scales
+from benchmarks.numerics.scales import CachedStates, kv_scales
 from benchmarks.numerics.texts import Text
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.records import Progress
@@ -21,7 +21,7 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
 
 LEAST_KL = 1e-9
-"""A document's mean KL below this is the noise of float32 logits and counts as this much in ratios."""
+"""Floor of a document's mean KL in ratios; what is below it is noise of float32 logits."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,14 @@ class Interval:
 
     @classmethod
     def of(cls, value: float, replicates: Array) -> "Interval":
+        """Return the interval of an estimate from its bootstrap replicates (n,)."""
         low, high = np.percentile(replicates, [2.5, 97.5]).tolist()
         return cls(value, low, high)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One policy on one model: a row of `steps` per text, in the texts' order."""
+    """Result of one policy on one model: one element of `steps` per text, in the order of the texts."""
 
     policy: KVPolicy
     shape: KVShape
@@ -49,6 +50,7 @@ class Measurement:
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of the cache per token, all layers."""
         return self.policy.bytes_per_token(self.shape)
 
     @cached_property
@@ -58,74 +60,84 @@ class Measurement:
 
     @cached_property
     def mean_kl(self) -> Interval:
-        """Mean over all tokens."""
+        """Mean KL over all scored tokens."""
         return self._token_mean([step.kl for step in self.steps], range(len(self.texts)))
 
     @cached_property
     def perplexity_ratio(self) -> Interval:
-        """Perplexity of the prose over that of the unrounded cache."""
+        """Perplexity of the prose over that with a float16 cache."""
         prose = [i for i, text in enumerate(self.texts) if not text.judged]
-        found = self._token_mean([step.candidate_nll - step.baseline_nll for step in self.steps], prose)
-        return Interval(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+        change = self._token_mean([step.candidate_nll - step.baseline_nll for step in self.steps], prose)
+        return Interval(math.exp(change.value), math.exp(change.low), math.exp(change.high))
 
     @cached_property
     def answers(self) -> list[bool]:
-        """Whether greedy decoding gives the answer, for every question."""
+        """Whether greedy decoding gives the right answer, per question."""
         pairs = zip(self.texts, self.steps, strict=True)
         return [bool((step.greedy == np.array(text.targets)).all()) for text, step in pairs if text.judged]
 
     @property
     def accuracy(self) -> float:
+        """Share of the questions that are answered rightly."""
         return sum(self.answers) / len(self.answers)
 
-    def _token_mean(self, values: Sequence[npt.NDArray[np.float64]], chosen: Sequence[int]) -> Interval:
-        sums = np.array([[values[i].sum(), len(values[i])] for i in chosen])
-        total, drawn = sums.sum(axis=0), resampled_sums(sums, [self.texts[i].document for i in chosen])
+    def _token_mean(self, values: Sequence[npt.NDArray[np.float64]], text_numbers: Sequence[int]) -> Interval:
+        sums = np.array([[values[i].sum(), len(values[i])] for i in text_numbers])
+        total, drawn = sums.sum(axis=0), resampled_sums(sums, [self.texts[i].document for i in text_numbers])
         return Interval.of(total[0] / total[1], drawn[:, 0] / drawn[:, 1])
 
 
-def times(worse: Measurement, better: Measurement) -> Interval:
-    """How many times the mean KL of `better` that of `worse` is, paired by document."""
+def kl_ratio(worse: Measurement, better: Measurement) -> Interval:
+    """Return the mean KL of `worse` over that of `better`, paired by document."""
     sums = np.array([[w.kl.sum(), b.kl.sum()] for w, b in zip(worse.steps, better.steps, strict=True)])
     drawn = resampled_sums(sums, [text.document for text in worse.texts])
     total = sums.sum(axis=0)
     return Interval.of(total[0] / total[1], drawn[:, 0] / drawn[:, 1])
 
 
-def typically(worse: Measurement, better: Measurement) -> float:
-    """The same for the typical document: the geometric mean of their ratios, which no few tokens can rule."""
+def typical_kl_ratio(worse: Measurement, better: Measurement) -> float:
+    """Return the KL ratio of the typical document, the geometric mean over documents, which a few tokens cannot dominate."""
     floor = np.full(len(worse.texts), LEAST_KL)
     ratios = np.maximum(worse.document_kl, floor) / np.maximum(better.document_kl, floor)
     return float(np.exp(np.log(ratios).mean()))
 
 
 class Bench:
-    """A model, what is asked of it, and what it answers from an unrounded cache; every policy is measured once."""
+    """A model, the texts to score, and the model's log-probabilities with a float16 cache. Measures every policy once.
+
+    Args:
+        name: Name of the model in progress messages.
+        model: The model.
+        texts: Texts to score.
+        states: Keys and values that static scales are calibrated from.
+        progress: Reports the progress.
+    """
 
     def __init__(
-        self, name: str, model: LlamaForCausalLM, texts: Sequence[Text], observed: Observed, progress: Progress
+        self, name: str, model: LlamaForCausalLM, texts: Sequence[Text], states: CachedStates, progress: Progress
     ) -> None:
-        self.name, self.model, self.texts, self.observed = name, model, texts, observed
+        self.name, self.model, self.texts, self.states = name, model, texts, states
         self._progress = progress
-        self._known: dict[str, Measurement] = {}
+        self._measurements: dict[str, Measurement] = {}
         self.baseline = [array.astype(np.float32) for array in self._log_probabilities(self._engine(FP16_POLICY))]
         """Log-probabilities (scored tokens, vocabulary) of every text with a float16 cache."""
 
     def measure(self, policy: KVPolicy) -> Measurement:
+        """Score all texts with a cache under `policy`."""
         key = policy.model_dump_json(exclude={"name"})
-        if key not in self._known:
+        if key not in self._measurements:
             engine = self._engine(policy)
             triples = zip(self.baseline, self._log_probabilities(engine), self.texts, strict=True)
             steps = [compare(base, candidate, list(text.targets)) for base, candidate, text in triples]
-            self._known[key] = Measurement(policy, engine.shape, self.texts, steps)
-        return self._known[key]
+            self._measurements[key] = Measurement(policy, engine.shape, self.texts, steps)
+        return self._measurements[key]
 
     def _engine(self, policy: KVPolicy) -> OracleEngine:
-        return OracleEngine.from_model(self.model, policy, kv_scales(policy, self.observed))
+        return OracleEngine.from_model(self.model, policy, kv_scales(policy, self.states))
 
     def _log_probabilities(self, engine: OracleEngine) -> list[Array]:
         rows = []
         for i, text in enumerate(self.texts):
-            self._progress(f"{self.name} model, policy {len(self._known) + 1}", i, len(self.texts))
+            self._progress(f"{self.name} model, policy {len(self._measurements) + 1}", i, len(self.texts))
             rows.append(log_softmax(engine.forced(text.tokens, text.first)))
         return rows

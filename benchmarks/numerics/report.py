@@ -1,4 +1,4 @@
-"""The report as a record, and as Markdown."""
+"""Records of the report, and its rendering as Markdown."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ TIED = "The interval includes no difference: with these texts the two cannot be 
 
 
 class Claim(StrictModel):
-    """A statement of the literature, and what was measured."""
+    """A statement of the literature, the measurement, and the verdict."""
 
     id: str
     statement: str
@@ -19,10 +19,12 @@ class Claim(StrictModel):
     ours: str
     verdict: Verdict
     why: str
-    """Empty when it holds."""
+    """Explanation of the verdict; empty when it is HOLDS."""
 
 
 class Section(StrictModel):
+    """A table of measurements and the claims about them."""
+
     title: str
     intro: str
     columns: tuple[str, ...]
@@ -32,7 +34,7 @@ class Section(StrictModel):
 
 
 class Header(StrictModel):
-    """Where the numbers come from."""
+    """Origin of the numbers."""
 
     command: str
     date: str
@@ -41,20 +43,23 @@ class Header(StrictModel):
     checkpoint: str
     texts: str
     seconds: int
-    """Processor time."""
+    """Processor time of the run."""
 
 
 class Report(StrictModel):
+    """The whole report."""
+
     header: Header
     sections: tuple[Section, ...]
 
     @property
     def claims(self) -> dict[str, Claim]:
+        """Claims of all sections, by identifier."""
         return {claim.id: claim for section in self.sections for claim in section.claims}
 
 
 def changed_verdicts(before: Report, after: Report) -> list[str]:
-    """One line for every claim whose verdict differs, or that only one of the reports makes."""
+    """Return a line for every claim whose verdict differs, or that only one of the reports has."""
     lines = []
     for name in sorted(before.claims.keys() | after.claims.keys()):
         old, new = (report.claims[name].verdict if name in report.claims else "absent" for report in (before, after))
@@ -83,7 +88,7 @@ tokens), so it is the *kind* of result that is reproduced, never the number; whe
 
 
 def markdown(report: Report) -> str:
-    """The report as it is committed."""
+    """Render the report as docs/numerics.md has it."""
     claims = report.claims.values()
     header = report.header
     lines = [INTRODUCTION]

@@ -1,7 +1,7 @@
-"""Static scales from a model's own keys and values: plain ranges, as a calibration with the max rule finds them.
+"""Static scales from a model's own keys and values, by the max rule of calibration.
 
-The pipeline's scales come from ModelOpt (`stages/quantize`). A report over dozens of policies wants the same rule without
-its machinery, and for formats that it does not measure. Legend: H KV heads, T tokens, D head_dim.
+The pipeline's scales come from ModelOpt (`stages/quantize`). The report needs the same rule for dozens of policies without
+ModelOpt's quantizers, and for formats that ModelOpt does not calibrate. Legend: H KV heads, T tokens, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -16,37 +16,45 @@ from pipeline.core.kv import KVPolicy, KVScales, SideName, SideScales
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
-"""Axes of (H, T, D) over which a static scale is shared."""
+"""Axes of (H, T, D) that share a static scale, by granularity."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class CachedStates:
     """Keys (after RoPE) and values of every layer over some texts, each (H, T, D) float32."""
 
     layers: tuple[dict[str, Tensor], ...]
 
     @property
     def largest_key(self) -> float:
+        """Largest magnitude of all keys."""
         return max(layer["key"].abs().max().item() for layer in self.layers)
 
 
 @torch.no_grad()
-def observe(model: LlamaForCausalLM, texts: Sequence[Sequence[int]]) -> Observed:
-    """What the unquantized model would store for `texts`, token ids each."""
+def cached_states(model: LlamaForCausalLM, texts: Sequence[Sequence[int]]) -> CachedStates:
+    """Return the keys and values that the unquantized model caches for texts of token ids."""
     layers: list[dict[str, list[Tensor]]] = [{"key": [], "value": []} for _ in range(model.config.num_hidden_layers)]
     for text in texts:
         cache = DynamicCache()
         model.model(torch.tensor([list(text)]), past_key_values=cache, use_cache=True)
-        for found, layer in zip(layers, cache.layers, strict=True):
+        for states, layer in zip(layers, cache.layers, strict=True):
             assert layer.keys is not None
             assert layer.values is not None
-            found["key"].append(layer.keys[0].float())
-            found["value"].append(layer.values[0].float())
-    return Observed(tuple({side: torch.cat(parts, dim=1) for side, parts in found.items()} for found in layers))
+            states["key"].append(layer.keys[0].float())
+            states["value"].append(layer.values[0].float())
+    return CachedStates(tuple({side: torch.cat(parts, dim=1) for side, parts in states.items()} for states in layers))
 
 
-def measured(x_HTD: Tensor, form: Format) -> SideScales:
-    """Scales, and zeros of an asymmetric format, with which no number of x_HTD saturates; 1.0 where not calibrated."""
+def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
+    """Return the static scales, and the zeros of an asymmetric format, with which no number of x_HTD saturates.
+
+    An uncalibrated format has a scale of 1.
+
+    Args:
+        x_HTD: Keys or values (H, T, D) float32.
+        form: Format of the side.
+    """
     if form.scale == "uncalibrated":
         return SideScales(scale=(1.0,))
     if form.rotation == "hadamard":
@@ -59,14 +67,16 @@ def measured(x_HTD: Tensor, form: Format) -> SideScales:
 
 
 def _floats(scale: Tensor) -> tuple[float, ...]:
-    """Head-major; what is constant still divides by something."""
+    """Scales in head-major order, at least MIN_SCALE so that constant numbers do not divide by zero."""
     return tuple(scale.clamp(min=MIN_SCALE).flatten().tolist())
 
 
-def kv_scales(policy: KVPolicy, observed: Observed) -> KVScales:
-    """The scales of every static side of `policy`."""
+def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:
+    """Return the scales of every static side of `policy`."""
     layers: list[dict[SideName, SideScales]] = []
-    for number, tensors in enumerate(observed.layers):
+    for number, tensors in enumerate(states.layers):
         sides = policy.sides(number).items()
-        layers.append({name: measured(tensors[name.removeprefix("window_")], form) for name, form in sides if form.static})
+        layers.append(
+            {name: calibrated_scales(tensors[name.removeprefix("window_")], form) for name, form in sides if form.static}
+        )
     return KVScales(layers=tuple(layers))

@@ -1,4 +1,4 @@
-"""Sections about keys and values: which side needs the bits, and what shares a scale on each."""
+"""Sections on keys and values: which side is more sensitive, and what shares a scale on each."""
 
 from collections.abc import Callable
 
@@ -7,18 +7,19 @@ import torch
 from benchmarks.numerics.formats import BOTH_MODELS, NO_FIGURE, both_models
 from benchmarks.numerics.judge import COLUMNS, better, cells, claim, factor
 from benchmarks.numerics.lab import EXACT, Lab, dynamic, policy, static
-from benchmarks.numerics.measure import times
+from benchmarks.numerics.measure import kl_ratio
 from benchmarks.numerics.report import Claim, Section, Verdict
 from pipeline.core.formats import Format
 from stages.engines.oracle.formats import dequantize, quantize
 
 
 def keys_and_values(lab: Lab) -> Section:
+    """Measure one quantized side with the other in float16."""
     formats = {"int4": dynamic("int4"), "int8": dynamic("int8"), "fp8": dynamic("fp8_e4m3")}
     policies = {f"{name} keys": policy(form, EXACT) for name, form in formats.items()}
     policies |= {f"{name} values": policy(EXACT, form) for name, form in formats.items()}
     ordered = {name: policies[name] for name in sorted(policies)}
-    found, rows = both_models(lab, ordered)
+    measurements, rows = both_models(lab, ordered)
     published = {
         "int4": "40 to 80 times, with outlier channels and sharp queries",
         "int8": "KLD 9.4e-4 against 7.4e-4 (llama.cpp, q8)",
@@ -29,7 +30,7 @@ def keys_and_values(lab: Lab) -> Section:
         keys, values = (policies[f"{name} {side}"] for side in ("keys", "values"))
         claims.append(
             better(f"keys: {name}", f"{name}: keys are more sensitive than values", published[name],
-                   (found[f"{name} values"], found[f"{name} keys"]))
+                   (measurements[f"{name} values"], measurements[f"{name} keys"]))
         )  # fmt: skip
         if name == "int4":
             pair = (lab.natural(values), lab.natural(keys))
@@ -50,11 +51,16 @@ def keys_and_values(lab: Lab) -> Section:
 
 
 QUERY_SIZES = (0.02, 0.1, 1.0, 4.0)
+"""Standard deviations of random queries."""
 GAUSSIAN_TOKENS, GAUSSIAN_DIM, GAUSSIAN_QUERIES, GAUSSIAN_DRAWS = 512, 64, 32, 20
 
 
 def gaussian_ratio(query_size: float) -> float:
-    """Squared error of attention's output with INT4 keys over that with INT4 values, all tensors normal."""
+    """Return the squared error of attention's output with INT4 keys over that with INT4 values, for normal tensors.
+
+    Args:
+        query_size: Standard deviation of the queries.
+    """
     generator = torch.Generator().manual_seed(0)
     form = dynamic("int4")
     error = {"key": 0.0, "value": 0.0}
@@ -73,9 +79,10 @@ def gaussian_ratio(query_size: float) -> float:
 
 
 def gaussian(lab: Lab) -> Section:
+    """Compare the sensitivity of keys on random tensors with that on the model."""
     ratios = {size: gaussian_ratio(size) for size in QUERY_SIZES}
     sides = policy(dynamic("int4"), EXACT), policy(EXACT, dynamic("int4"))
-    shipped, natural = (times(*map(measure, sides)) for measure in (lab.shipped, lab.natural))
+    shipped, natural = (kl_ratio(*map(measure, sides)) for measure in (lab.shipped, lab.natural))
     opposite: Verdict = "HOLDS" if ratios[QUERY_SIZES[0]] < 1 < shipped.low else "DOES NOT HOLD"
     return Section(
         title="A warning: random tensors",
@@ -99,6 +106,7 @@ def gaussian(lab: Lab) -> Section:
 
 
 def key_scales(lab: Lab) -> Section:
+    """Measure scales per tensor, head, channel and token on each side."""
     kinds: dict[str, Callable[[str], Format]] = {
         "per tensor": static,
         "per head": lambda dtype: static(dtype, "per_head"),
@@ -110,10 +118,10 @@ def key_scales(lab: Lab) -> Section:
     }
     policies["int4 keys per channel, asymmetric"] = policy(static("int4", "per_channel", symmetric=False), EXACT)
     policies |= {f"int4 values {kind}": policy(EXACT, kinds[kind]("int4")) for kind in ("per channel", "per token")}
-    found, rows = both_models(lab, policies)
+    measurements, rows = both_models(lab, policies)
 
     def pair(a: str, b: str, statement: str, published: str = NO_FIGURE, why: str = "") -> Claim:
-        return better(f"scales: {a} before {b}", statement, published, (found[a], found[b]), why)
+        return better(f"scales: {a} before {b}", statement, published, (measurements[a], measurements[b]), why)
 
     claims = (
         pair("int4 keys per channel", "int4 keys per token", "int4 keys: scales per channel are better than per token",
@@ -134,24 +142,25 @@ def key_scales(lab: Lab) -> Section:
 
 
 def progression(lab: Lab) -> Section:
+    """Measure FP8 on both sides, then INT4 values, then INT4 keys."""
     fp8, int4 = static("fp8_e4m3"), dynamic("int4", 64)
     policies = {"fp8 both": policy(fp8), "fp8 keys, int4 g64 values": policy(fp8, int4), "int4 g64 both": policy(int4)}
-    found = {name: lab.shipped(chosen) for name, chosen in policies.items()}
+    measurements = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
     names = tuple(policies)
-    kept = sum(found[names[1]].answers) - sum(found[names[0]].answers)
+    kept = sum(measurements[names[1]].answers) - sum(measurements[names[0]].answers)
     claims = (
         better("progression: fp8 first", "FP8 is better than FP8 keys with INT4 values", "PPL +1.17 % (vLLM k8v4)",
-               (found[names[0]], found[names[1]])),
+               (measurements[names[0]], measurements[names[1]])),
         better("progression: values before keys", "FP8 keys with INT4 values are better than INT4 on both", NO_FIGURE,
-               (found[names[1]], found[names[2]])),
+               (measurements[names[1]], measurements[names[2]])),
         claim("progression: answers kept", "FP8 keys with INT4 values lose no answer against FP8",
-              "quality recovery > 98 % (vLLM k8v4)", ours=f"{kept:+d} of {len(found[names[0]].answers)} answers",
+              "quality recovery > 98 % (vLLM k8v4)", ours=f"{kept:+d} of {len(measurements[names[0]].answers)} answers",
               verdict="HOLDS" if kept >= 0 else "DOES NOT HOLD"),
     )  # fmt: skip
     return Section(
         title="The safe progression",
         intro="FP8 on both sides, then INT4 values, then INT4 keys.",
         columns=("policy", *COLUMNS),
-        rows=tuple((name, *cells(found[name])) for name in names),
+        rows=tuple((name, *cells(measurements[name])) for name in names),
         claims=claims,
     )

@@ -1,4 +1,4 @@
-"""What the report asks: questions with known answers, prose, and long documents whose every token is scored."""
+"""Texts of the report: questions with known answers, prose, and long documents of which nearly every token is scored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,23 +11,28 @@ from stages.workloads.prose import collection
 
 SEED = 0
 MAX_SCORED = 192
-"""Tokens of prose that are scored, a sample."""
+"""Tokens of prose that are scored per sample."""
 
 COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}
+"""Samples of each workload."""
+
 LONG_DOCUMENTS = 10
 CALIBRATION = 6
-"""Texts of each workload."""
+"""Calibration texts of each workload."""
 
 LONG_TOKENS = 1024
-"""The context that the tiny model was trained for."""
+"""Tokens of a long document: the context that the tiny model was trained for."""
 
 LONG_STORIES = 14
+"""Stories that are joined to a long document, enough for LONG_TOKENS tokens."""
+
 LONG_FIRST = 16
+"""Tokens of a long document that are not scored."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens through the decode path: those from `first` on are fed one by one, and each predicts its target."""
+    """Tokens for the decode path: those from `first` on are fed one by one, and each predicts its target."""
 
     document: str
     workload: str
@@ -35,11 +40,16 @@ class Text:
     first: int
     targets: tuple[int, ...]
     judged: bool
-    """Whether the targets are an answer, right when every one of them is the most likely token."""
+    """Whether the targets are an answer, which is right when each of them is the most likely token."""
 
 
 def questions_and_prose(counts: Mapping[str, int], checkpoint: Path = CHECKPOINT) -> list[Text]:
-    """Samples of the evaluation split; a prompt's last token is decoded, so that every logit read the cache."""
+    """Return samples of the evaluation split. A prompt's last token is decoded, so that every scored logit reads the cache.
+
+    Args:
+        counts: Samples of each workload.
+        checkpoint: Checkpoint with the tokenizer.
+    """
     samples = [sample for workload, count in counts.items() for sample in generate(workload, count, SEED)]
     return [
         Text(
@@ -55,7 +65,7 @@ def questions_and_prose(counts: Mapping[str, int], checkpoint: Path = CHECKPOINT
 
 
 def long_documents(count: int, checkpoint: Path = CHECKPOINT) -> list[Text]:
-    """Stories of LONG_TOKENS tokens, scored nearly from the start: the error of a token by the length of its context."""
+    """Return documents of LONG_TOKENS tokens, scored from LONG_FIRST on: for the error by length of the context."""
     tokenizer = BundleTokenizer(checkpoint)
     texts = []
     for i in range(count):
@@ -67,7 +77,7 @@ def long_documents(count: int, checkpoint: Path = CHECKPOINT) -> list[Text]:
 
 
 def calibration_texts(per_workload: int = CALIBRATION, checkpoint: Path = CHECKPOINT) -> list[list[int]]:
-    """Token ids of prompts with their answers, of the split that nothing else draws from."""
+    """Return token ids of prompts with their answers, from the calibration split, which no other text is drawn from."""
     tokenizer = BundleTokenizer(checkpoint)
     samples = [sample for workload in COUNTS for sample in generate(workload, per_workload, SEED, "calibration")]
     return [[*tokenizer.prompt_ids(sample), *tokenizer.text_ids(sample.reference)] for sample in samples]

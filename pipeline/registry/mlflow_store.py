@@ -1,8 +1,8 @@
-"""The tracking store. The only module that imports MLflow; import it where it is used (it takes 2 s).
+"""The tracking store. No other module imports MLflow, which takes 2 s: import this one inside functions.
 
-A candidate is a top-level run (nested candidates collapse in MLflow's charts), its stages are its children. An engine with
-its evidence is a logged model and a version of the registered model, found again by its evidence's digests: judging the
-same engine again, in any sweep, makes no second version.
+A candidate is a top-level run (nested candidates collapse in MLflow's charts), and its stages are child runs. An engine with
+its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the evidence, so
+that judging the same engine again, in any sweep, makes no second version.
 """
 
 import json
@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from zlib import crc32
 
 from filelock import FileLock
 
-# Read when MLflow is imported or first used.
+# MLflow reads these when it is imported or first used.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its own 7 take minutes to say that a server is down
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
 
 from mlflow import MlflowClient, set_tracking_uri
 from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
@@ -33,7 +32,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact, redact_text, table_columns
 from pipeline.registry import processes
-from pipeline.registry.summary import Candidate
+from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import ENVIRONMENT, Location
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
@@ -42,28 +41,33 @@ SHADES = {
     "FAIL": ("#cf222e", "#a40e26", "#e5534b", "#b35900"),
     "INCONCLUSIVE": ("#bf8700", "#d4a72c", "#9a6700", "#e0a800"),
 }
-"""Run colours: the verdict decides the hue, the policy's name the shade, so that charts can tell two passes apart."""
+"""Run colours: the verdict decides the hue and the policy's name the shade, so that charts show two passes apart."""
 UNDECIDED = "#6e7781"
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 
 
-def run_color(verdict: str, kv: str) -> str:
+def run_color(verdict: str, policy: str) -> str:
+    """Return the colour of a run in MLflow's charts."""
     shades = SHADES.get(verdict)
-    return UNDECIDED if shades is None else shades[crc32(kv.encode()) % len(shades)]
+    return UNDECIDED if shades is None else shades[crc32(policy.encode()) % len(shades)]
 
 
 class MlflowStore:
-    """One experiment and one registered model; a `pipeline.registry.promotion.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
 
     def __init__(self, location: Location) -> None:
-        """Open the store, creating what is missing. Raises UserError when it cannot be opened."""
-        for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)  # dozens of lines about a fresh file's migrations
+        """Open the store and create what it lacks.
+
+        Raises:
+            UserError: when it cannot be opened.
+        """
+        for logger in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
+            logging.getLogger(logger).setLevel(logging.WARNING)  # they log dozens of lines while a fresh file migrates
         self.location = location
         self.lock = location.lock
         self.lock.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(self.lock):  # processes that create one SQLite store at once break its migrations
+            with FileLock(self.lock):  # processes that create the same SQLite store at once break its migrations
                 self.client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
                 self.experiment_id = self._experiment()
                 self._registered_model()
@@ -77,12 +81,12 @@ class MlflowStore:
 
     def _experiment(self) -> str:
         name = self.location.experiment
-        found = self.client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment is None:
             return str(self.client.create_experiment(name, self.location.artifact_root))
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _registered_model(self) -> None:
         try:
@@ -95,7 +99,7 @@ class MlflowStore:
             )
 
     def _reap(self) -> None:
-        """Close runs of this host whose process died without closing them."""
+        """Close the runs of this host whose process died without closing them."""
         running = f"attributes.status = 'RUNNING' and tags.host = '{processes.host()}'"
         for run in self.client.search_runs([self.experiment_id], running, max_results=1000):
             if not processes.alive(run.data.tags):
@@ -105,7 +109,7 @@ class MlflowStore:
 
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator["CandidateRun"]:
-        """A candidate's run, open while the block runs: FAILED after an exception, KILLED after SIGTERM or Ctrl-C."""
+        """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after SIGTERM or Ctrl-C."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED, **self._owner()}
         run_id = self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id
         status = "FAILED"
@@ -121,7 +125,7 @@ class MlflowStore:
             self.client.set_terminated(run_id, status)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
-        """Log files as artifacts of a run, also of one that has ended: text without its secrets, plots as they are."""
+        """Log files as artifacts of a run, even of one that has ended. Texts lose their secrets, plots stay as they are."""
         with tempfile.TemporaryDirectory() as scratch:
             for path in files:
                 copy_redacted(path, Path(scratch) / path.name)
@@ -138,7 +142,7 @@ class MlflowStore:
         tags: Mapping[str, str] | None = None,
         model_id: str | None = None,
     ) -> None:
-        """One batch a call (more only beyond MLflow's limits)."""
+        """Log all of it in one batch, in more only beyond MLflow's limits."""
         now = int(time.time() * 1000)
         all_params = [Param(name, value) for name, value in (params or {}).items()]
         all_metrics = [Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()]
@@ -155,43 +159,39 @@ class MlflowStore:
 
     # Engines
 
-    def register(self, candidate: Candidate) -> tuple[str, str]:
-        """(version, logged model id) of this engine with this evidence, made when there is none; `candidate` moves to it."""
-        cited = {
-            "kv": candidate.name,
-            "verdict": candidate.verdict,
-            "engine_digest": candidate.engine_digest,
-            "baseline_digest": candidate.baseline_digest,
-            "report_digest": candidate.report_digest,
-            "identity_digest": candidate.identity_digest,
-        }
-        query = " and ".join(f"tags.{name} = '{value}'" for name, value in cited.items())
+    def register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
+        """Register the engine with its evidence, unless a version with the same citations exists.
+
+        The alias `candidate` moves to the version, and the version becomes an output of the run `run_id`.
+
+        Returns:
+            The version and the identifier of its logged model.
+        """
+        tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
+        query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
+        model_name = self.location.model_name
         with FileLock(self.lock), _process_wide(self.location.uri):
-            found = self.client.search_model_versions(f"name = '{self.location.model_name}' and {query}", max_results=1)
-            if found:
-                version, model_id = str(found[0].version), found[0].tags["logged_model"]  # its own field comes back empty
+            versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
+            if versions:
+                version = str(versions[0].version)
+                model_id = versions[0].tags["logged_model"]  # the version's own field comes back empty
             else:
-                model_id = self._log_model(candidate, cited)
-                tags = {**cited, "logged_model": model_id}
-                made = self.client.create_model_version(
-                    self.location.model_name, f"models:/{model_id}", candidate.run_id, tags, model_id=model_id
-                )
-                version = str(made.version)
+                model_id = self._log_model(candidate, run_id, tags)
+                tags |= {"logged_model": model_id}
+                created = self.client.create_model_version(model_name, f"models:/{model_id}", run_id, tags, model_id=model_id)
+                version = str(created.version)
             self.set_alias("candidate", version)
-        assert candidate.run_id is not None
-        self.client.log_outputs(candidate.run_id, [LoggedModelOutput(model_id, 0)])
+        self.client.log_outputs(run_id, [LoggedModelOutput(model_id, 0)])
         return version, model_id
 
-    def _log_model(self, candidate: Candidate, cited: Mapping[str, str]) -> str:
-        model = self.client.create_logged_model(
-            self.experiment_id, candidate.kv, candidate.run_id, dict(cited), model_type="engine"
-        )
+    def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> str:
+        model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 _collect_evidence(candidate, Path(scratch))
                 self.client.log_model_artifacts(model.model_id, scratch)
             if self.location.log_bundle:
-                self.client.log_model_artifacts(model.model_id, candidate.engine_path, "engine")
+                self.client.log_model_artifacts(model.model_id, str(candidate.engine.path), "engine")
         except BaseException:
             self.client.finalize_logged_model(model.model_id, "FAILED")
             raise
@@ -201,9 +201,10 @@ class MlflowStore:
     # Aliases
 
     def alias(self, alias: str) -> str | None:
-        # Read by search_model_versions, aliases come back empty.
-        found = self.client.get_registered_model(self.location.model_name).aliases.get(alias)
-        return None if found is None else str(found)
+        """Return the version that an alias points at, None when there is no such alias."""
+        # search_model_versions returns versions without their aliases
+        version = self.client.get_registered_model(self.location.model_name).aliases.get(alias)
+        return None if version is None else str(version)
 
     def set_alias(self, alias: str, version: str) -> None:
         self.client.set_registered_model_alias(self.location.model_name, alias, version)
@@ -212,6 +213,7 @@ class MlflowStore:
         self.client.delete_registered_model_alias(self.location.model_name, alias)
 
     def tags(self, version: str) -> dict[str, str] | None:
+        """Return the tags of a version, None when there is no such version."""
         try:
             return dict(self.client.get_model_version(self.location.model_name, version).tags)
         except MlflowException as error:
@@ -232,7 +234,15 @@ class CandidateRun:
         self.run_id = run_id
 
     def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None:
-        """A finished stage as a child run. `seconds` is what making its artifact took, also when it is reused."""
+        """Log a finished stage as a child run.
+
+        Args:
+            name: The stage's title.
+            params: Its configuration.
+            digest: Of its artifact.
+            seconds: The time that making the artifact took, also when it is reused.
+            reused: Whether the artifact was in the store already; the child run then takes no time.
+        """
         client, end = self.store.client, int(time.time() * 1000)
         tags = {
             "mlflow.parentRunId": self.run_id,
@@ -247,35 +257,36 @@ class CandidateRun:
         client.set_terminated(child, "FINISHED", end)
 
     def conclude(self, candidate: Candidate, rows: Sequence[Mapping[str, Any]] = (), files: Sequence[Path] = ()) -> Candidate:
-        """Log the verdict, its metrics, tables and files, and register the engine: the candidate with run and version."""
+        """Log the verdict with its metrics, samples and files, and register the engine.
+
+        Returns:
+            The candidate with its registration.
+        """
         store, run_id = self.store, self.run_id
-        candidate = replace(candidate, run_id=run_id)
-        version, model_id = store.register(candidate)
-        finite, nonfinite = finite_metrics({**candidate.metrics, "memory/kib_per_token": candidate.kib_per_token})
+        version, model_id = store.register(candidate, run_id)
+        finite, nonfinite = finite_metrics(candidate.metrics)
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
-            "engine_digest": candidate.engine_digest,
-            "baseline_digest": candidate.baseline_digest,
-            "report_digest": candidate.report_digest,
-            "identity_digest": candidate.identity_digest,
+            **candidate.citations,
             "model_version": version,
-            "mlflow.runColor": run_color(candidate.verdict, candidate.kv),
+            "mlflow.runColor": run_color(candidate.verdict, candidate.policy),
         }
         if nonfinite:
             tags["nonfinite"] = ", ".join(nonfinite)
         store._log(run_id, metrics=finite, tags=tags, model_id=model_id)
-        store.attach(run_id, [Path(candidate.report_path), *files])
+        store.attach(run_id, [candidate.report.path, *files])
         if rows:
             store.client.log_table(run_id, table_columns(rows), "samples.json")
-        return replace(candidate, model_version=version)
+        return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
 
 
 @contextmanager
 def _process_wide(uri: str) -> Iterator[None]:
-    """Make `uri` the process's store meanwhile: create_model_version looks `models:/<id>` up there, whatever its client says.
+    """Make `uri` the process's store while the block runs.
 
-    MLflow also puts it into the environment, where the next work directory of this process would find it.
+    create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
+    that store into the environment, from where the next work directory of this process would take it.
     """
     before = os.environ.get(ENVIRONMENT)
     set_tracking_uri(uri)
@@ -289,15 +300,15 @@ def _process_wide(uri: str) -> Iterator[None]:
 
 
 def _collect_evidence(candidate: Candidate, folder: Path) -> None:
-    """What a version carries even where the bundle itself is not copied: with `engine/`, what stage=verify replays.
+    """Fill `folder` with the files that every version carries; together with `engine/`, stage=verify replays them.
 
-    Not the user's own samples file: prompts stay where they are.
+    The user's own samples file is not copied: prompts stay where they are.
     """
     for name in EVIDENCE_FILES:
-        source = Path(candidate.engine_path) / name
+        source = candidate.engine.path / name
         if source.is_file():
             copy_redacted(source, folder / name)
-    for path in map(Path, (candidate.report_path, candidate.samples_path, candidate.identity_path)):
+    for path in (candidate.report.path, candidate.samples, candidate.identity.path):
         copy_redacted(path, folder / path.name)
     verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

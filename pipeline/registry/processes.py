@@ -1,4 +1,4 @@
-"""Which process a tracked run belongs to, and whether it still lives."""
+"""The process that a tracked run belongs to, and whether it still runs."""
 
 import os
 import signal
@@ -10,18 +10,22 @@ from types import FrameType
 
 
 def host() -> str:
+    """Return this machine's name."""
     return socket.gethostname()
 
 
 def process_start(pid: int) -> str | None:
-    """When a living process started, in clock ticks since boot; None when it is dead. "" where the system does not tell.
+    """Return when a running process started, in clock ticks since boot.
 
-    A pid is used again after a while; pid and start together are not.
+    A system uses a pid again after a while, but not a pid together with its start.
+
+    Returns:
+        None when the process is dead, "" where the system does not tell its start.
     """
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            # The command's name may contain spaces and brackets: fields are counted after the last bracket (proc(5)).
+            # The command's name may contain spaces and brackets, so that fields are counted after the last bracket (proc(5)).
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
@@ -36,30 +40,31 @@ def process_start(pid: int) -> str | None:
 
 
 def identity() -> dict[str, str]:
-    """Tags that name this process."""
+    """Return the tags that name this process."""
     return {"host": host(), "pid": str(os.getpid()), "pid_start": process_start(os.getpid()) or ""}
 
 
 def alive(tags: dict[str, str]) -> bool:
-    """Whether the process that wrote these tags on this host still runs."""
+    """Return whether the process that wrote these tags on this host still runs."""
     start = process_start(int(tags["pid"]))
     return start is not None and start == tags.get("pid_start", start)
 
 
 @contextmanager
 def terminate_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(143) within, so that runs are closed on the way out; the handler is put back after.
+    """Turn SIGTERM into SystemExit(143) while the block runs, so that runs are closed on the way out.
 
-    Raising instead of writing from the handler: the signal may have arrived inside a database transaction.
+    The handler raises instead of writing to the store: the signal may arrive inside a database transaction.
+    The handler of before is restored afterwards.
     """
 
     def leave(_signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)  # a second signal means now
+        signal.signal(signal.SIGTERM, before)  # a second signal ends the process at once
         raise SystemExit(128 + signal.SIGTERM)
 
     try:
         before = signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # not the main thread: it is not ours to handle
+    except ValueError:  # only the main thread may handle signals
         yield
         return
     try:

@@ -1,34 +1,63 @@
-"""Promotion: which engine serves. Chooses, re-verifies the evidence, moves aliases. Knows no MLflow.
+"""Promotion decides which engine serves: it chooses a candidate, verifies its evidence again and moves aliases.
 
-Aliases are `candidate` (registered last), `champion` (serves) and `previous` (what the champion replaced).
+The aliases are `candidate` (the version that was registered last), `champion` (the one that serves) and `previous` (the one
+that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
 
-A promotion sets `previous` to the present champion first and `champion` second: interrupted in between, the old champion
-still serves and promoting again repairs it. A rollback makes `previous` the champion and removes `previous`: it is one step,
-and a second rollback (two people, a CI retry) is an error instead of bringing the bad engine back.
+A promotion first sets `previous` to the present champion and then moves `champion`. If it is interrupted in between, the old
+champion still serves and promoting again repairs the aliases. A rollback makes `previous` the champion and removes
+`previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad engine back.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
-work directory (with a server); against other hosts there is only the check after the write, which says when it lost.
+work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from filelock import FileLock
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, jsonl_lines
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.registry.summary import Candidate, evidence_digest
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Verdict
 
 PASS = "PASS"
 
-Decide = Callable[[dict[str, Any], list[dict[str, Any]]], tuple[str, Sequence[str]]]
-"""(report, sample rows), as read from JSON -> (verdict, reasons): the gates, bound to their thresholds."""
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a replay of the evidence: what was checked, and how it compares with the record."""
+
+    name: str
+    status: Literal["same", "differs", "missing"]
+    detail: str
+    library_missing: bool = False
+    """Whether this machine lacks a library that the check takes; such a finding says nothing about the evidence."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.status}, {self.detail}"
+
+
+@dataclass(frozen=True)
+class ReplayedEvidence:
+    """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""
+
+    findings: Sequence[Finding]
+    report: EvaluationReport | None
+    """None where it cannot be read, which a finding says."""
+    rows: Sequence[SampleRow]
+
+
+Replay = Callable[[Candidate], ReplayedEvidence]
+"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.run.verify`."""
+
+Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
+"""The gates, bound to their thresholds."""
 
 
 class Registry(Protocol):
@@ -40,7 +69,7 @@ class Registry(Protocol):
     def set_alias(self, alias: str, version: str) -> None: ...
     def delete_alias(self, alias: str) -> None: ...
     def tags(self, version: str) -> dict[str, str] | None:
-        """Tags of a version; None when there is no such version."""
+        """Return the tags of a version; None when there is no such version."""
         ...
 
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None: ...
@@ -48,95 +77,143 @@ class Registry(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """What became of the aliases."""
+    """The aliases after a promotion or a rollback."""
 
     champion: str
-    """Name of the KV policy that serves now."""
+    """Name of the candidate that serves now."""
     version: str
+    """The registered version that serves now."""
     previous: str | None
     """Version that a rollback would bring back."""
     changed: bool
+    """Whether any alias moved."""
     message: str
 
 
 ORACLE = "torch"
-"""The backend that the others are held to: the same logits up to rounding, written to be read and not to serve."""
-
-
-def evidence_digest(report: Path, samples: Path) -> str:
-    """Digest of a report and its sample rows, as a model version cites them."""
-    return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(samples)})
+"""The backend that defines the right logits for the others. It is written to be read, not to serve."""
 
 
 def live_tokens(candidate: Candidate) -> float:
-    """The objective: most live tokens in the memory budget (`workloads.load`), which is what admission is decided by."""
+    """Return the objective: the live tokens that fit the memory budget (`workloads.load`). Servers admit requests by it."""
     tokens = candidate.metrics.get("memory/max_live_tokens")
     return -math.inf if tokens is None else tokens
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the most live tokens of those that passed, then the lowest mean KL; an oracle only when it is alone in
-    that. Raises GateRefusal when none passed."""
+    """Return the best candidate that passed.
+
+    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL.
+
+    Raises:
+        GateRefusal: when none passed.
+    """
     passed = [candidate for candidate in candidates if candidate.verdict == PASS]
     if not passed:
-        why = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
-        raise GateRefusal(f"no candidate passed: {why}" if why else "there is no candidate: run stage=evaluate first")
+        verdicts = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
+        raise GateRefusal(f"no candidate passed: {verdicts}" if verdicts else "there is no candidate: run stage=evaluate first")
     return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
 
 
-def verify(candidate: Candidate, decide: Decide, registry: Registry) -> None:
-    """Re-establish the evidence from what is on disk now. Raises GateRefusal with the first thing that is wrong."""
+def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> str:
+    """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
 
-    def require(holds: bool, why: str) -> None:
-        if not holds:
-            raise GateRefusal(f"{candidate.name} is not promoted: {why}")
+    Returns:
+        The candidate's version in the registry.
 
-    for name, folder, cited in (
-        ("engine", candidate.engine_path, candidate.engine_digest),
-        ("baseline", candidate.baseline_path, candidate.baseline_digest),
-    ):
-        require(Path(folder).is_dir(), f"its {name} {folder} is gone; run stage=build again")
-        actual = files_digest(tree_files(Path(folder)))
-        require(actual == cited, f"the {name} in {folder} has digest {actual[:12]}, the candidate cites {cited[:12]}")
-
-    report_path, samples_path = Path(candidate.report_path), Path(candidate.samples_path)
-    for path in (report_path, samples_path):
-        require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
-    actual, cited = evidence_digest(report_path, samples_path), candidate.report_digest
-    require(actual == cited, f"the report in {report_path.parent} has digest {actual[:12]}, the candidate cites {cited[:12]}")
-    identity = Path(candidate.identity_path)
-    require(identity.is_file(), f"its identity {identity} is gone; run stage=evaluate again")
-    require(file_digest(identity) == candidate.identity_digest, f"{identity} is not the identity that the candidate cites")
-    report = json.loads(report_path.read_text(encoding="utf-8"))
-    require(report.get("engine_digest") == candidate.engine_digest, "its report is about another engine")
-    require(report.get("baseline_digest") == candidate.baseline_digest, "its report compares with another baseline")
-    rows = [json.loads(line) for line in jsonl_lines(samples_path)]
-    verdict, reasons = decide(report, rows)
-    require(verdict == PASS, f"decided again from its samples it is {verdict}: {'; '.join(reasons)}")
-
-    require(candidate.model_version is not None, "it is not registered (tracking.enabled=false?)")
-    tags = registry.tags(str(candidate.model_version))
-    require(tags is not None, f"version {candidate.model_version} is not in the registry")
-    for name in ("engine_digest", "baseline_digest", "report_digest", "identity_digest"):
-        registered = (tags or {}).get(name, "nothing")
-        require(registered == getattr(candidate, name), f"version {candidate.model_version} cites another {name}")
+    Raises:
+        GateRefusal: with the first thing that is wrong.
+        MissingRequirement: when nothing is wrong, but a library that the replay takes is not installed.
+    """
+    _check_citations(candidate)
+    try:
+        evidence = replay(candidate)
+    except UserError as error:
+        raise _refusal(candidate, str(error)) from error
+    problems = [finding for finding in evidence.findings if finding.status != "same"]
+    for finding in problems:
+        _require(candidate, finding.library_missing, str(finding))
+    if problems:
+        raise MissingRequirement(f"{candidate.name} is not promoted: {problems[0]}")
+    report = evidence.report
+    assert report is not None, "a finding says that the report cannot be read"
+    _require(candidate, report.engine_digest == candidate.engine.digest, "its report is about another engine")
+    _require(candidate, report.baseline_digest == candidate.baseline.digest, "its report compares with another baseline")
+    replayed = evidence_digest(candidate.identity.path.with_name(REPORT_FILE))
+    _require(candidate, replayed == candidate.report.digest, f"{candidate.identity.path} is about another report")
+    verdict = decide(report, evidence.rows)
+    reasons = "; ".join(verdict.reasons)
+    _require(candidate, verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
+    return _registered_version(candidate, registry)
 
 
-def _moved(registry: Registry, champion: str, previous: str | None) -> None:
-    """Read back what was written: another host may have moved the aliases at the same time."""
-    found = registry.alias("champion"), registry.alias("previous")
-    if found != (champion, previous):
+def _refusal(candidate: Candidate, reason: str) -> GateRefusal:
+    return GateRefusal(f"{candidate.name} is not promoted: {reason}")
+
+
+def _require(candidate: Candidate, holds: bool, reason: str) -> None:
+    """Raise GateRefusal with the reason unless the condition holds."""
+    if not holds:
+        raise _refusal(candidate, reason)
+
+
+def _check_citations(candidate: Candidate) -> None:
+    """Compare the digests that the candidate cites with the files on disk. Raises GateRefusal."""
+    for name, cited in (("engine", candidate.engine), ("baseline", candidate.baseline)):
+        _require(candidate, cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
+        _compare(candidate, f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
+    report, identity = candidate.report, candidate.identity
+    for path in (report.path, candidate.samples):
+        _require(candidate, path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
+    _compare(candidate, f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
+    _require(candidate, identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
+    same = file_digest(identity.path) == identity.digest
+    _require(candidate, same, f"{identity.path} is not the identity that the candidate cites")
+
+
+def _compare(candidate: Candidate, name: str, digest: str, cited: str) -> None:
+    _require(candidate, digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
+
+
+def _registered_version(candidate: Candidate, registry: Registry) -> str:
+    """Return the candidate's version, whose tags cite the same evidence. Raises GateRefusal when they do not."""
+    if candidate.registration is None:
+        raise _refusal(candidate, "it is not registered (tracking.enabled=false?)")
+    version = candidate.registration.model_version
+    tags = registry.tags(version)
+    if tags is None:
+        raise _refusal(candidate, f"version {version} is not in the registry")
+    for name, digest in candidate.citations.items():
+        _require(candidate, tags.get(name) == digest, f"version {version} cites another {name}")
+    return version
+
+
+def _check_aliases(registry: Registry, champion: str, previous: str | None) -> None:
+    """Read the aliases back, since another host may have moved them at the same time. Raises GateRefusal."""
+    aliases = registry.alias("champion"), registry.alias("previous")
+    if aliases != (champion, previous):
         raise GateRefusal(
-            f"another host moved the aliases meanwhile: champion={found[0]} previous={found[1]}, "
+            f"another host moved the aliases meanwhile: champion={aliases[0]} previous={aliases[1]}, "
             f"expected champion={champion} previous={previous}; look at the registry, then promote again"
         )
 
 
-def promote(candidates: Sequence[Candidate], registry: Registry, decide: Decide, *, sweep: str) -> Move:
-    """Make the best candidate that passed the champion. Raises GateRefusal when none passed or its evidence fails."""
+def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay, decide: Decide, *, sweep: str) -> Move:
+    """Make the best candidate that passed the champion.
+
+    Args:
+        candidates: Those to choose from.
+        registry: Where versions and aliases are.
+        replay: Replays the best candidate's evidence.
+        decide: The gates, which decide its verdict again.
+        sweep: Identifier of the candidates' sweep, noted in the registry.
+
+    Raises:
+        GateRefusal: when none passed, or the best one's evidence does not hold.
+        MissingRequirement: when a library that the replay takes is not installed.
+    """
     best = choose(candidates)
-    verify(best, decide, registry)
-    version = str(best.model_version)
+    version = verify(best, replay, decide, registry)
     with FileLock(registry.lock):
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
@@ -145,23 +222,27 @@ def promote(candidates: Sequence[Candidate], registry: Registry, decide: Decide,
         rolled_back = (registry.tags(version) or {}).get("rolled_back_at")
         if rolled_back:
             note = f"; it had been rolled back at {rolled_back}"
-        evidence = {
+        tags = {
             "promoted_at": _now(),
             "promoted_by_sweep": sweep,
             "promoted_over": old or "",
-            "evidence": f"engine {best.engine_digest} baseline {best.baseline_digest} report {best.report_digest}",
+            "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
         }
-        registry.set_tags(version, evidence)
+        registry.set_tags(version, tags)
         if old is not None:
             registry.set_alias("previous", old)
         registry.set_alias("champion", version)
-        _moved(registry, version, old if old is not None else previous)
+        _check_aliases(registry, version, old if old is not None else previous)
     over = f" over version {old}" if old is not None else ""
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}")
 
 
 def rollback(registry: Registry) -> Move:
-    """Bring the previous champion back. Raises UserError when there is none."""
+    """Bring the previous champion back.
+
+    Raises:
+        UserError: when there is none, or its version was deleted.
+    """
     with FileLock(registry.lock):
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
@@ -172,7 +253,7 @@ def rollback(registry: Registry) -> Move:
         registry.set_alias("champion", previous)
         registry.delete_alias("previous")
         registry.set_tags(bad, {"rolled_back_at": _now()})
-        _moved(registry, previous, None)
+        _check_aliases(registry, previous, None)
     name = tags.get("kv", f"version {previous}")
     return Move(name, previous, None, True, f"{name} (version {previous}) is the champion again, version {bad} is not")
 

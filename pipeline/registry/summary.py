@@ -1,105 +1,140 @@
-"""`summary.json` at the top of the work directory: what CI reads, and what promotion chooses from."""
+"""`summary.json` at the top of the work directory: CI reads it, and promotion chooses from its candidates."""
 
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Final, Literal
 
 from filelock import FileLock
+from pydantic import ConfigDict, ValidationError
 
+from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.core.errors import SEVERITY, UserError
+from pipeline.core.strict import StrictModel
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+from pipeline.verdict.thresholds import Status
 
 FILE = "summary.json"
 
+SCHEMA_VERSION: Final = 1
 
-@dataclass(frozen=True)
-class Candidate:
-    """An engine that was judged, with all that its promotion has to cite. Paths are absolute."""
 
-    kv: str
-    verdict: str
-    """PASS, FAIL or INCONCLUSIVE."""
+class Cited(StrictModel):
+    """A file or directory, and the digest that it had when it was cited."""
+
+    path: Path
+    """Absolute."""
+    digest: str
+
+
+class Registration(StrictModel):
+    """Where a candidate is tracked and registered."""
+
+    run_id: str
+    """Of its tracked run."""
+    model_version: str
+    """Of the registered model."""
+
+
+class Candidate(StrictModel):
+    """An engine that was judged, and the evidence that its promotion cites."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # of metrics; JSON has null for them
+
+    name: str
+    """Display name, unique within a sweep: the policy, and what else the command line changed."""
+    policy: str
+    model: str
+    """The checkpoint's short name."""
+    backend: str
+    verdict: Status
     reasons: tuple[str, ...]
-    kib_per_token: float
     metrics: Mapping[str, float | None]
-    """Names grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
-    engine_digest: str
-    baseline_digest: str
-    report_digest: str
-    """Of report.json and samples.jsonl together (`pipeline.registry.promotion.evidence_digest`)."""
-    engine_path: str
-    baseline_path: str
-    report_path: str
-    samples_path: str
-    identity_digest: str = ""
-    """Of identity.json; empty in a summary that an older kvgate wrote."""
-    identity_path: str = ""
-    label: str = ""
-    """The policy, and what else the command line changed; empty when that is only the policy."""
-    model: str = ""
-    backend: str = "onnxruntime"
-    run_id: str | None = None
-    model_version: str | None = None
+    """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
+    engine: Cited
+    """The bundle's directory."""
+    baseline: Cited
+    """The directory of the FP16-KV engine's bundle."""
+    report: Cited
+    """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
+    identity: Cited
+    """identity.json; the evidence that a replay reads lies beside it."""
+    registration: Registration | None = None
+    """None without tracking."""
 
     @property
-    def name(self) -> str:
-        """What tells it from the other candidates of its sweep."""
-        return self.label or self.kv
+    def samples(self) -> Path:
+        """Path of the report's samples.jsonl."""
+        return self.report.path.with_name(SAMPLES_FILE)
+
+    @property
+    def citations(self) -> dict[str, str]:
+        """Digests by the names of the tags under which a model version cites them."""
+        return {
+            "engine_digest": self.engine.digest,
+            "baseline_digest": self.baseline.digest,
+            "report_digest": self.report.digest,
+            "identity_digest": self.identity.digest,
+        }
 
     def metric(self, name: str) -> float:
-        """A metric for comparing: inf when it is missing or not a number, so that it never wins."""
+        """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""
         value = self.metrics.get(name)
         return math.inf if value is None or not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(StrictModel):
     """The candidates of the last sweep, in the order in which they came."""
 
+    schema_version: Literal[1]
     sweep: str = ""
-    candidates: tuple[Candidate, ...] = field(default=())
+    candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
+    """Name of the candidate that serves, once a promotion or a rollback chose it."""
     exit_code: int = 0
 
 
-def _plain(value: object) -> object:
-    """JSON-like, with non-finite numbers as None: strict parsers refuse NaN."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _candidate(raw: Mapping[str, object]) -> Candidate:
-    known = {f.name for f in fields(Candidate)}
-    values = {name: value for name, value in raw.items() if name in known}
-    reasons = values.get("reasons")
-    kib = values.get("kib_per_token")
-    values["reasons"] = tuple(reasons) if isinstance(reasons, list) else ()
-    values["kib_per_token"] = math.nan if kib is None else kib
-    return Candidate(**values)  # type: ignore[arg-type]
+def evidence_digest(report: Path) -> str:
+    """Return the digest of a report and the samples.jsonl beside it, as a model version cites them."""
+    return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
 
 
 def load(workdir: Path) -> Summary:
-    """The summary of `workdir`, empty when there is none. Raises UserError when the file is damaged."""
-    path = workdir / FILE
+    """Return the summary of a work directory, an empty one when there is none.
+
+    Raises:
+        UserError: when the file is damaged, or an older kvgate wrote it.
+    """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        candidates = tuple(_candidate(candidate) for candidate in raw["candidates"])
-        return Summary(raw["sweep"], candidates, raw["champion"], raw["exit_code"])
+        content = (workdir / FILE).read_bytes()
     except FileNotFoundError:
-        return Summary()
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"workdir={workdir}: {FILE} is damaged ({error}); remove it and evaluate again") from error
+        return Summary(schema_version=SCHEMA_VERSION)
+    try:
+        return Summary.model_validate_json(content)
+    except ValidationError as error:
+        if _is_unversioned(content):
+            problem = "was written by an older kvgate"
+        else:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            problem = f"is damaged ({place}: {first['msg']})" if place else f"is damaged ({first['msg']})"
+        raise UserError(f"workdir={workdir}: {FILE} {problem}; remove it and evaluate again") from error
+
+
+def _is_unversioned(content: bytes) -> bool:
+    """Whether `content` is a summary from before summaries had a schema_version."""
+    try:
+        summary = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(summary, dict) and "candidates" in summary and "schema_version" not in summary
 
 
 def _write(workdir: Path, summary: Summary) -> None:
-    text = json.dumps(_plain(asdict(summary)), indent=2, allow_nan=False, ensure_ascii=False)
     scratch = workdir / f".{FILE}.{os.getpid()}"
-    scratch.write_text(text + "\n", encoding="utf-8")
+    scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
     scratch.replace(workdir / FILE)
 
 
@@ -112,34 +147,43 @@ def _update(workdir: Path, change: Callable[[Summary], Summary]) -> Summary:
 
 
 def _of_sweep(summary: Summary, sweep: str) -> Summary:
-    """The summary if it is this sweep's, else a fresh one."""
-    return summary if summary.sweep == sweep else Summary(sweep=sweep)
+    """Return the summary if it is this sweep's, else a fresh one."""
+    return summary if summary.sweep == sweep else Summary(schema_version=SCHEMA_VERSION, sweep=sweep)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
-    """Add a judged candidate: it replaces its namesake of the same model and sweep; another sweep starts a fresh list."""
+    """Add a judged candidate to the summary.
+
+    It replaces the candidate of the same model and name. The first candidate of another sweep starts a fresh list.
+    """
 
     def change(old: Summary) -> Summary:
         old = _of_sweep(old, sweep)
         candidates = {(known.model, known.name): known for known in old.candidates}
         candidates[candidate.model, candidate.name] = candidate
-        return replace(old, candidates=tuple(candidates.values()))
+        return old.model_copy(update={"candidates": tuple(candidates.values())})
 
     return _update(workdir, change)
 
 
 def finish(workdir: Path, sweep: str | None, exit_code: int) -> Summary:
-    """Note how a job ended; a sweep's code is the worst of its jobs'. Without `sweep` the job worked on the last one."""
+    """Note how a job ended; a sweep's exit code is the worst of its jobs'.
+
+    Args:
+        workdir: The work directory.
+        sweep: The job's sweep; None when the job worked on the candidates of the last one, and its code replaces the sweep's.
+        exit_code: The job's.
+    """
 
     def change(old: Summary) -> Summary:
         if sweep is None:
-            return replace(old, exit_code=exit_code)
+            return old.model_copy(update={"exit_code": exit_code})
         old = _of_sweep(old, sweep)
-        return replace(old, exit_code=max(old.exit_code, exit_code, key=SEVERITY.index))
+        return old.model_copy(update={"exit_code": max(old.exit_code, exit_code, key=SEVERITY.index)})
 
     return _update(workdir, change)
 
 
 def conclude(workdir: Path, champion: str) -> Summary:
-    """Write which candidate serves now."""
-    return _update(workdir, lambda old: replace(old, champion=champion))
+    """Note which candidate serves now."""
+    return _update(workdir, lambda old: old.model_copy(update={"champion": champion}))

@@ -16,9 +16,8 @@ from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.core.records import Engine, Progress
-from pipeline.run import console
+from pipeline.run import console, loading
 from pipeline.run.identity import Link, Role, make_identity, read_bundle, write_identity
-from pipeline.run.loading import evaluate_stage, open_backend, quantize_stage, required_libraries
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
@@ -44,7 +43,7 @@ class Chain:
     @cached_property
     def backend(self) -> Backend:
         """The configured backend."""
-        return open_backend(self.config.backend)
+        return loading.open_backend(self.config.backend)
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -68,7 +67,7 @@ class Chain:
         recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
 
         def fill(out: Path, progress: Progress) -> None:
-            quantize_stage().calibration_texts(
+            loading.calibration().calibration_texts(
                 self.checkpoint, out, samples=options.samples, jsonl=options.file, seed=seed, progress=progress
             )
 
@@ -85,10 +84,10 @@ class Chain:
             "seed": seed,
         }
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": texts.digest}
-        recipe = Recipe("quantize", ("stages.quantize",), config, inputs, (*TORCH, "nvidia-modelopt"))
+        recipe = Recipe("quantize", ("stages.quantize.run",), config, inputs, (*TORCH, "nvidia-modelopt"))
 
         def fill(out: Path, progress: Progress) -> None:
-            quantize_stage().quantize(
+            loading.quantization().quantize(
                 self.checkpoint,
                 out,
                 weights=weights,
@@ -103,7 +102,7 @@ class Chain:
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
-        backend = self.backend if config is None else open_backend(config)
+        backend = self.backend if config is None else loading.open_backend(config)
         note = "" if config is None or config.name == self.config.backend.name else f" as {config.name}"
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
@@ -120,7 +119,7 @@ class Chain:
         bundle = self.bundle(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
-            evaluate_stage().measure_baseline(
+            loading.evaluation().measure_baseline(
                 self._opener(bundle), *self._questions(bundle), out, config=self.config.workloads, progress=progress
             )
 
@@ -166,7 +165,7 @@ class Chain:
         inputs = {"engine": engine.digest, "baseline": baseline.digest, "answers": answers.digest}
 
         def fill(out: Path, progress: Progress) -> None:
-            evaluate_stage().evaluate_candidate(
+            loading.evaluation().evaluate_candidate(
                 self._opener(engine),
                 *self._questions(engine),
                 answers.path,
@@ -210,7 +209,7 @@ class Chain:
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
 
         def fill_with_progress(out: Path) -> None:
-            with console.progress(title) as progress, required_libraries():
+            with console.progress(title) as progress, loading.required_libraries():
                 fill(out, progress)
 
         artifact = self.store.get(recipe, fill_with_progress)
@@ -231,7 +230,7 @@ class Chain:
 
     def _questions(self, bundle: Artifact) -> tuple[Any, Any]:
         """Return the samples and the tokenizer that encodes them."""
-        stage = evaluate_stage()
+        stage = loading.evaluation()
         return stage.load_samples(self.config.workloads), stage.open_tokenizer(bundle.path)
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:

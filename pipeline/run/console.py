@@ -1,4 +1,4 @@
-"""What a run says to a person: stages as they finish, progress while they work, tables at the end."""
+"""The terminal: results on stdout, errors and progress on stderr."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,16 @@ err = Console(stderr=True, highlight=False)
 
 @contextmanager
 def progress(title: str) -> Iterator[Progress]:
-    """A progress bar on stderr; without a terminal, a line at most every ten seconds."""
+    """Show the progress of a stage on stderr while the block runs.
+
+    A terminal gets a bar; anything else gets a line at most every ten seconds.
+
+    Args:
+        title: The stage's title.
+
+    Returns:
+        What the stage calls with a label, the units that are done, and all of them.
+    """
     if not err.is_terminal:
         last = time.monotonic()
 

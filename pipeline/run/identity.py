@@ -1,9 +1,9 @@
-"""The identity of a judged engine: `identity.json`, which binds everything that made it and everything said of it.
+"""The identity of a judged engine, `identity.json`: what made the engine, the gates that judged it, and their verdict.
 
-It holds the manifests of the whole chain of artifacts (what each was made from, by which code and libraries, on which
-hardware, and the digest of every file), the gates and the verdict. A manifest's key is the digest of its parts, and a part
-names the digests of its inputs, so that the chain is closed: no member can be exchanged without being noticed by the next.
-`binds` repeats what people ask for by name. `pipeline.run.verify` replays all of it.
+It holds the manifest of every artifact of the chain: what the artifact was made from, by which code and libraries, on which
+hardware, and the digest of every file. A manifest's key is the digest of its parts, and the parts name the digests of the
+inputs. The chain is closed in this way: whoever exchanges one artifact breaks the next one's key.
+The field `binds` repeats by name what people look up. `pipeline.run.verify` replays all of it.
 """
 
 import json
@@ -31,44 +31,45 @@ BUNDLE_FILE = "bundle.json"
 Role = Literal["calibration", "quantized", "engine", "baseline", "answers", "evaluation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-
 PARTS: dict[str, type] = {"stage": str, "config": dict, "inputs": dict, "libraries": dict}
-"""What of an artifact's parts is read here."""
+"""The parts of an artifact that this module reads, and their types."""
 TEXTS = ("inputs", "libraries")
-"""Those of them that are texts by name."""
+"""Those parts that map names to texts."""
 
-# An identity may come from anyone. These become paths, which must stay in the store and beside the identity.
+# An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.
 STAGE = re.compile("[a-z_]+")
 KEY = re.compile("[0-9a-f]{64}")
 WORKLOADS_FILE = re.compile(r"workloads/(?!\.{1,2}$)[^/\0]+")
 
 
 class Link(StrictModel):
-    """An artifact of the chain: its manifest."""
+    """The manifest of an artifact of the chain."""
 
     title: str
     key: str
     digest: str
     parts: dict[str, Any]
-    """What decided its bytes: stage, config, inputs, code, libraries, hardware."""
+    """What its bytes depend on: stage, config, inputs, code, libraries, hardware."""
     files: dict[str, str]
     """Relative path -> sha256."""
 
     @classmethod
     def of(cls, title: str, artifact: Artifact) -> "Link":
+        """Build the link of an artifact."""
         return cls(title=title, key=artifact.key, digest=artifact.digest, parts=artifact.parts, files=artifact.files)
 
     @property
     def inputs(self) -> dict[str, str]:
+        """Input's name -> digest."""
         return dict(self.parts["inputs"])
 
     @property
     def place(self) -> str:
-        """Its directory below a store's root."""
+        """The artifact's directory, relative to a store's root."""
         return Recipe.place(self.parts["stage"], self.key)
 
     def provides(self) -> set[str]:
-        """Every digest by which an artifact after it may name it: whole, a folder of it, a file of it."""
+        """Return the digests by which a later artifact may name it: of the whole, of each of its folders and files."""
         folders = {path.partition("/")[0] for path in self.files if "/" in path}
         return {self.digest, *self.files.values(), *(files_digest(self.files, folder) for folder in folders)}
 
@@ -83,21 +84,27 @@ class Identity(StrictModel):
     policy: str
     backend: str
     chain: list[Link]
-    """In the order of making."""
+    """In the order in which the artifacts were made."""
     roles: dict[Role, str]
-    """Role -> key of the artifact of the chain that has it."""
+    """Role -> key of the artifact with that role."""
     workloads_file: str | None
-    """The user's own samples, relative to this file; null when all are generated."""
+    """Path of the user's own samples, relative to this file; null when all are generated."""
     gates: Gates
     verdict: Verdict
     binds: dict[str, str]
+    """Digests, versions and the verdict by the names that people look up; see `bindings`."""
 
     def link(self, role: Role) -> Link:
+        """Return the artifact with a role."""
         return next(link for link in self.chain if link.key == self.roles[role])
 
 
 def read_identity(path: Path) -> Identity:
-    """Raises UserError when the file is not an identity, or one that names files elsewhere; its first problem is named."""
+    """Read an identity.json.
+
+    Raises:
+        UserError: with the first problem, when the file is no identity or names files outside of its evidence.
+    """
     try:
         identity = Identity.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -111,14 +118,15 @@ def read_identity(path: Path) -> Identity:
             raise UserError(f"{path}: chain: {link.title}: {problem}")
     if identity.workloads_file is not None and not WORKLOADS_FILE.fullmatch(identity.workloads_file):
         raise UserError(f"{path}: workloads_file: must be null or workloads/NAME, a file beside this one")
-    lost = [role for role in ROLES if identity.roles.get(role) not in {link.key for link in identity.chain}]
-    if lost:
-        raise UserError(f"{path}: roles.{lost[0]}: names no artifact of the chain")
+    keys = {link.key for link in identity.chain}
+    dangling = [role for role in ROLES if identity.roles.get(role) not in keys]
+    if dangling:
+        raise UserError(f"{path}: roles.{dangling[0]}: names no artifact of the chain")
     return identity
 
 
 def _problem(link: Link) -> str | None:
-    """What in a link of the chain cannot be read or cannot be used, None when all can."""
+    """Describe the first value of a link that cannot be used; None when all can."""
     for name, kind in PARTS.items():
         if not isinstance(link.parts.get(name), kind):
             return f"parts.{name} is missing or no {kind.__name__}"
@@ -146,8 +154,20 @@ def make_identity(
     report: EvaluationReport,
     verdict: Verdict,
 ) -> Identity:
-    """The identity of the bundle in `engine`, as `report` and `verdict` judge it."""
-    asked = config.workloads.file
+    """Build the identity of a judged engine.
+
+    Args:
+        config: The configuration of the run that judged it.
+        chain: Every artifact that the run made or reused, in that order.
+        roles: Role -> key of the artifact with that role.
+        engine: The engine's bundle.
+        report: What was measured.
+        verdict: What the gates of `config` say of the report.
+
+    Raises:
+        UserError: when the bundle's record cannot be read.
+    """
+    samples = config.workloads.file
     unbound = Identity(
         schema_version=1,
         kvgate=__version__,
@@ -156,17 +176,24 @@ def make_identity(
         backend=config.backend.name,
         chain=list(chain),
         roles=dict(roles),
-        # the same name: samples without an id are named after their file
-        workloads_file=f"workloads/{asked.name}" if asked is not None else None,
+        # The copy keeps the file's name, because samples without an id are named after their file.
+        workloads_file=f"workloads/{samples.name}" if samples is not None else None,
         gates=config.gates,
         verdict=verdict,
         binds={},
     )
-    return unbound.model_copy(update={"binds": binds(unbound, read_bundle(engine), report)})
+    return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})
 
 
 def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path) -> None:
-    """Fill `out` with the identity and the evidence that its replay reads."""
+    """Write the identity, and the evidence that its replay reads.
+
+    Args:
+        identity: The identity.
+        evaluation: Directory of the report and its samples.
+        workloads: The user's own samples, None when all are generated.
+        out: An empty directory to fill.
+    """
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
     if workloads is not None:
@@ -177,7 +204,11 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:
-    """`bundle.json` of any backend, unchecked; UserError when it is no JSON object."""
+    """Return the `bundle.json` of any backend, with unchecked values.
+
+    Raises:
+        UserError: when it is no JSON object.
+    """
     path = engine / BUNDLE_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -188,8 +219,14 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     return record
 
 
-def binds(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
-    """What the identity binds, by name: digests, versions, and the verdict."""
+def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
+    """Return what the identity binds, by name: digests, versions, and the verdict.
+
+    Args:
+        identity: The identity; its own `binds` is not read.
+        record: The engine's bundle.json.
+        report: What was measured.
+    """
     quantized, engine, evaluation = (identity.link(role) for role in ("quantized", "engine", "evaluation"))
     bound = {
         "checkpoint": quantized.inputs["checkpoint"],
@@ -219,8 +256,9 @@ def binds(identity: Identity, record: Mapping[str, Any], report: EvaluationRepor
 
 
 def _libraries(chain: Sequence[Link]) -> dict[str, list[str]]:
-    found: dict[str, set[str]] = {}
+    """Library -> the versions that any artifact of the chain was made with."""
+    versions_by_name: dict[str, set[str]] = {}
     for link in chain:
         for name, version in link.parts["libraries"].items():
-            found.setdefault(name, set()).add(version)
-    return {name: sorted(versions) for name, versions in found.items()}
+            versions_by_name.setdefault(name, set()).add(version)
+    return {name: sorted(versions) for name, versions in versions_by_name.items()}

@@ -6,7 +6,7 @@ from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.run.loading import evaluate_stage, open_backend, required_libraries
+from pipeline.run.loading import evaluation, open_backend, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
@@ -33,7 +33,7 @@ def check_inputs(config: Config) -> None:
             raise UserError(f"{key}={path}: no such file")
     with required_libraries():
         if config.workloads.file is not None or config.gates.margins:
-            samples = evaluate_stage().load_samples(config.workloads)
+            samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_backend(config.backend).check_inputs(job)

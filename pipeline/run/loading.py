@@ -22,14 +22,18 @@ from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 
 
-class QuantizeStage(Protocol):
-    """`stages.quantize`."""
+class Calibration(Protocol):
+    """`stages.quantize.calibration`."""
 
     def calibration_texts(
         self, checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress
     ) -> None:
         """Write the texts that static scales are measured on."""
         ...
+
+
+class Quantization(Protocol):
+    """`stages.quantize.run`, which imports ModelOpt."""
 
     def quantize(
         self,
@@ -47,7 +51,7 @@ class QuantizeStage(Protocol):
         ...
 
 
-class EvaluateStage(Protocol):
+class Evaluation(Protocol):
     """`stages.evaluate`."""
 
     def load_samples(self, config: WorkloadsConfig) -> list[Sample]:
@@ -109,14 +113,19 @@ class Plots(Protocol):
         ...
 
 
-def quantize_stage() -> QuantizeStage:
-    """Load `stages.quantize`."""
-    return cast(QuantizeStage, import_module("stages.quantize"))
+def calibration() -> Calibration:
+    """Load the module that writes calibration texts."""
+    return cast(Calibration, import_module("stages.quantize.calibration"))
 
 
-def evaluate_stage() -> EvaluateStage:
-    """Load `stages.evaluate`."""
-    return cast(EvaluateStage, import_module("stages.evaluate"))
+def quantization() -> Quantization:
+    """Load the quantize stage."""
+    return cast(Quantization, import_module("stages.quantize.run"))
+
+
+def evaluation() -> Evaluation:
+    """Load the evaluate stage."""
+    return cast(Evaluation, import_module("stages.evaluate"))
 
 
 def plots() -> Plots:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -24,16 +24,19 @@ from pipeline.core.errors import (
     exit_code,
 )
 from pipeline.registry import promotion, summary
-from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import compare_url, open_store, server_command, track
+from pipeline.registry.runs import open_store, track
+from pipeline.registry.summary import Candidate, Cited
+from pipeline.registry.tracking import compare_url, server_command
 from pipeline.run import console, tables
 from pipeline.run.chain import Chain
+from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
-from pipeline.run.verify import find_evidence, replay
+from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -78,43 +81,42 @@ def build(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Judge the engine against the FP16-KV engine and register it; GateRefusal unless it passed."""
+    """Judge the engine against the FP16-KV engine and register it.
+
+    Raises:
+        GateRefusal: when it did not pass; not in a sweep, where `conclude_sweep` decides once all candidates are judged.
+        UserError: when the work directory's summary.json cannot take the candidate.
+    """
     config, chain = run.config, run.chain
+    summary.load(config.work)  # to refuse a damaged one before the work, not after it
     store = open_store(config.tracking, config.work, config.model.label)
     with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
-        report_artifact, engine, baseline = chain.evaluation(config.kv)
-        report, rows = load_report(report_artifact.path), load_rows(report_artifact.path)
+        evaluation, engine, baseline = chain.evaluation(config.kv)
+        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = decide(report, rows, config.gates)
-        report_path, samples_path = report_artifact.path / REPORT_FILE, report_artifact.path / SAMPLES_FILE
         identity = chain.identity(config.kv, report, verdict)
+        report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
-            kv=config.kv.name,
-            verdict=verdict.status,
-            reasons=tuple(verdict.reasons),
-            kib_per_token=report.system.kib_per_token,
-            metrics=report.flat_metrics(),
-            engine_digest=engine.digest,
-            baseline_digest=baseline.digest,
-            identity_digest=identity.files[IDENTITY_FILE],
-            report_digest=promotion.evidence_digest(report_path, samples_path),
-            engine_path=str(engine.path),
-            baseline_path=str(baseline.path),
-            report_path=str(report_path),
-            samples_path=str(samples_path),
-            identity_path=str(identity.path / IDENTITY_FILE),
-            label="" if run.label == config.kv.name else run.label,
+            name=run.label,
+            policy=config.kv.name,
             model=config.model.label,
             backend=config.backend.name,
+            verdict=verdict.status,
+            reasons=tuple(verdict.reasons),
+            metrics=report.flat_metrics(),
+            engine=Cited(path=engine.path, digest=engine.digest),
+            baseline=Cited(path=baseline.path, digest=baseline.digest),
+            report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
+            identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
         )
         for stage in chain.finished:
-            made = stage.artifact
-            tracked.stage(stage.title, stage.params, digest=made.digest, seconds=made.seconds, reused=made.reused)
+            artifact = stage.artifact
+            tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
         with TemporaryDirectory() as scratch:
             files = _sample_plots(candidate.name, rows, Path(scratch))
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
-    # in a sweep a refused candidate is a result, not a failure: conclude_sweep decides once all are there
     if candidate.verdict != promotion.PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -128,52 +130,66 @@ def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
 
 
 def promote(run: Run) -> None:
-    """Make the best of the last sweep's candidates that passed the champion; GateRefusal when none holds up."""
-    found, model = summary.load(run.config.work), run.config.model.label
-    candidates = [candidate for candidate in found.candidates if candidate.model == model]
+    """Make the best of the last sweep's candidates that passed the champion.
+
+    Raises:
+        GateRefusal: when none passed, or the best one's evidence does not hold.
+        MissingRequirement: when a library that the replay of the evidence takes is not installed.
+        UserError: when there are no candidates of the configured model.
+    """
+    last, model = summary.load(run.config.work), run.config.model.label
+    candidates = [candidate for candidate in last.candidates if candidate.model == model]
     if not candidates:
-        others = ", ".join(sorted({candidate.model for candidate in found.candidates}))
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {run.config.work}/summary.json; {hint}")
     store = run.registry()
 
-    def decide_again(report: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
-        typed_rows = [SampleRow.model_validate(row) for row in rows]
-        verdict = decide(EvaluationReport.model_validate(report), typed_rows, run.config.gates)
-        return verdict.status, list(verdict.reasons)
+    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        return decide(report, rows, run.config.gates)
 
-    move = promotion.promote(candidates, store, decide_again, sweep=found.sweep)
+    move = promotion.promote(candidates, store, replay_candidate, decide_again, sweep=last.sweep)
     summary.conclude(run.config.work, champion=move.champion)
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
+    assert best.registration is not None, "a promotion takes a registered candidate"
     with TemporaryDirectory() as scratch:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        store.attach(str(best.run_id), [plot])
+        store.attach(best.registration.run_id, [plot])
     tables.print_promotion(candidates, move)
     _print_mlflow(store, candidates)
 
 
 def rollback(run: Run) -> None:
-    """Bring the previous champion back."""
+    """Bring the previous champion back.
+
+    Raises:
+        UserError: when there is none.
+    """
     move = promotion.rollback(run.registry())
     summary.conclude(run.config.work, champion=move.champion)
     console.out.print(move.message)
 
 
 def verify(run: Run) -> None:
-    """Replay the evidence of an engine, offline and read-only; GateRefusal when something differs."""
+    """Replay the evidence of an engine, offline and read-only.
+
+    Raises:
+        GateRefusal: when something differs.
+        MissingRequirement: when nothing differs, but something is missing.
+    """
     directory = Path(str(run.config.bundle))
-    found = {path: replay(path) for path in find_evidence(directory)}
-    for path, (identity, findings) in found.items():
-        tables.print_findings(path, identity, findings)
-    by_status = {
-        status: [line.name for _, findings in found.values() for line in findings if line.status == status]
-        for status in ("differs", "missing")
-    }
-    if by_status["differs"]:
-        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(by_status['differs'])}")
-    if by_status["missing"]:
-        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(by_status['missing'])}")
+    replays = [(evidence, replay(evidence)) for evidence in map(read_evidence, find_evidence(directory))]
+    for evidence, findings in replays:
+        tables.print_findings(evidence, findings)
+    names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
+    for _, findings in replays:
+        for finding in findings:
+            names[finding.status].append(finding.name)
+    if names["differs"]:
+        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(names['differs'])}")
+    if names["missing"]:
+        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
 
 
 def everything(run: Run) -> None:
@@ -184,7 +200,7 @@ def everything(run: Run) -> None:
 
 
 def _print_mlflow(store: "MlflowStore", candidates: Sequence[Candidate]) -> None:
-    run_ids = [candidate.run_id for candidate in candidates if candidate.run_id is not None]
+    run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
     command = server_command(store.location)
     console.out.print("\nCompare the candidates in MLflow:")
     if command is not None:
@@ -239,15 +255,18 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
 
 
 def conclude_sweep(config: Config, sweep: str) -> int:
-    """The end of a sweep: the comparison, and its exit code: the worst of its jobs', else whether any candidate passed."""
+    """Print the comparison of a sweep's candidates and return the sweep's exit code.
+
+    It is the worst of its jobs' codes; if all of them ended well, it says whether any candidate passed.
+    """
     if config.stage not in JUDGING:
         return 0
-    found = summary.load(config.work)
-    if found.sweep != sweep or not found.candidates:
-        return found.exit_code if found.sweep == sweep else DEFECT
-    tables.print_comparison(found.candidates)
-    passed = any(candidate.verdict == promotion.PASS for candidate in found.candidates)
+    last = summary.load(config.work)
+    if last.sweep != sweep or not last.candidates:
+        return last.exit_code if last.sweep == sweep else DEFECT
+    tables.print_comparison(last.candidates)
+    passed = any(candidate.verdict == promotion.PASS for candidate in last.candidates)
     if not passed:
         summary.finish(config.work, sweep, GATE_EXIT)
         console.err.print("pipeline: error: no candidate of the sweep passed")
-    return found.exit_code or (0 if passed else GATE_EXIT)
+    return last.exit_code or (0 if passed else GATE_EXIT)

@@ -1,19 +1,17 @@
-"""The tables and sentences at the end of a run."""
+"""The tables and sentences that a run prints at its end."""
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from pipeline.registry import promotion
-from pipeline.registry.promotion import PASS, Move
+from pipeline.registry.promotion import PASS, Finding, Move
 from pipeline.registry.summary import Candidate
 from pipeline.run import console
-from pipeline.run.identity import Identity
-from pipeline.run.verify import Finding
+from pipeline.run.evidence import Evidence
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
@@ -22,7 +20,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("retrieval\naccuracy", "quality/retrieval/accuracy_candidate", "quality/retrieval/accuracy_baseline", ".3f"),
     ("decode\ntokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ".0f"),
 )
-"""Heading, the candidate's metric, the baseline's (or what it is by definition), format."""
+"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
 REASONS_SHOWN = 4
 
@@ -35,14 +33,14 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """One row an engine: what it costs, what it loses, how fast it is."""
+    """Print a row for each engine: what it costs, what it loses, how fast it is; baselines come first."""
     title = "KV caches against the FP16-KV engine, on the decode path"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for heading in ("KiB/token", *(heading for heading, _, _, _ in COLUMNS)):
         table.add_column(heading, justify="right", no_wrap=True)
-    baselines = {candidate.baseline_digest: candidate for candidate in reversed(candidates)}
+    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
         metrics, name = judged.metrics, "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
         cells = [_cell(metrics.get(column), form) if "/" in column else column for _, _, column, form in COLUMNS]
@@ -50,27 +48,32 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     for engine in candidates:
         colour = COLOURS[engine.verdict]
         cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
-        table.add_row(engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.kib_per_token, ".3f"), *cells)
+        table.add_row(
+            engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.metrics.get("memory/kib_per_token"), ".3f"), *cells
+        )
     console.out.print()
     console.out.print(table)
 
 
-def print_findings(evidence: Path, identity: Identity, findings: Sequence[Finding]) -> None:
-    """What a replay found, a line each, what is wrong last."""
-    console.out.print(f"[bold]{escape(identity.policy)}[/] of {escape(identity.model)}: {evidence}", soft_wrap=True)
+def print_findings(evidence: Evidence, findings: Sequence[Finding]) -> None:
+    """Print the findings of a replay, a line each; those that differ come last."""
+    identity = evidence.identity
+    console.out.print(f"[bold]{escape(identity.policy)}[/] of {escape(identity.model)}: {evidence.directory}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("replayed", no_wrap=True)
     table.add_column("found", overflow="fold")
-    for line in sorted(findings, key=lambda line: tuple(FINDING_COLOURS).index(line.status)):
-        table.add_row(escape(line.name), f"[{FINDING_COLOURS[line.status]}]{line.status}[/]", escape(line.detail))
+    for finding in sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status)):
+        status = f"[{FINDING_COLOURS[finding.status]}]{finding.status}[/]"
+        table.add_row(escape(finding.name), status, escape(finding.detail))
     console.out.print(table)
 
 
 def print_verdict(candidate: Candidate) -> None:
-    """The verdict of one candidate and its reasons, a line each."""
+    """Print the verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
-    console.out.print(f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {candidate.kib_per_token:.3f} KiB/token")
+    kib_per_token = candidate.metric("memory/kib_per_token")
+    console.out.print(f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {kib_per_token:.3f} KiB/token")
     for reason in candidate.reasons[:REASONS_SHOWN]:
         console.out.print(f"  {escape(reason)}", soft_wrap=True)
     if len(candidate.reasons) > REASONS_SHOWN:
@@ -78,7 +81,7 @@ def print_verdict(candidate: Candidate) -> None:
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
-    """Which engine serves now, and why each other one does not."""
+    """Print which engine serves now, and why each of the others does not."""
     print_comparison(candidates)
     console.out.print(f"[green]Champion:[/] {move.message}")
     champion = next((c for c in candidates if c.name == move.champion), None)
@@ -86,14 +89,14 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
         if candidate is champion:
             continue
         if candidate.verdict == PASS and champion is not None:
-            why = f"passed, but {_behind(candidate, champion)}"
+            reason = f"passed, but {_disadvantage(candidate, champion)}"
         else:
-            why = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-        console.out.print(f"  not {escape(candidate.name)}: {escape(why)}", soft_wrap=True)
+            reason = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
+        console.out.print(f"  not {escape(candidate.name)}: {escape(reason)}", soft_wrap=True)
 
 
-def _behind(candidate: Candidate, champion: Candidate) -> str:
-    """What of promotion.choose decided between two that passed."""
+def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
+    """Say by which criterion `promotion.choose` preferred the champion over another candidate that passed."""
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"

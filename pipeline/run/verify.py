@@ -1,12 +1,10 @@
-"""`stage=verify`: is this engine still the one that was judged, and does its evidence still say what was said? Offline.
+"""The replay of evidence: whether an engine is the one that was judged, and whether its evidence still gives that verdict.
 
-Replays, from an identity and the files it names: every file's digest, the chain of artifacts (each key is the digest of its
-parts, each input is the digest of another member), what the report cites, the samples (made again and encoded with the
-engine's own tokenizer), and the verdict (the gates decide again on the recorded rows). Nothing is written.
+From an identity and the files that it names, offline: every file's digest, the chain of artifacts (each key is the digest of
+its parts, each input is the digest of another member), what the report cites, the samples (generated again and encoded with
+the engine's own tokenizer), and the verdict (the gates decide again on the recorded rows). Nothing is written.
 
-An engine and its evidence lie in one of two layouts: in the artifact store (`identity/KEY/` beside `build/KEY/`), or copied
-out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/engine/` and, if wanted, `DIR/baseline/`. The
-second is how MLflow stores a model version.
+`stage=verify` prints the findings. A promotion refuses a candidate on the first one that is not "same".
 """
 
 import json
@@ -14,9 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import ValidationError
 
@@ -25,16 +21,20 @@ from pipeline.artifacts.store import MANIFEST
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE, Identity, Role, binds, read_bundle, read_identity
-from pipeline.run.loading import evaluate_stage, required_libraries
+from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.summary import Candidate
+from pipeline.run.evidence import Evidence, read_evidence
+from pipeline.run.identity import IDENTITY_FILE, Identity, Role, bindings, read_bundle
+from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
-Status = Literal["same", "differs", "missing"]
-
 BOUND_TOLERANCE = 1e-9
-"""Relative: another SciPy may sum in another order."""
+"""Relative, between the recorded bounds and those that are computed again: another SciPy may sum in another order."""
+
+SAMPLES_CHECK = "samples, made again"
+VERDICT_CHECK = "verdict, decided again"
 
 FROM_OUTSIDE = {
     ("calibration", "checkpoint"),
@@ -50,79 +50,45 @@ CITED: dict[Role, dict[str, Role]] = {
     "answers": {"baseline": "baseline"},
     "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
 }
-"""Role -> its inputs, and the role whose whole artifact each must be."""
+"""Role -> its inputs, and for each the role of the artifact whose digest it must be."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the replay."""
+def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
+    """Replay the evidence of a candidate, with the bundles where the candidate says they are.
 
-    name: str
-    status: Status
-    detail: str
-
-
-def find_evidence(directory: Path) -> list[Path]:
-    """Directories that hold an identity of the engine in `directory`: itself, or those of its store that are about it.
-
-    Raises UserError when it is no engine, MissingRequirement when its evidence is not here.
+    Raises:
+        UserError: when its identity cannot be read.
     """
-    if (directory / IDENTITY_FILE).is_file():
-        return [directory]
-    if not any((directory / name).exists() for name in (BUNDLE_FILE, REPORT_FILE, "engine")):
-        raise UserError(
-            f"bundle={directory}: holds neither {IDENTITY_FILE} nor {BUNDLE_FILE}; give an engine's directory, as stage=build "
-            "prints it, or its evidence's, as stage=evaluate does"
-        )
-    store = directory.resolve().parent.parent
-    found = [path.parent for path in sorted(store.glob(f"identity/*/{IDENTITY_FILE}"))]
-    place = directory.resolve().relative_to(store).as_posix()
-    about, unreadable = [], []
-    for path in found:
-        try:
-            if read_identity(path / IDENTITY_FILE).link("engine").place == place:
-                about.append(path)
-        except UserError as error:  # of some other engine, perhaps, which this one must not wait for
-            unreadable.append(str(error))
-    if not about and unreadable:
-        raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
-    if not about:
-        raise MissingRequirement(
-            f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: nobody judged this engine; "
-            "run stage=evaluate, or copy the evidence here"
-        )
-    return about
+    evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
+    return ReplayedEvidence(replay(evidence), evidence.report, evidence.rows)
 
 
-def replay(evidence: Path) -> tuple[Identity, list[Finding]]:
-    """Everything that the identity in `evidence` says, checked. Raises UserError when it cannot be read."""
-    identity = read_identity(evidence / IDENTITY_FILE)
-    findings = [*_seal(evidence), *_chain(identity), *_links(identity)]
-    engine = _folder(evidence, "engine", identity)
-    of_engine = _files("engine", engine, identity.link("engine").files)
-    findings += of_engine
-    baseline = _folder(evidence, "baseline", identity)
-    if baseline is not None:  # a copy need not bring it: the report cites its digest
-        findings += _files("baseline", baseline, identity.link("baseline").files)
-    cited = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
-    findings += _files("report", evidence, cited, only=True)
-    if all((evidence / name).is_file() and kind_of(evidence / name) == "file" for name in cited):
-        altered = {line.name for line in of_engine if line.status != "same"}
-        intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
-        findings += _evidence(identity, evidence, engine, intact)
-    return identity, findings
+def replay(evidence: Evidence) -> list[Finding]:
+    """Check everything that the identity says; the findings name what is the same, differs or is missing."""
+    identity, engine = evidence.identity, evidence.engine
+    findings = [*_seal(evidence.directory), *_chain(identity), *_links(identity)]
+    engine_findings = _files("engine", engine, identity.link("engine").files)
+    findings += engine_findings
+    if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
+        findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
+    report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
+    findings += _files("report", evidence.directory, report_files, only=True)
+    if evidence.problem is not None:
+        findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
+    if evidence.report is not None:
+        altered = {finding.name for finding in engine_findings if finding.status != "same"}
+        tokenizer_intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
+        findings += _report(evidence, evidence.report, tokenizer_intact)
+    return findings
 
 
-def _folder(evidence: Path, role: Role, identity: Identity) -> Path | None:
-    """Where the bundle of a role is: copied beside the evidence, or in the store that the evidence is part of."""
-    places = (evidence / role, evidence.resolve().parent.parent / identity.link(role).place)
-    return next((place for place in places if place.is_dir()), None)
+def _seal(directory: Path) -> list[Finding]:
+    """Check the identity's own digest against its manifest.
 
-
-def _seal(evidence: Path) -> list[Finding]:
-    """The identity's own digest: in a store against its manifest; elsewhere it is shown, to be compared with the registry's."""
-    digest = file_digest(evidence / IDENTITY_FILE)
-    manifest = evidence / MANIFEST
+    A copy outside of a store has no manifest: its digest is printed, to be compared with the registry's.
+    """
+    digest = file_digest(directory / IDENTITY_FILE)
+    manifest = directory / MANIFEST
     if manifest.is_file():
         try:
             sealed = json.loads(manifest.read_text(encoding="utf-8"))["files"][IDENTITY_FILE]
@@ -133,74 +99,76 @@ def _seal(evidence: Path) -> list[Finding]:
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
 
 
-def _compare(name: str, recorded: object, found: object) -> Finding:
-    if recorded == found:
-        return Finding(name, "same", _shown(found))
-    return Finding(name, "differs", f"recorded {_shown(recorded)}, found {_shown(found)}")
+def _compare(name: str, recorded: object, actual: object) -> Finding:
+    if recorded == actual:
+        return Finding(name, "same", _abbreviated(actual))
+    return Finding(name, "differs", f"recorded {_abbreviated(recorded)}, found {_abbreviated(actual)}")
 
 
-def _shown(value: object) -> str:
-    """A digest by its beginning; identity.json has all of it."""
+def _abbreviated(value: object) -> str:
+    """A digest by its beginning, since identity.json holds the whole; any other value as it is."""
     text = str(value)
     return f"{text[:16]}..." if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _chain(identity: Identity) -> list[Finding]:
-    """Each artifact's key and digest follow from what its manifest says."""
-    wrong = []
+    """Check that each artifact's key and digest follow from its manifest."""
+    findings = []
     for link in identity.chain:
+        name = f"chain: {link.title}"
         if json_digest(link.parts) != link.key:
-            wrong.append(Finding(f"chain: {link.title}", "differs", "its config, inputs, code or libraries are not its key's"))
+            findings.append(Finding(name, "differs", "its config, inputs, code or libraries are not its key's"))
         if files_digest(link.files) != link.digest:
-            wrong.append(Finding(f"chain: {link.title}", "differs", "its table of files is not its digest's"))
-    return wrong or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {', '.join(x.title for x in identity.chain)}")]
+            findings.append(Finding(name, "differs", "its table of files is not its digest's"))
+    titles = ", ".join(link.title for link in identity.chain)
+    return findings or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
 
 
 def _links(identity: Identity) -> list[Finding]:
-    """Each input of each artifact is another artifact of the chain, and the roles' inputs are the right ones."""
+    """Check that each input of each artifact is another artifact of the chain, and that the roles' inputs are as CITED."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
-    wrong = []
+    findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
             if (link.parts["stage"], name) not in FROM_OUTSIDE and digest not in provided:
                 detail = f"its input {name} {digest[:12]} is nothing of this chain"
-                wrong.append(Finding(f"chain: {link.title}", "differs", detail))
+                findings.append(Finding(f"chain: {link.title}", "differs", detail))
     for role, inputs in CITED.items():
-        for name, source in inputs.items():
-            link, other = identity.link(role), identity.link(source)
-            if link.inputs.get(name) != other.digest:
-                detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source} is {other.digest[:12]}"
-                wrong.append(Finding(f"chain: {link.title}", "differs", detail))
-    return wrong
+        for name, source_role in inputs.items():
+            link, source = identity.link(role), identity.link(source_role)
+            if link.inputs.get(name) != source.digest:
+                detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source_role} is {source.digest[:12]}"
+                findings.append(Finding(f"chain: {link.title}", "differs", detail))
+    return findings
 
 
-def _files(what: str, folder: Path | None, files: Mapping[str, str], only: bool = False) -> list[Finding]:
-    """The files of `folder` against their digests; with `only`, other files beside them are not looked at."""
+def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: bool = False) -> list[Finding]:
+    """Compare the files of `folder` with their digests; with `only`, other files beside them are ignored."""
     if folder is None:
         return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}")]
     if only:
-        entries = {name: kind_of(folder / name) for name in files if os.path.lexists(folder / name)}
+        kinds = {name: kind_of(folder / name) for name in digests if os.path.lexists(folder / name)}
     else:
-        entries = tree_entries(folder, but=MANIFEST)
+        kinds = tree_entries(folder, but=MANIFEST)
     place = f"{folder.parent.name}/{folder.name}"
-    wrong = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(files.keys() - entries.keys())]
-    for name, kind in sorted(entries.items()):
-        shown = f"{what}: {name if name.isprintable() else ascii(name)}"
-        if kind != "file":  # not opened: a link may lead anywhere, and a pipe never ends
-            wrong.append(Finding(shown, "differs", f"is a {kind}, no file"))
-        elif name not in files:
-            wrong.append(Finding(shown, "differs", "is no part of it"))
-        elif (found := _compare(shown, files[name], file_digest(folder / name))).status != "same":
-            wrong.append(found)
-    return wrong or [Finding(f"{what} files", "same", f"{len(files)} in {place}")]
+    findings = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(digests.keys() - kinds.keys())]
+    for name, kind in sorted(kinds.items()):
+        printable = f"{what}: {name if name.isprintable() else ascii(name)}"
+        if kind != "file":  # never opened: a link may lead anywhere, and a pipe never ends
+            findings.append(Finding(printable, "differs", f"is a {kind}, no file"))
+        elif name not in digests:
+            findings.append(Finding(printable, "differs", "is no part of it"))
+        elif (finding := _compare(printable, digests[name], file_digest(folder / name))).status != "same":
+            findings.append(finding)
+    return findings or [Finding(f"{what} files", "same", f"{len(digests)} in {place}")]
 
 
-def _evidence(identity: Identity, evidence: Path, engine: Path | None, intact: bool) -> list[Finding]:
-    """What needs a readable report. `intact`: the engine's tokenizer may be loaded."""
-    try:
-        report, rows = load_report(evidence), load_rows(evidence)
-    except ValueError as error:  # not UTF-8, not JSON, not a report
-        return [Finding("report", "differs", f"cannot be read: {str(error).splitlines()[0]}")]
+def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool) -> list[Finding]:
+    """Check what the report cites, what the identity binds, the samples and the verdict.
+
+    The engine's tokenizer is loaded only when its files are intact.
+    """
+    identity, engine = evidence.identity, evidence.engine
     findings = [
         _compare("report cites the engine", report.engine_digest, identity.link("engine").digest),
         _compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest),
@@ -209,83 +177,96 @@ def _evidence(identity: Identity, evidence: Path, engine: Path | None, intact: b
     if engine is not None:
         try:
             record = read_bundle(engine)
-            found = binds(identity, record, report)
+            bound = bindings(identity, record, report)
             findings.append(_compare("backend", identity.backend, record["backend"]))
-        except (UserError, KeyError, TypeError, AttributeError) as error:  # its digest differs, which the table says too
+        except (UserError, KeyError, TypeError, AttributeError) as error:  # its digest differs too, which `_files` says
             return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
-        findings += [_compare(name, identity.binds.get(name), found.get(name)) for name in {**identity.binds, **found}]
-        if intact:
-            findings.append(_samples(identity, evidence, engine, report))
-    return [*findings, _verdict(identity, report, rows)]
+        findings += [_compare(name, identity.binds.get(name), bound.get(name)) for name in {**identity.binds, **bound}]
+        if tokenizer_intact:
+            findings.append(_samples(evidence, engine, report))
+    return [*findings, _verdict(evidence, report)]
 
 
-def _samples(identity: Identity, evidence: Path, engine: Path, report: EvaluationReport) -> Finding:
-    """The data set made again from its seeds, or read from the user's file, and encoded with the engine's tokenizer."""
-    name = "samples, made again"
+def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
+    """Generate the samples again, or read the user's file, encode them with the engine's tokenizer, and compare the digest."""
     try:
-        config = _asked(identity, evidence)
-        try:
-            with required_libraries():
-                digest = evaluate_stage().samples_digest(config, engine)
-        except REFUSALS:
-            raise
-        except Exception as error:  # tokenizers raises bare ones: its file is as altered as whoever sealed it again wished
-            detail = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
-    except MissingRequirement as error:
-        return Finding(name, "missing", str(error))
+        config = _requested_workloads(evidence)
     except UserError as error:
-        return Finding(name, "differs", str(error))
-    return _compare(name, report.workloads_digest, digest)
+        return Finding(SAMPLES_CHECK, "differs", str(error))
+    if config.file is not None and not config.file.is_file():
+        return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
+    try:
+        return _compare(SAMPLES_CHECK, report.workloads_digest, _encoded_digest(config, engine))
+    except MissingRequirement as error:
+        return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
+    except UserError as error:
+        return Finding(SAMPLES_CHECK, "differs", str(error))
 
 
-def _asked(identity: Identity, evidence: Path) -> WorkloadsConfig:
-    """What was asked, the user's samples as the evidence has them; UserError when that is something else."""
-    link = identity.link("evaluation")
+def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
+    """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
+    try:
+        with required_libraries():
+            return evaluation().samples_digest(config, engine)
+    except REFUSALS:
+        raise
+    except Exception as error:  # tokenizers raises bare exceptions, and a forger may have sealed any file as tokenizer.json
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
+
+
+def _requested_workloads(evidence: Evidence) -> WorkloadsConfig:
+    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing.
+
+    Raises:
+        UserError: when the configuration cannot be read, or the copy is another file than the one that was evaluated.
+    """
+    identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
     except (KeyError, ValidationError) as error:
         raise UserError(f"what was asked cannot be read: {str(error).splitlines()[0]}") from None
     if identity.workloads_file is None:
-        if config.jsonl is not None:  # a path of whoever judged it, or of whoever wrote this identity: not opened
+        if config.jsonl is not None:  # whoever wrote this identity chose the path, so that it is never opened
             raise UserError("workloads.jsonl was asked, and no copy of it is part of the evidence")
         return config
-    path = evidence / identity.workloads_file
+    path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():
         raise UserError(f"{path} is a link, no file")
-    if not path.is_file():
-        raise MissingRequirement(f"the samples of workloads.jsonl, {path}")
-    if file_digest(path) != link.inputs.get("jsonl"):
+    if path.is_file() and file_digest(path) != link.inputs.get("jsonl"):
         raise UserError(f"{path} is not the file that was asked")
     return config.model_copy(update={"jsonl": str(path)})
 
 
-def _verdict(identity: Identity, report: EvaluationReport, rows: list[SampleRow]) -> Finding:
-    """The gates, decided again: pure, so that the same rows must give the same verdict, check by check."""
-    name, said = "verdict, decided again", identity.verdict
+def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
+    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check."""
+    recorded = evidence.identity.verdict
     try:
-        found = decide(report, rows, identity.gates)
+        verdict = decide(report, evidence.rows, evidence.identity.gates)
     except UserError as error:
-        return Finding(name, "differs", str(error))
-    if found.status != said.status:
-        return Finding(name, "differs", f"recorded {said.status}, it is {found.status}: {found.reasons[0]}")
-    other = _differing_check(said, found)
-    if other is not None:
-        return Finding(name, "differs", f"{said.status} as recorded, but not by the same checks: {other}")
-    return Finding(name, "same", f"{found.status} by {len(found.checks)} checks")
+        return Finding(VERDICT_CHECK, "differs", str(error))
+    if verdict.status != recorded.status:
+        detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
+        return Finding(VERDICT_CHECK, "differs", detail)
+    difference = _differing_check(recorded, verdict)
+    if difference is not None:
+        detail = f"{recorded.status} as recorded, but not by the same checks: {difference}"
+        return Finding(VERDICT_CHECK, "differs", detail)
+    return Finding(VERDICT_CHECK, "same", f"{verdict.status} by {len(verdict.checks)} checks")
 
 
-def _differing_check(said: Verdict, found: Verdict) -> str | None:
-    if len(said.checks) != len(found.checks) or said.samples_needed != found.samples_needed:
-        return f"{len(said.checks)} recorded, {len(found.checks)} made"
-    for one, other in zip(said.checks, found.checks, strict=True):
+def _differing_check(recorded: Verdict, verdict: Verdict) -> str | None:
+    """Describe the first difference between two verdicts of the same status; None when they are the same."""
+    if len(recorded.checks) != len(verdict.checks) or recorded.samples_needed != verdict.samples_needed:
+        return f"{len(recorded.checks)} recorded, {len(verdict.checks)} made"
+    for one, other in zip(recorded.checks, verdict.checks, strict=True):
         exact = (one.gate, one.where, one.status, one.threshold) == (other.gate, other.where, other.status, other.threshold)
-        if not exact or not (_near(one.value, other.value) and _near(one.bound, other.bound)):
+        if not exact or not (_is_near(one.value, other.value) and _is_near(one.bound, other.bound)):
             return f"recorded {one.reason}, found {other.reason}"
-    return None if said.reasons == found.reasons else f"recorded reasons {said.reasons}, found {found.reasons}"
+    return None if recorded.reasons == verdict.reasons else f"recorded reasons {recorded.reasons}, found {verdict.reasons}"
 
 
-def _near(one: float | None, other: float | None) -> bool:
+def _is_near(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12)

@@ -1,6 +1,7 @@
-"""The gates on what is there, on distances and on the evaluation itself; those on answers are in `pipeline.verdict.answers`.
+"""Gates on completeness, on distances between distributions, and on the evaluation itself (noise floor and canary).
 
-Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`.
+Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`. The gates on answers are in
+`pipeline.verdict.answers`.
 """
 
 import math
@@ -13,7 +14,7 @@ from pipeline.verdict import statistics as st
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Gates, Status, finite
 
-MEASURED = (
+REQUIRED_NUMBERS = (
     "mean_kl",
     "max_kl",
     "baseline_nll",
@@ -22,20 +23,21 @@ MEASURED = (
     "top10_overlap",
     "mean_squared_delta_p",
 )
+"""Fields of a row that must be finite."""
 
 
 def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
-    """FAIL for what is missing, doubled or not a number."""
+    """Return FAIL lines for samples that are missing, doubled, or lack a finite number."""
     problems: list[tuple[str, str]] = []
     if not rows:
         problems.append(("all", "all: no samples were evaluated"))
     if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
         problems.append(("all", f"all: the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
     for workload in sorted({row.workload for row in rows}):
-        mine = [row for row in rows if row.workload == workload]
-        broken = [row.id for row in mine if not _complete(row)]
+        of_workload = [row for row in rows if row.workload == workload]
+        broken = [row.id for row in of_workload if not _is_complete(row)]
         if broken:
-            text = f"{workload}: {len(broken)} of {len(mine)} samples have no finite numbers or answer ({broken[0]})"
+            text = f"{workload}: {len(broken)} of {len(of_workload)} samples have no finite numbers or answer ({broken[0]})"
             problems.append((workload, text))
     return [
         Check(gate="complete", where=where, value=None, bound=None, threshold=None, status="FAIL", reason=reason)
@@ -43,24 +45,25 @@ def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Ch
     ]
 
 
-def _complete(row: SampleRow) -> bool:
-    values = [getattr(row, name) for name in MEASURED]
+def _is_complete(row: SampleRow) -> bool:
+    values = [getattr(row, name) for name in REQUIRED_NUMBERS]
     measured = all(value is not None and math.isfinite(value) for value in values)
     answered = not row.judged or (row.baseline_correct is not None and row.candidate_correct is not None)
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
-def evidence(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """Whether distances may decide alone, where no sample has an answer: with gates.min_samples documents or more.
+def documents_without_answers(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """Decide whether distances may decide alone where no sample has an answer: with gates.min_samples documents or more.
 
-    Of documents, because samples of one are alike; of all workloads together, because it is the report that has to show
-    enough (few prose samples beside judged ones are fine). No line where an answer is judged: accuracy is the verdict then.
+    Documents are counted, because samples of one document are alike, and those of all workloads together, because the whole
+    report must show enough (few prose samples beside judged ones are fine). There is no line where any answer is judged,
+    because accuracy is the verdict then.
     """
     if any(row.judged for row in rows):
         return []
     documents = len({row.document for row in rows})
     enough = documents >= gates.min_samples
-    said = f"all: no sample has an answer to judge, {documents} documents have distances"
+    count = f"all: no sample has an answer to judge, {documents} documents have distances"
     return [
         Check(
             gate="min_samples",
@@ -69,33 +72,39 @@ def evidence(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
             bound=None,
             threshold=gates.min_samples,
             status="PASS" if enough else "INCONCLUSIVE",
-            reason=f"{said}; gates.min_samples is {gates.min_samples}",
+            reason=f"{count}; gates.min_samples is {gates.min_samples}",
         )
     ]
 
 
 @dataclass(frozen=True)
 class _TripWire:
+    """A value with its threshold, and its bootstrap."""
+
     gate: str
     label: str
     threshold: float
     value: float
     replicates: st.Array
+    """The value in each bootstrap replicate, shape (replicates,)."""
     upper_is_bad: bool = True
 
     def status(self, alpha: float, passes_by_bound: bool) -> tuple[Status, float]:
-        """The verdict and the bound that it rests on."""
+        """Return the status and the bound that decided it.
+
+        Without `passes_by_bound` a value passes unless it is clearly outside; with it, it must be clearly within.
+        """
         low, high = (float(np.quantile(self.replicates, q)) for q in (alpha, 1 - alpha))
         if not all(math.isfinite(v) for v in (self.value, low, high)):
             return "FAIL", math.nan
         best, worst = (low, high) if self.upper_is_bad else (high, low)
-        if self._outside(best):
+        if self._is_outside(best):
             return "FAIL", best
-        if passes_by_bound and self._outside(worst):
+        if passes_by_bound and self._is_outside(worst):
             return "INCONCLUSIVE", worst
         return "PASS", worst if passes_by_bound else best
 
-    def _outside(self, value: float) -> bool:
+    def _is_outside(self, value: float) -> bool:
         return value > self.threshold if self.upper_is_bad else value < self.threshold
 
     def check(self, where: str, alpha: float, passes_by_bound: bool = True) -> Check:
@@ -118,7 +127,7 @@ class _TripWire:
 
 
 def _sums(rows: Sequence[SampleRow]) -> st.Array:
-    """Per row: tokens, and sums over tokens of KL, overlap, squared delta p and NLL difference, shape (rows, 5)."""
+    """Return per row the tokens, and the sums over tokens of KL, overlap, squared delta p and NLL difference: (rows, 5)."""
 
     def number(value: float | None) -> float:
         return math.nan if value is None else value
@@ -141,7 +150,7 @@ def _trip_wires(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_TripWire]:
     sums = _sums(rows)
     resampled = st.resampled_sums(sums, [row.document for row in rows])
     tokens, kl, overlap, squared, nll = np.concatenate([sums.sum(axis=0, keepdims=True), resampled]).T
-    with np.errstate(over="ignore"):  # an infinite ratio fails as not finite
+    with np.errstate(over="ignore"):  # `_TripWire.status` fails an infinite ratio
         series = (
             ("max_mean_kl", "mean KL", gates.max_mean_kl, kl / tokens, True),
             ("min_top10_overlap", "top-10 overlap", gates.min_top10_overlap, overlap / tokens, False),
@@ -152,41 +161,43 @@ def _trip_wires(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_TripWire]:
         yield _TripWire(gate, label, threshold, float(values[0]), values[1:], upper_is_bad)
 
 
-def fidelity(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """The trip-wires of every workload; with fewer than two documents nothing bounds the value, which never passes."""
+def distance_by_workload(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """Return the trip-wires of every workload. With fewer than two documents nothing bounds a value, so that none passes."""
     checks: list[Check] = []
     for workload in sorted({row.workload for row in rows}):
-        mine = [row for row in rows if row.workload == workload]
-        found = [wire.check(workload, gates.alpha) for wire in _trip_wires(mine, gates)]
-        if len({row.document for row in mine}) < 2:
+        of_workload = [row for row in rows if row.workload == workload]
+        workload_checks = [wire.check(workload, gates.alpha) for wire in _trip_wires(of_workload, gates)]
+        if len({row.document for row in of_workload}) < 2:
             reason = f"{workload}: one document says nothing about the spread; about 2 documents or more are needed"
-            single = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
-            found = [check if check.status == "FAIL" else check.model_copy(update=single) for check in found]
-        checks += found
+            undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
+            workload_checks = [
+                check if check.status == "FAIL" else check.model_copy(update=undecided) for check in workload_checks
+            ]
+        checks += workload_checks
     return checks
 
 
 def tail_and_slope(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """p99.9 of the KL and, with `min_samples` documents, its slope over context: FAIL when clearly outside, else PASS."""
+    """Check p99.9 of the KL and, with `min_samples` documents, its slope over context: FAIL when clearly outside, else PASS."""
     documents = [row.document for row in rows]
     tokens = np.array([row.scored_tokens for row in rows], dtype=np.float64)
     weights, index = st.document_weights(documents)
     tails = [row.kl_tail for row in rows]
     floor = report.overall.fidelity.kl_p99
     floor = math.nan if floor is None else floor
-    counts = np.concatenate([np.ones((1, len(rows))), weights[:, index]])  # first the data, then the replicates
+    counts = np.concatenate([np.ones((1, len(rows))), weights[:, index]])  # row 0 is the data, the others are the replicates
     values = st.tail_quantile(tails, counts, tokens, 0.001, floor)
     wires = [_TripWire("max_p999_kl", "99.9th percentile of KL", gates.max_p999_kl, float(values[0]), values[1:])]
     slope, slopes = kl_slope(rows)
     slopes = slopes[np.isfinite(slopes)]  # a replicate may have drawn one context length only
-    # through a few documents every replicate draws nearly the same line, and the bound would look certain
+    # With a few documents every replicate draws nearly the same line, so that the bound would look certain.
     if math.isfinite(slope) and len(slopes) and len(set(documents)) >= gates.min_samples:
         wires.append(_TripWire("max_kl_slope", "growth of KL per 1k tokens", gates.max_kl_slope, slope, slopes))
     return [wire.check("all", gates.alpha, passes_by_bound=False) for wire in wires]
 
 
 def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, st.Array]:
-    """Slope of the mean KL per 1,000 tokens of context within workloads, and its bootstrap by document."""
+    """Return the slope of the mean KL per 1,000 tokens of context within workloads, and its bootstrap by document."""
     return st.pooled_slope(
         np.array([row.context_tokens / 1000 for row in rows]),
         np.array([math.nan if row.mean_kl is None else row.mean_kl for row in rows]),
@@ -196,8 +207,8 @@ def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, st.Array]:
     )
 
 
-def noise(report: EvaluationReport, gates: Gates) -> list[Check]:
-    """INCONCLUSIVE where a KL threshold is not above what the baseline shows against itself, or where nobody looked."""
+def noise_floor(report: EvaluationReport, gates: Gates) -> list[Check]:
+    """Return INCONCLUSIVE lines where a KL threshold is not above the baseline's KL to itself, or where that is unknown."""
     floor = report.noise.fidelity
     if floor is None:
         reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
@@ -212,7 +223,7 @@ def noise(report: EvaluationReport, gates: Gates) -> list[Check]:
                 gate,
                 value,
                 limit,
-                f"all: {gate}={limit:g} is finer than the baseline's own noise ({label} {_text(value)})",
+                f"all: {gate}={limit:g} is finer than the baseline's own noise ({label} {_rounded(value)})",
             )
             for gate, label, value, limit in pairs
             if value is None or value >= limit
@@ -223,21 +234,21 @@ def noise(report: EvaluationReport, gates: Gates) -> list[Check]:
     ]
 
 
-def _text(value: float | None) -> str:
+def _rounded(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.3g}"
 
 
 def canary(report: EvaluationReport, gates: Gates) -> list[Check]:
-    """FAIL unless these very gates would have failed the engine whose key scales were corrupted.
+    """Return FAIL unless the same gates would have failed the engine whose key scales were corrupted.
 
-    A corrupted engine whose logits are no longer finite counts as noticed.
+    A corrupted engine whose logits are not finite counts as noticed.
     """
     rows = report.canary.rows
     wires = list(_trip_wires(rows, gates)) if rows else []
     kl = wires[0].value if wires else math.nan
     noticed = any(wire.status(gates.alpha, passes_by_bound=True)[0] == "FAIL" for wire in wires)
-    said = f"canary: with key scales x {report.canary.factor:g} the mean KL is {kl:.3g}"
-    blind = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
+    measured = f"canary: with key scales x {report.canary.factor:g} the mean KL is {kl:.3g}"
+    unnoticed = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
     return [
         Check(
             gate="canary",
@@ -246,6 +257,6 @@ def canary(report: EvaluationReport, gates: Gates) -> list[Check]:
             bound=None,
             threshold=gates.max_mean_kl,
             status="PASS" if noticed else "FAIL",
-            reason=said + (", noticed" if noticed else blind),
+            reason=measured + (", noticed" if noticed else unnoticed),
         )
     ]

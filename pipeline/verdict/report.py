@@ -1,7 +1,7 @@
-"""The typed report of one evaluation: what `stages.evaluate` writes and what the gates, tracking and plots read.
+"""The typed report of one evaluation. `stages.evaluate` writes it; the gates, tracking and plots read it.
 
-Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or bytes. A float that was not finite is
-stored as null, because JSON has no NaN; the gates treat null as a failure.
+Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or bytes. A float that was not finite is null,
+because JSON has no NaN; the gates treat null as a failure.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
 
 STEP_FLAG_KL = 0.15
-"""A decode step this far from the baseline is flagged (notes/seeds.md)."""
+"""A decode step with a larger KL to the baseline, in nats, counts as flagged."""
 
 Number = float | None
 
@@ -34,11 +34,11 @@ class SampleRow(_Record):
     depth: float | None
     scored_tokens: int
     judged: bool
-    """Whether the sample has an answer to be right about; the fields below it are null otherwise."""
+    """Whether the sample has an answer that is right or wrong; the seven fields below are null otherwise."""
     baseline_correct: bool | None
     candidate_correct: bool | None
     baseline_valid: bool | None
-    """Strict JSON, or a call that a declared tool accepts; null for workloads without such a form."""
+    """Whether the answer is strict JSON, or a call that a declared tool accepts; null for workloads without such a form."""
     candidate_valid: bool | None
     reference: str | None
     baseline_generation: str | None
@@ -46,7 +46,7 @@ class SampleRow(_Record):
     mean_kl: Number
     max_kl: Number
     kl_tail: list[float]
-    """Its steps' KL above the pooled 99th percentile: enough for any higher percentile of the pool."""
+    """The KL of its steps above the pooled 99th percentile, from which any higher percentile of the pool follows."""
     baseline_nll: Number
     candidate_nll: Number
     top1_agreement: Number
@@ -93,7 +93,7 @@ class Accuracy(_Record):
 
 
 class Slice(_Record):
-    """Metrics of the samples of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
+    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
 
     workload: str | None
     context: tuple[int, int | None] | None
@@ -128,7 +128,7 @@ class Canary(_Record):
 
 
 class SystemMetrics(_Record):
-    """The fixed load, timed, and the cache's memory."""
+    """Times of the fixed load, and the cache's memory."""
 
     batch: int
     context_tokens: int
@@ -139,9 +139,9 @@ class SystemMetrics(_Record):
     inter_token_p95_ms: float
     inter_token_p99_ms: float
     kib_per_token: float
-    """By the policy's arithmetic: codes and per-token scales, all layers."""
+    """Computed from the policy: codes and per-token scales of all layers."""
     kib_per_token_allocated: float
-    """Pool bytes that the engine really allocated, over the tokens that its pages hold."""
+    """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
     pool_bytes: int
     exact_bytes: int
     window_bytes: int
@@ -158,7 +158,7 @@ class EvaluationReport(_Record):
     policy: str
     engine_digest: str
     graph_digest: str | None = None
-    """sha256 of the decode graph that the engine runs, or that its plan was built from; null for engines without a graph."""
+    """sha256 of the decode graph that the engine runs or its plan was built from; null for engines without a graph."""
     baseline_digest: str
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
@@ -172,18 +172,18 @@ class EvaluationReport(_Record):
     """The same load on the baseline, timed when the baseline was measured."""
 
     def slice(self, workload: str | None = None) -> Slice | None:
-        """The slice of a whole workload, or of everything; None when it has no samples."""
-        wanted = (workload, None, None)
-        return next((s for s in self.slices if (s.workload, s.context, s.depth) == wanted), None)
+        """Return the slice of a whole workload, or of everything; None when it has no samples."""
+        return next((s for s in self.slices if (s.workload, s.context, s.depth) == (workload, None, None)), None)
 
     @property
     def overall(self) -> Slice:
+        """The slice of everything."""
         whole = self.slice()
         assert whole is not None, "a report always has the slice of everything"
         return whole
 
     def flat_metrics(self) -> dict[str, float]:
-        """Finite numbers by name, as a tracker charts them: `quality/kl_mean`, `perf/...`, `memory/...`."""
+        """Return the finite numbers by the names under which they are tracked: `quality/kl_mean`, `perf/...`, `memory/...`."""
         return dict(_flatten(self))
 
 
@@ -225,18 +225,18 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
 
 
 def jsonl_lines(path: Path) -> list[str]:
-    """The lines of a JSONL file, one JSON value each.
+    """Return the lines of a JSONL file, one JSON value each.
 
-    Not `str.splitlines`: it also splits at U+0085, U+2028 and U+2029, which JSON strings hold unescaped.
+    `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may hold unescaped.
     """
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def load_report(directory: Path) -> EvaluationReport:
-    """The report of an evaluation's directory."""
+    """Read the report in an evaluation's directory. Raises ValueError when it is no report."""
     return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
 
 
 def load_rows(directory: Path) -> list[SampleRow]:
-    """The samples of an evaluation's directory."""
+    """Read the samples in an evaluation's directory. Raises ValueError when they are no samples."""
     return [SampleRow.model_validate_json(line) for line in jsonl_lines(directory / SAMPLES_FILE)]

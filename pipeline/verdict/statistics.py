@@ -1,14 +1,15 @@
-"""Paired statistics of the gates. Deterministic: every bootstrap has a fixed seed.
+"""Paired statistics of the gates. They are deterministic: every bootstrap has a fixed seed.
 
-Legend: n samples, of which the candidate `lost` (baseline right, candidate wrong) and `gained` (the reverse) some;
+Legend: of n samples the candidate `lost` some (baseline right, candidate wrong) and `gained` some (the reverse);
 difference = (gained - lost) / n, the candidate's accuracy minus the baseline's.
 
 **The test of a difference** is the exact unconditional one for paired proportions, ordered by Tango's score statistic:
 its p-value is the largest probability, over the nuisance parameter, of data at least as extreme (Tango, Statistics in
 Medicine 17 (1998) 891-908; Hsueh, Liu and Chen, Biometrics 57 (2001) 478-483, who show that the boundary of the null
-hypothesis suffices). McNemar's test is of no use here, its null is "no difference"; a paired bootstrap degenerates when
-nothing flipped, and Tango's asymptotic bound alone passes zero flips too early (it asks for 52 samples at a margin of
-5 points where the exact bound 0.95^n <= 0.05 asks for 59). Above EXACT_LIMIT samples the asymptotic score test is used.
+hypothesis suffices). McNemar's test does not fit, because its null hypothesis is "no difference". A paired bootstrap
+degenerates when nothing flipped, and Tango's asymptotic bound alone passes zero flips too early (it asks for 52 samples at a
+margin of 5 points where the exact bound 0.95^n <= 0.05 asks for 59). Above EXACT_LIMIT samples the asymptotic score test is
+used.
 
 **Clusters.** When a document has several samples, counts are divided by the design effect of Rao and Scott (Biometrics
 48 (1992) 577-585), and by its worst case (all samples of a document alike) while fewer than ten documents flipped.
@@ -26,9 +27,13 @@ from scipy.special import bdtr, gammaln, ndtr, ndtri
 Array = npt.NDArray[np.float64]
 
 EXACT_LIMIT = 400
+"""Samples up to which the exact test is used."""
 NUISANCE_POINTS = 80
+"""Grid points of the nuisance parameter in the exact test."""
 FEW_DOCUMENTS = 10
+"""With fewer flipped documents the design effect is its worst case."""
 REPLICATES = 2000
+"""Of every bootstrap."""
 SEED = 20_260_101
 
 
@@ -42,11 +47,17 @@ class Pairs:
 
     @property
     def difference(self) -> float:
+        """The candidate's accuracy minus the baseline's."""
         return (self.gained - self.lost) / self.n
 
 
 def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pairs:
-    """Counts as if all samples were independent; `differences` are -1 (lost), 0 or 1 (gained) per sample."""
+    """Return the counts that independent samples with the same information would have.
+
+    Args:
+        differences: Per sample -1 (lost), 0 or 1 (gained).
+        documents: Per sample its document; samples of one document depend on each other.
+    """
     d = np.asarray(differences, dtype=np.float64)
     _, index = np.unique(np.asarray(documents), return_inverse=True)
     sizes = np.bincount(index)
@@ -61,12 +72,12 @@ def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pai
         variance = d.var()
         clustered = len(sizes) / (len(sizes) - 1) * float((residuals**2).sum()) / n
         effect = max(1.0, clustered / variance) if variance > 0 else worst
-    # rounding is against the candidate
+    # rounded against the candidate
     return Pairs(max(1, int(n / effect)), math.ceil(lost / effect), int(gained / effect))
 
 
 def score_z(lost: Array, gained: Array, n: int, difference: float) -> Array:
-    """Tango's score statistic for H0: true difference = `difference`; large when the candidate is better."""
+    """Return Tango's score statistic for H0: true difference = `difference`. It is large when the candidate is better."""
     b, c = gained, lost
     linear = -b - c + (2 * n - b + c) * difference
     constant = -c * difference * (1 - difference)
@@ -74,13 +85,13 @@ def score_z(lost: Array, gained: Array, n: int, difference: float) -> Array:
     p_lost = np.maximum((root - linear) / (4 * n), max(0.0, -difference))
     variance = n * np.maximum(2 * p_lost + difference * (1 - difference), 0.0)
     gap = b - c - n * difference
-    certain = np.where(gap == 0, 0.0, np.copysign(np.inf, gap))  # no variance: the data contradict H0, or agree with it
+    certain = np.where(gap == 0, 0.0, np.copysign(np.inf, gap))  # without variance the data contradict H0 or agree with it
     return np.where(variance > 1e-300, gap / np.sqrt(np.maximum(variance, 1e-300)), certain)
 
 
 @lru_cache(maxsize=64)
 def _score_grid(n: int, difference: float) -> Array:
-    """z of every outcome: row k is the number of flips, column c how many of them are losses; NaN where c > k."""
+    """z of every outcome, shape (n + 1, n + 1): row k is the number of flips, column c the losses of them; NaN where c > k."""
     flips = np.arange(n + 1, dtype=np.float64)[:, None]
     lost = np.arange(n + 1, dtype=np.float64)[None, :]
     z = score_z(np.broadcast_to(lost, (n + 1, n + 1)), flips - lost, n, difference)
@@ -94,7 +105,7 @@ def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
     observed = grid[pairs.lost + pairs.gained, pairs.lost]
     tolerance = 1e-9 * max(1.0, abs(observed)) if math.isfinite(observed) else 0.0
     flips = np.arange(n + 1)
-    # the common part of both flip rates, denser near 0 where the supremum usually is
+    # the common part of both flip rates; the grid is denser near 0, where the supremum usually is
     shared = np.linspace(0.0, 1.0, NUISANCE_POINTS) ** 2 * (1 - abs(difference)) / 2
     p_lost = shared + max(-difference, 0.0)
     rate = np.minimum(2 * shared + abs(difference), 1.0)[:, None]
@@ -105,7 +116,7 @@ def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
         log_pmf = log_pmf + np.where(n - flips > 0, (n - flips) * np.log1p(-rate), 0.0)
     pmf = np.exp(log_pmf)
     with np.errstate(invalid="ignore"):
-        # z falls as losses rise: "at least as good" is a number of losses from below, "at least as bad" from above
+        # z falls as losses rise: the outcomes at least as good have at most `most` losses, those at least as bad have more
         inside = (grid >= observed - tolerance) if better else (grid > observed + tolerance)
     most = inside.sum(axis=1) - 1
     at_most = np.where(most >= 0, bdtr(np.maximum(most, 0), flips, np.broadcast_to(share, pmf.shape)), 0.0)
@@ -121,28 +132,28 @@ def _p(pairs: Pairs, difference: float, better: bool) -> float:
 
 
 def noninferiority_p(pairs: Pairs, margin: float) -> float:
-    """p-value against "the true difference is -margin or worse": small means good enough."""
+    """Return the p-value against "the true difference is -margin or worse"; a small one means good enough."""
     return _p(pairs, -margin, better=True)
 
 
 def inferiority_p(pairs: Pairs, margin: float) -> float:
-    """p-value against "the true difference is -margin or better": small means clearly too bad."""
+    """Return the p-value against "the true difference is -margin or better"; a small one means clearly too bad."""
     return _p(pairs, -margin, better=False)
 
 
 def difference_bound(pairs: Pairs, alpha: float, lower: bool) -> float:
-    """One-sided 1 - alpha bound of the difference, the inversion of the tests above (to 1e-4)."""
+    """Return the one-sided 1 - alpha bound of the difference, by inverting the tests above (to 1e-4)."""
     low, high = -1.0, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2
         rejected = _p(pairs, middle, better=lower) <= alpha
-        # a rejected difference lies outside the interval: below a lower bound, above an upper one
+        # a rejected difference lies outside of the interval: below its lower bound, or above its upper one
         low, high = (middle, high) if rejected == lower else (low, middle)
     return low if lower else high
 
 
 def holm_levels(p_values: Sequence[float], alpha: float) -> list[float]:
-    """The level at which Holm's procedure tests each hypothesis; 0 where an earlier one already stopped it."""
+    """Return the level at which Holm's procedure tests each hypothesis; 0 where it stopped before."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     levels = [0.0] * len(p_values)
     for rank, i in enumerate(order):
@@ -153,16 +164,17 @@ def holm_levels(p_values: Sequence[float], alpha: float) -> list[float]:
 
 
 def paired_samples(flip_rate: float, margin: float, alpha: float, power: float, difference: float = 0.0) -> int:
-    """Samples of a paired test: (z_alpha + z_power)^2 (flip_rate - difference^2) / (margin + difference)^2.
+    """Return the samples that a paired test takes: (z_alpha + z_power)^2 (flip_rate - difference^2) / (margin + difference)^2.
 
-    notes/anchors.md: flip rate 2 %, margin 1 point, alpha 5 %, power 90 % need 1,713.
+    >>> paired_samples(flip_rate=0.02, margin=0.01, alpha=0.05, power=0.9)
+    1713
     """
     z = float(ndtri(1 - alpha) + ndtri(power))
     return math.ceil(z * z * (flip_rate - difference * difference) / (margin + difference) ** 2)
 
 
 def samples_without_flips(margin: float, alpha: float) -> int:
-    """Fewest samples with which zero flips pass: the p-value is at least (1 - margin)^n."""
+    """Return the fewest samples with which zero flips pass. Their p-value is at least (1 - margin)^n."""
     n = math.ceil(math.log(alpha) / math.log1p(-margin))
     while noninferiority_p(Pairs(n, 0, 0), margin) > alpha:
         n += 1
@@ -170,7 +182,7 @@ def samples_without_flips(margin: float, alpha: float) -> int:
 
 
 def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:
-    """Bootstrap by document: column sums of `sums` (rows, columns) under resampling, shape (REPLICATES, columns)."""
+    """Resample `sums`, shape (rows, columns), by document and return the column sums, shape (REPLICATES, columns)."""
     weights, index = document_weights(documents, seed)
     clustered = np.zeros((weights.shape[1], sums.shape[1]))
     np.add.at(clustered, index, sums)
@@ -178,7 +190,7 @@ def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> A
 
 
 def document_weights(documents: Sequence[str], seed: int = SEED) -> tuple[Array, npt.NDArray[np.int64]]:
-    """How often each replicate drew each document, (REPLICATES, documents), and the document of every row."""
+    """Return how often each replicate drew each document, shape (REPLICATES, documents), and the document of every row."""
     _, index = np.unique(np.asarray(documents), return_inverse=True)
     return _draws(int(index.max()) + 1, seed), index
 
@@ -191,9 +203,14 @@ def _draws(count: int, seed: int) -> Array:
 
 
 def tail_quantile(tails: Sequence[Sequence[float]], weights: Array, tokens: Array, share: float, floor: float) -> Array:
-    """The value that `share` of all tokens exceed, for each row of `weights` (replicates, rows): how often a row counts.
+    """Return the value that a share of all tokens exceeds, for each replicate.
 
-    `tails` hold the largest values of every row; `floor` stands for the values below them.
+    Args:
+        tails: The largest values of every row.
+        weights: How often each replicate counts each row, shape (replicates, rows).
+        tokens: Tokens of every row, shape (rows,).
+        share: Of the tokens, as a fraction.
+        floor: Stands for the values below the tails.
     """
     values = np.array([v for tail in tails for v in tail])
     if not len(values):
@@ -206,9 +223,9 @@ def tail_quantile(tails: Sequence[Sequence[float]], weights: Array, tokens: Arra
 
 
 def pooled_slope(x: Array, y: Array, weight: Array, group: Sequence[str], documents: Sequence[str]) -> tuple[float, Array]:
-    """Weighted least-squares slope of y on x within groups (each has its own level), and its bootstrap by document.
+    """Return the weighted least-squares slope of y on x within groups, and its bootstrap by document.
 
-    NaN where no group has two different x.
+    Each group has a level of its own. A slope is NaN where no group has two different x.
     """
     names = np.asarray(group)
     moments = np.stack([weight, weight * x, weight * y, weight * x * x, weight * x * y], axis=1)
@@ -221,8 +238,8 @@ def pooled_slope(x: Array, y: Array, weight: Array, group: Sequence[str], docume
         with np.errstate(divide="ignore", invalid="ignore"):
             sxx, sxy = (np.where(w > 0, a - wx * b / w, 0.0) for a, b in ((wxx, wx), (wxy, wy)))
             spread = sxx.sum(axis=1)
-            found = sxy.sum(axis=1) / spread
+            ratio = sxy.sum(axis=1) / spread
         scale = wxx.sum(axis=1)
-        return np.asarray(np.where(spread > 1e-9 * scale, found, np.nan))
+        return np.asarray(np.where(spread > 1e-9 * scale, ratio, np.nan))
 
     return float(slope(stacked.sum(axis=0, keepdims=True))[0]), slope(resampled_sums(stacked, documents))

@@ -1,4 +1,4 @@
-"""Thresholds of the gates (`gates.*` on the command line) and the record of a verdict; `pipeline.verdict.gates` decides."""
+"""The gates' thresholds (`gates.*` on the command line) and the record of a verdict. `pipeline.verdict.gates` decides."""
 
 import math
 from collections.abc import Collection
@@ -16,20 +16,20 @@ Margin = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Gates(StrictModel):
-    """Thresholds, `gates.*` on the command line. Raw values are compared; only texts are rounded."""
+    """Thresholds, `gates.*` on the command line. They are compared with raw values; only texts are rounded."""
 
     alpha: Annotated[float, Field(gt=0, le=0.2)]
-    """One-sided error of every bound; over workloads it is shared by Holm's procedure."""
+    """One-sided error of every bound. Holm's procedure shares it among workloads."""
     power: Annotated[float, Field(ge=0.5, lt=1)]
-    """With which an equal engine should pass, for the number of samples that an INCONCLUSIVE asks for."""
+    """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
     margin: Margin
     """Accuracy that a candidate may lose, as a fraction: 0.05 is five points."""
     margins: dict[str, Margin]
-    """Other margins by workload."""
+    """Margins of single workloads, in place of `margin`."""
     min_samples: Annotated[int, Field(ge=1)]
     """A workload with fewer judged samples cannot pass, nor can a report without answers that has fewer documents."""
     min_baseline_accuracy: Share
-    """A workload that the baseline itself gets right less often cannot pass: what it cannot do, it cannot lose."""
+    """A workload that the baseline gets right less often cannot pass: the candidate has nothing to lose there."""
     max_mean_kl: Positive
     """Mean KL(baseline || candidate) per workload, nats per token."""
     max_p999_kl: Positive
@@ -44,14 +44,22 @@ class Gates(StrictModel):
     """Growth of the mean KL per 1,000 tokens of context."""
 
     def margin_of(self, workload: str) -> float:
+        """Return the accuracy that a candidate may lose in a workload, as a fraction."""
         return self.margins.get(workload, self.margin)
 
     def check_margins(self, workloads: Collection[str]) -> None:
-        """Raise UserError for a margin of something else than `workloads`, those that have answers."""
+        """Check that every margin is one of a workload that has answers.
+
+        Args:
+            workloads: The workloads that have answers.
+
+        Raises:
+            UserError: for a margin of anything else.
+        """
         for name, margin in self.margins.items():
             if name not in workloads:
-                those = ", ".join(sorted(workloads)) or "none of the workloads"
-                raise UserError(f"gates.margins.{name}={margin:g}: {name} has no answers to judge; {those} could have a margin")
+                names = ", ".join(sorted(workloads)) or "none of the workloads"
+                raise UserError(f"gates.margins.{name}={margin:g}: {name} has no answers to judge; {names} could have a margin")
 
 
 class Check(BaseModel):
@@ -60,30 +68,30 @@ class Check(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     gate: str
-    """Metric, as named under `gates.` where it has a threshold there."""
+    """Its key under `gates.` where it has a threshold there, else the name of the metric."""
     where: str
     """Workload, `workload [low, high)`, or "all"."""
     value: float | None
     bound: float | None
-    """The one-sided bound that was compared with the threshold: the one nearer to the other verdict."""
+    """The one-sided bound that was compared with the threshold."""
     threshold: float | None
     status: Status
     reason: str
 
 
 class Verdict(BaseModel):
-    """What the gates say, and why."""
+    """The decision of the gates, and its reasons."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     status: Status
     reasons: list[str]
-    """What failed, else what is open, else what was shown; answers first, distances after them."""
+    """Those of the failed checks, else of the inconclusive ones, else of the passed ones; answers first, then distances."""
     checks: list[Check]
     samples_needed: dict[str, int]
-    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay what they are."""
+    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
 
 
 def finite(value: float | None) -> float | None:
-    """None for what JSON cannot hold."""
+    """Return the value, None for one that JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""The kernels compiled ahead of time: PTX that a launch with inputs, int32 extras and outputs alone can run.
+"""Ahead-of-time compilation of the kernels to PTX, for launches that pass only inputs, int32 extras and outputs.
 
-Needs neither a GPU nor a driver. Triton must not be interpreting: TRITON_INTERPRET is read when a kernel is defined.
+Needs neither a GPU nor a driver. TRITON_INTERPRET must not be set: Triton reads it when a kernel is defined.
 """
 
 import re
@@ -23,28 +23,28 @@ from plugins.kv_attention.kernels.variants import Variant, append_variant, decod
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
-"""Triton's pointer types of torch's element types; float8 is loaded as bytes."""
+"""Triton's pointer type for each of torch's element types. Kernels load float8 as bytes."""
 
 PORTABLE_PTX = 81
-"""PTX ISA 8.1 (CUDA 12.1) loads on every driver since then, and is the first that converts float8 on sm_89."""
+"""PTX ISA 8.1 (CUDA 12.1): every driver since then loads it, and it is the first that converts float8 on sm_89."""
 
 NEWER_PTX = 100
-"""Targets from here on are unknown to PORTABLE_PTX; Triton's own version is taken."""
+"""First compute capability that PORTABLE_PTX does not know; from here on Triton chooses the PTX version."""
 
 SHARED_LIMIT = 48 * 1024
-"""Bytes of shared memory that a kernel may use without being configured first."""
+"""Bytes of shared memory that a kernel may use without cudaFuncSetAttribute."""
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel for one target. Threads of a block: 32 * num_warps."""
+    """A kernel compiled for one target. A block has 32 * num_warps threads."""
 
     name: str
-    """Symbol in `ptx`."""
+    """Entry symbol in `ptx`."""
     ptx: str
-    """Without Triton's hidden parameters."""
+    """PTX without Triton's hidden parameters."""
     cubin: bytes
-    """What ptxas made of `ptx`."""
+    """`ptx` assembled by ptxas."""
     num_warps: int
     shared_bytes: int
     registers: int
@@ -54,10 +54,20 @@ class CompiledKernel:
 
 
 def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
-    """decode_partial, for any batch and number of splits: grid (S, H, B), S = partial_splits(layout, splits).
+    """Compile decode_partial for any batch and number of splits: grid (S, H, B), S = partial_splits(layout, splits).
 
-    group: query heads a KV head. query_dtype: torch's name of the type of query, key_new and value_new. sm: 90 for sm_90.
     The int32 extra `table_width` is the number of columns of page_table.
+
+    Args:
+        layout: Format of the cache.
+        group: Query heads per KV head.
+        query_dtype: torch's name of the type of query, key_new and value_new.
+        scaling: Factor of the scores.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        ValueError: The group or the scaling is out of range.
+        RuntimeError: Triton interprets its kernels in this process, or ptxas refuses the PTX.
     """
     variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
     activation, exact = POINTERS[query_dtype], "*fp16" if layout.exact_tokens else None
@@ -82,18 +92,36 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
 
 
 def compile_reduce(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
-    """decode_reduce over `splits` of the pages: grid (B * Hq). The int32 extra `splits` is partial_splits(layout, splits)."""
+    """Compile decode_reduce: grid (B * Hq). Its int32 extra `splits` is partial_splits(layout, splits).
+
+    Args:
+        layout: Format of the cache.
+        splits: Splits over pages, without the one over exact tokens.
+        out_dtype: torch's name of the type of the output.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
+    """
     variant = reduce_variant(layout, splits=partial_splits(layout, splits), out_dtype=out_dtype, sm=sm)
     types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
     return compile_kernel(decode_reduce, types, variant, sm)
 
 
 def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledKernel:
-    """append, for any number of layers and sequences: grid (ceil(H / R), B, L), R = append_variant(layout).constants["R"].
+    """Compile append for any number of layers and sequences: grid (ceil(H / R), B, L), R = append_variant(...).constants["R"].
 
-    new_dtype: torch's name of the type of key_new and value_new. What is written in place is passed twice, as TensorRT does: as
-    the inputs `*_in`, which are not read, and as the outputs. The int32 extras are `pages` and `table_width`, the second
-    dimensions of the pools and of page_table, and, with exact tokens, `buffers`, that of the exact buffers.
+    Tensors written in place are passed twice, as TensorRT does: as the inputs `*_in`, which are not read, and as the outputs.
+    The int32 extras are `pages` and `table_width`, the second dimensions of the pools and of page_table, and, with exact
+    tokens, `buffers`, the second dimension of the exact buffers.
+
+    Args:
+        layout: Format of the cache.
+        new_dtype: torch's name of the type of key_new and value_new.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
     """
     exact = layout.exact_tokens > 0
     written = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
@@ -114,9 +142,18 @@ def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledK
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Variant, sm: int) -> CompiledKernel:
-    """Any of the kernels. types: Triton's type of each parameter that is no constexpr, None where there is no tensor.
+    """Compile one of the kernels.
 
-    Pointers are promised to be 16-byte aligned, or loads would be made of bytes.
+    The compiler is told that pointers are 16-byte aligned; otherwise it would load byte by byte.
+
+    Args:
+        kernel: A triton.JITFunction.
+        types: Triton's type of each parameter that is not a constexpr; None for a tensor that the layout does not have.
+        variant: Constexprs and launch options.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process, the kernel uses a hidden parameter, or ptxas refuses it.
     """
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
@@ -138,20 +175,30 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:
-    """PTX whose entry has its first `keep` parameters only; RuntimeError if one of the others is used."""
-    found = re.search(r"(\.visible \.entry (\w+)\()(.*?)(\n\))", ptx, re.DOTALL)
-    if found is None:
+    """Return PTX whose entry declares only its first `keep` parameters.
+
+    Raises:
+        RuntimeError: There is no entry, or its body uses one of the removed parameters.
+    """
+    entry = re.search(r"(\.visible \.entry (\w+)\()(.*?)(\n\))", ptx, re.DOTALL)
+    if entry is None:
         raise RuntimeError("no .visible .entry in the PTX that Triton made")
-    declared = found[3].split(",\n")
-    body = ptx[found.end() :]
-    used = [f"{found[2]}_param_{i}" for i in range(keep, len(declared)) if re.search(rf"{found[2]}_param_{i}\b", body)]
+    name, parameters, body = entry[2], entry[3].split(",\n"), ptx[entry.end() :]
+    used = [f"{name}_param_{i}" for i in range(keep, len(parameters)) if re.search(rf"{name}_param_{i}\b", body)]
     if used:
-        raise RuntimeError(f"{found[2]} uses parameters that a launch cannot pass: {', '.join(used)}")
-    return ptx[: found.start()] + found[1] + ",\n".join(declared[:keep]) + found[4] + body
+        raise RuntimeError(f"{name} uses parameters that a launch cannot pass: {', '.join(used)}")
+    return ptx[: entry.start()] + entry[1] + ",\n".join(parameters[:keep]) + entry[4] + body
 
 
 def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
-    """cubin, registers a thread, and bytes spilled, of PTX with one entry; by the ptxas that Triton carries."""
+    """Assemble PTX with one entry by the ptxas that Triton ships.
+
+    Returns:
+        The cubin, its registers per thread, and the bytes it spills.
+
+    Raises:
+        RuntimeError: ptxas refuses the PTX or does not report registers and spills.
+    """
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     if target is None:
         raise RuntimeError("no .target in the PTX")
@@ -160,14 +207,14 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
         source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [tool.path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"ptxas refused the PTX: {done.stderr.strip()}")
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise RuntimeError(f"ptxas refused the PTX: {process.stderr.strip()}")
         cubin = out.read_bytes()
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    registers = re.search(r"Used (\d+) registers", process.stderr)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", process.stderr)
     if registers is None or not spills:
-        raise RuntimeError(f"ptxas reported no registers or spills: {done.stderr.strip()}")
+        raise RuntimeError(f"ptxas reported no registers or spills: {process.stderr.strip()}")
     return cubin, int(registers[1]), sum(map(int, spills))
 
 

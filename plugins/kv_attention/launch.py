@@ -1,10 +1,10 @@
-"""Plain functions that run the kernels on torch tensors: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
+"""Launches of the kernels on torch tensors: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-Kernels compute addresses from shapes, and the appending one writes: what does not fit the layout is refused first, by shapes,
-types, strides and addresses alone, so that a CUDA graph can hold the launch.
+Kernels compute addresses from shapes, and the append writes there, so every tensor is checked against the layout before a
+launch. The checks look at shapes, types, strides and addresses only, never at contents, so that a CUDA graph can capture them.
 
-Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, M exact buffers, P pages a sequence, S splits,
-E exact slots.
+Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, M exact buffers, P columns of the page table,
+S splits, E exact slots.
 """
 
 from collections.abc import Mapping
@@ -19,23 +19,30 @@ from plugins.kv_attention.kernels.variants import Variant, append_variant, decod
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Spec
 
 MIN_SPLIT_TOKENS = 512
-"""A split shorter than this costs more in the reduce than it gains."""
+"""Tokens below which a split costs more in the reduce than it gains."""
 
 ALIGNMENT = 16
-"""Bytes. Kernels load pools in words of this size, and promise the compiler that pools begin at a multiple of it."""
+"""Bytes. Kernels load pools in words of this size; the compiler is told that pools begin at a multiple of it."""
 
 INPUTS = (torch.float32, torch.float16, torch.bfloat16)
-"""Types of queries, and of new keys and values."""
+"""Accepted types of queries and of new keys and values."""
 
 
 def choose_splits(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Splits of the pages so that every SM has `resident` programs at most, none shorter than MIN_SPLIT_TOKENS.
+    """Return the number of splits that fills the GPU without splits shorter than MIN_SPLIT_TOKENS.
 
-    Rounded down: a few programs more than run at once would double the time. max_pages: page table columns, P. The result
-    depends on shapes only, so that a CUDA graph can hold it.
+    The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
+    so that a CUDA graph can capture the launch.
+
+    Args:
+        batch: B.
+        kv_heads: H.
+        max_pages: P, columns of the page table.
+        sm_count: SMs of the GPU.
+        resident: Programs that one SM runs at once.
     """
-    wanted = sm_count * resident // (batch * kv_heads)
-    return max(1, min(wanted, max_pages * PAGE_TOKENS // MIN_SPLIT_TOKENS))
+    filling = sm_count * resident // (batch * kv_heads)
+    return max(1, min(filling, max_pages * PAGE_TOKENS // MIN_SPLIT_TOKENS))
 
 
 def decode_attention(
@@ -52,11 +59,26 @@ def decode_attention(
     exact_slots: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor:
-    """One decode step of one layer: query (B, Hq, D), key_new and value_new (B, H, D) -> (B, Hq, D) in query's type.
+    """Run the attention of one decode step of one layer.
 
-    cache: the tensors of layout.pools, static_scales and exact_buffers by name. page_table (B, P), lengths (B) and
-    exact_slots (B) int32; lengths count the tokens before the current one. Softmax of scores times `scaling`.
-    variant: of decode_partial, for who tunes it. Raises ValueError for what does not fit the layout.
+    Args:
+        layout: Format of the cache.
+        query: (B, Hq, D) float32, float16 or bfloat16.
+        key_new: (B, H, D), keys of the current tokens.
+        value_new: (B, H, D), values of the current tokens.
+        cache: Tensors of layout.pools, layout.static_scales and layout.exact_buffers by name.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the current one.
+        scaling: Factor of the scores before the softmax.
+        splits: Splits over pages.
+        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
+        variant: Specialisation of decode_partial to use instead of the default one, for tuning.
+
+    Returns:
+        (B, Hq, D) in the type of query.
+
+    Raises:
+        ValueError: A tensor does not fit the layout.
     """
     partial_acc, partial_ml = decode_partials(
         layout,
@@ -88,7 +110,11 @@ def decode_partials(
     exact_slots: Tensor | None = None,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first kernel: partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2) float32, S = partial_splits(layout, splits)."""
+    """Run decode_partial: the attention of every split. Arguments and errors are those of decode_attention.
+
+    Returns:
+        partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2) float32, S = partial_splits(layout, splits).
+    """
     if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
         raise ValueError(f"query must be (B, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
     batch, q_heads, dim = query.shape
@@ -122,7 +148,7 @@ def decode_partials(
         lengths,
         *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
     )
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         decode_partial[(parts, layout.kv_heads, batch)](
             *arguments,
@@ -136,7 +162,17 @@ def decode_partials(
 
 
 def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second kernel: partials -> (B, Hq, D) in `dtype`."""
+    """Run decode_reduce: join the splits of decode_partials to the attention's output.
+
+    Args:
+        layout: Format of the cache.
+        partial_acc: (B, Hq, S, D) float32.
+        partial_ml: (B, Hq, S, 2) float32.
+        dtype: Type of the output.
+
+    Returns:
+        (B, Hq, D) in `dtype`.
+    """
     batch, q_heads, parts, dim = partial_acc.shape
     sm = compute_capability(partial_acc.device)
     variant = reduce_variant(layout, splits=parts, out_dtype=str(dtype).removeprefix("torch."), sm=sm)
@@ -156,11 +192,22 @@ def append(
     *,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Quantize one new token of every sequence, key_new and value_new (L, B, H, D), into the caches of L layers.
+    """Quantize one new token of every sequence into the caches of L layers.
 
-    cache: as in decode_attention, each tensor with a leading L. Token b is written at position lengths[b], which the table
-    must reach; lengths stay as they are. No two sequences write to the same page and row. Raises ValueError for what does
-    not fit the layout, before anything is written.
+    Token b is written at position lengths[b], which the page table must reach. The lengths are not changed. No two sequences
+    may write to the same page and row.
+
+    Args:
+        layout: Format of the cache.
+        key_new: (L, B, H, D) float32, float16 or bfloat16.
+        value_new: (L, B, H, D).
+        cache: As in decode_attention, each tensor with a leading dimension L; written in place.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new one.
+        exact_slots: (B) int32, required with exact tokens.
+
+    Raises:
+        ValueError: A tensor does not fit the layout. Nothing has been written then.
     """
     if key_new.dim() != 4 or key_new.shape[2:] != (layout.kv_heads, layout.head_dim):
         raise ValueError(f"key_new must be (L, B, {layout.kv_heads}, {layout.head_dim}), got {tuple(key_new.shape)}")
@@ -199,15 +246,17 @@ def _check_inputs(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def _check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tuple[int, ...], device: torch.device) -> None:
-    """That the cache has the layout's tensors and no others, each (*leading, *shape), contiguous and aligned; the first pool
-    says how many pages there are, the first exact buffer how many buffers."""
+    """Check that the cache has exactly the layout's tensors, each (*leading, *shape), contiguous and aligned.
+
+    The number of pages is taken from key_pool, the number of exact buffers from key_exact.
+    """
     counts = [
         cache[name].shape[len(leading)] if name in cache and cache[name].dim() > len(leading) else 0
         for name in ("key_pool", "key_exact")
     ]
     specs: dict[str, Spec] = layout.pools(counts[0]) | layout.exact_buffers(counts[1]) | layout.static_scales()
     if cache.keys() != specs.keys():
-        names = " and ".join(", ".join(sorted(found)) or "nothing" for found in (specs, cache))
+        names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (specs, cache))
         raise ValueError(f"the cache's tensors must be those of the layout; wanted and got: {names}")
     for name, (dtype, shape) in specs.items():
         tensor = cache[name]
@@ -260,12 +309,12 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def as_bytes(pool: Tensor) -> Tensor:
-    """Float8 codes as uint8, which every target can load; anything else as it is."""
+    """Return float8 codes as uint8, which every target can load, and other pools unchanged."""
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
 def compute_capability(device: torch.device) -> int | None:
-    """90 for an H100; None for a CPU, where kernels are interpreted."""
+    """Return the device's compute capability, 90 for an H100; None for a CPU, where kernels are interpreted."""
     if device.type == "cpu":
         return None
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,10 +1,10 @@
-"""How the KV cache lies in memory: pages, element types, packing, bytes per token. No torch, no Triton.
+"""Memory layout of the KV cache: pages, element types, packing, bytes per token. Imports neither torch nor Triton.
 
-Shapes: N pages, M exact buffers, H KV heads, D head_dim, W storage elements of a token, g stored scales of a token,
-E = sink_tokens + recent_tokens. A scale is a dequantization factor: x ~ code * scale.
+Shapes: N pages, M exact buffers, H KV heads, D head_dim, W storage elements per token and head, g stored scales per token
+and head, E = sink_tokens + recent_tokens. A scale is a dequantization factor: x ~ code * scale.
 
-A page holds PAGE_TOKENS tokens of every head, head-major: one (page, head) is one tile of the attention kernels, and all
-of its rows begin at 16-byte boundaries. Codes and scales are separate tensors.
+A page holds PAGE_TOKENS tokens of every head, head-major. One (page, head) is one tile of the attention kernels, and every
+row of it begins at a 16-byte boundary. Codes and scales are separate tensors.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ import numpy.typing as npt
 PAGE_TOKENS = 64
 
 MIN_SCALE = 2.0**-14
-"""Floor of a stored scale: the smallest normal float16, so that an all-zero group divides by something."""
+"""Smallest stored scale: the smallest normal float16. It keeps an all-zero group from dividing by zero."""
 
 MAX_SCALE = 65504.0
-"""Ceiling of a stored scale: the largest float16."""
+"""Largest stored scale: the largest float16."""
 
 Dtype = Literal["fp16", "bf16", "fp8_e4m3", "int8", "int4"]
 Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"]
 Spec = tuple[str, tuple[int, ...]]
-"""Element type (a name that numpy with ml_dtypes, and torch, know) and shape of a tensor."""
+"""Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
 
 STORAGE: dict[Dtype, str] = {
     "fp16": "float16",
@@ -33,7 +33,11 @@ STORAGE: dict[Dtype, str] = {
     "int8": "int8",
     "int4": "int8",
 }
+"""Element type of the pool that holds each dtype's codes; int4 packs two codes into an int8."""
+
 LIMITS: dict[Dtype, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+"""Largest magnitude of a code of each scaled dtype."""
+
 BITS: dict[Dtype, int] = {"fp16": 16, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 
 GRANULARITIES: dict[Dtype, tuple[Granularity, ...]] = {
@@ -48,18 +52,22 @@ GROUP_SIZES = (32, 64, 128)
 HEAD_DIMS = (64, 128, 256)
 
 
-def _one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
+def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {value}")
 
 
 @dataclass(frozen=True)
 class SideLayout:
-    """How keys or values are stored.
+    """Storage format of the keys, or of the values.
 
-    granularity says what shares a scale: `per_tensor` one per layer, `per_head` one per KV head (static: float32, made
-    before anything is written), `per_token` one per token and KV head, `per_group` one per token, KV head and `group_size`
-    neighbouring channels (dynamic: made from what is written, stored beside the codes as float16).
+    `granularity` is the set of numbers that share a scale. Static scales are float32 and calibrated before anything is
+    written: `per_tensor` has one per layer, `per_head` one per KV head. Dynamic scales are float16, computed from the numbers
+    that are written and stored beside the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
+    and `group_size` neighbouring channels. `none` has no scale.
+
+    Raises:
+        ValueError: The dtype, granularity and group size do not go together.
     """
 
     dtype: Dtype
@@ -67,31 +75,35 @@ class SideLayout:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of(f"granularity of dtype {self.dtype}", self.granularity, GRANULARITIES[self.dtype])
+        _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice(f"granularity of dtype {self.dtype}", self.granularity, GRANULARITIES[self.dtype])
         if self.granularity == "per_group":
-            _one_of("group_size", self.group_size, GROUP_SIZES)
+            _check_choice("group_size", self.group_size, GROUP_SIZES)
         elif self.group_size is not None:
             raise ValueError(f"group_size must be None with granularity {self.granularity}, got {self.group_size}")
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is scaled."""
+        """Whether the side is stored in 16 bits, without scales."""
         return self.granularity == "none"
 
     @property
     def static(self) -> bool:
-        """Whether the scales are fixed before anything is written."""
+        """Whether the scales are calibrated before anything is written."""
         return self.granularity in ("per_tensor", "per_head")
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scales are made from what is written."""
+        """Whether the scales are computed from the numbers that are written."""
         return self.granularity in ("per_token", "per_group")
 
     @property
     def limit(self) -> float:
-        """Largest magnitude of a code; KeyError for exact types, which have none."""
+        """Largest magnitude of a code.
+
+        Raises:
+            KeyError: The side is exact: it has no codes.
+        """
         return LIMITS[self.dtype]
 
     @property
@@ -100,39 +112,48 @@ class SideLayout:
         return STORAGE[self.dtype]
 
     def width(self, head_dim: int) -> int:
-        """W: storage elements of one token of one head."""
+        """Return W, the storage elements of one token of one head."""
         return head_dim // 2 if self.dtype == "int4" else head_dim
 
     def groups(self, head_dim: int) -> int:
-        """g: stored scales of one token of one head, 0 when static or exact."""
+        """Return g, the stored scales of one token of one head; 0 when static or exact."""
         if self.group_size is not None:
             return head_dim // self.group_size
         return 1 if self.dynamic else 0
 
     def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token of one head, its stored scales included."""
+        """Return the bytes of one token of one head, stored scales included."""
         return head_dim * BITS[self.dtype] // 8 + 2 * self.groups(head_dim)
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The cache of one layer."""
+    """Cache format of one layer.
+
+    Raises:
+        ValueError: No kernel reads such a cache.
+
+    Example:
+        >>> layout = CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64))
+        >>> layout.token_bytes  # 8 heads of 128 bytes of keys, 64 bytes of values and two float16 scales
+        1568
+    """
 
     kv_heads: int
     head_dim: int
     key: SideLayout
     value: SideLayout
     sink_tokens: int = 0
-    """First tokens of a sequence that are also kept in float16."""
+    """First tokens of a sequence, kept in float16 besides the pages."""
     recent_tokens: int = 0
-    """Newest tokens of a sequence that are also kept in float16."""
+    """Newest tokens of a sequence, kept in float16 besides the pages."""
 
     def __post_init__(self) -> None:
-        _one_of("head_dim", self.head_dim, HEAD_DIMS)
-        _one_of("key dtype", self.key.dtype, KEY_DTYPES)
-        for field, least in (("kv_heads", 1), ("sink_tokens", 0), ("recent_tokens", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        _check_choice("head_dim", self.head_dim, HEAD_DIMS)
+        _check_choice("key dtype", self.key.dtype, KEY_DTYPES)
+        for field, minimum in (("kv_heads", 1), ("sink_tokens", 0), ("recent_tokens", 0)):
+            if getattr(self, field) < minimum:
+                raise ValueError(f"{field} must be at least {minimum}, got {getattr(self, field)}")
         size = self.value.group_size
         if size is not None and self.head_dim % size:
             raise ValueError(f"group_size must divide head_dim {self.head_dim}, got {size}: choose 32, 64 or per_token")
@@ -148,7 +169,11 @@ class CacheLayout:
         return self.kv_heads * (self.key.token_bytes(self.head_dim) + self.value.token_bytes(self.head_dim))
 
     def pools(self, pages: int) -> dict[str, Spec]:
-        """What is paged: `key_pool`, `value_pool` (N, H, 64, W), and `*_scale_pool` (N, H, 64, g) of dynamic sides."""
+        """Return the paged tensors: `key_pool`, `value_pool` (N, H, 64, W), and `*_scale_pool` (N, H, 64, g) of dynamic sides.
+
+        Args:
+            pages: N.
+        """
         rows = (pages, self.kv_heads, PAGE_TOKENS)
         sides = {"key": self.key, "value": self.value}
         codes: dict[str, Spec] = {
@@ -161,7 +186,7 @@ class CacheLayout:
         }
 
     def static_scales(self) -> dict[str, Spec]:
-        """`key_scale`, `value_scale` of static sides: (1) per tensor, (H) per head."""
+        """Return `key_scale` and `value_scale` of the static sides: (1) per tensor, (H) per head."""
         return {
             f"{name}_scale": ("float32", (1 if side.granularity == "per_tensor" else self.kv_heads,))
             for name, side in (("key", self.key), ("value", self.value))
@@ -169,8 +194,14 @@ class CacheLayout:
         }
 
     def exact_buffers(self, buffers: int) -> dict[str, Spec]:
-        """`key_exact`, `value_exact` (M, H, E, D): slot p of a sequence's buffer holds its sink p; slot
-        sink_tokens + r its newest token of which position % recent_tokens is r. Empty without exact tokens."""
+        """Return `key_exact` and `value_exact` (M, H, E, D); nothing for a layout without exact tokens.
+
+        Slot p of a sequence's buffer holds its sink at position p. Slot sink_tokens + r holds its newest token whose
+        position % recent_tokens is r.
+
+        Args:
+            buffers: M.
+        """
         if not self.exact_tokens:
             return {}
         spec: Spec = ("float16", (buffers, self.kv_heads, self.exact_tokens, self.head_dim))
@@ -178,13 +209,20 @@ class CacheLayout:
 
 
 def pack_int4(codes: npt.NDArray[np.integer]) -> npt.NDArray[np.int8]:
-    """Whole numbers -7 to 7 (..., D) -> bytes (..., D / 2): channel d plus 8 in the low bits, channel d + D / 2 in the
-    high bits, as the byte's own sign."""
+    """Pack two int4 codes into each byte.
+
+    Args:
+        codes: Whole numbers from -7 to 7, (..., D).
+
+    Returns:
+        Bytes (..., D / 2). The low 4 bits hold channel d plus 8; the high 4 bits hold channel d + D / 2 in two's complement,
+        so its sign is the sign of the byte.
+    """
     low, high = np.split(codes.astype(np.int16), 2, axis=-1)
     return (16 * high + low + 8).astype(np.int8)
 
 
 def unpack_int4(packed: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """The inverse of `pack_int4`."""
+    """Return the codes (..., D) that `pack_int4` packed into `packed` (..., D / 2)."""
     codes: npt.NDArray[np.int8] = np.concatenate([(packed & 15) - 8, packed >> 4], axis=-1)
     return codes

@@ -1,13 +1,16 @@
-"""The kernels as operators of torch, `kvgate::decode_attention` and `kvgate::append`: they trace, and CUDA graphs hold them.
+"""The kernels as torch operators, `kvgate::decode_attention` and `kvgate::append`, for tracing and CUDA graphs.
 
-A cache is given by its tensors, named and shaped as plugins/kv_attention/layout.py says. Their types and shapes tell its
-format, so that `**` of a dict of them is all it takes. Launches depend on shapes alone: no operator looks at the contents of
-a tensor, waits for the device, or allocates anything but its output and the partial sums of the splits.
+A cache is passed as its tensors, named and shaped as in plugins/kv_attention/layout.py; the operators read its format from
+their types and shapes. Launches depend on shapes alone: no operator reads the contents of a tensor on the host, waits for the
+device, or allocates anything but its output and the partial sums of the splits.
 
-Registered for CUDA, and for the CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
+The operators are registered for CUDA, and for the CPU in a process that interprets kernels (TRITON_INTERPRET=1).
 
-Shapes: L layers, B sequences, Hq query heads, H KV heads, D head_dim, N pages, P pages of a row of the table, W elements and
+Shapes: L layers, B sequences, Hq query heads, H KV heads, D head_dim, N pages, P columns of the page table, W elements and
 g scales of a token, M exact buffers, E exact tokens.
+
+Example:
+    out = decode_attention(query, key_new, value_new, page_table, lengths, **cache, scaling=head_dim**-0.5)
 """
 
 import functools
@@ -24,10 +27,10 @@ from plugins.kv_attention.layout import CacheLayout, Dtype, SideLayout
 DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 
 RESIDENT = 8
-"""Programs of one warp of the decode kernel that one SM runs at once, of which splits are chosen where no variant is known."""
+"""Programs of the decode kernel that one SM runs at once, at one warp each. Assumed where no variant is known."""
 
 INTERPRETED_PROGRAMS = 4
-"""The interpreter runs one program after the other: a few splits, so that there is something to join."""
+"""Programs to fill in the interpreter, which runs one after the other: a few splits, so that the reduce has work."""
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.float16: "fp16",
@@ -57,16 +60,32 @@ def decode_attention(
     scaling: float = 1.0,
     splits: int | None = None,
 ) -> Tensor:
-    """One decode step of one layer: (B, Hq, D) in the type of query.
+    """Run the attention of one decode step of one layer.
 
-    query (B, Hq, D), key_new and value_new (B, H, D) of the current tokens, float32, float16 or bfloat16; page_table (B, P)
-    and lengths (B) int32, where lengths counts the tokens before the current one: entries of the table beyond it are not read.
-    key_pool, value_pool (N, H, 64, W); static sides have key_scale, value_scale (1) or (H) float32, dynamic ones
-    key_scale_pool (N, H, 64, 1), value_scale_pool (N, H, 64, g) float16; with exact tokens, key_exact and value_exact
-    (M, H, E, D) float16 and exact_slots (B) int32, of whose E tokens the first `sink_tokens` are sinks and the others recent.
+    Args:
+        query: (B, Hq, D) float32, float16 or bfloat16.
+        key_new: (B, H, D), keys of the current tokens, of the same three types.
+        value_new: (B, H, D), values of the current tokens.
+        page_table: (B, P) int32. Entries beyond a sequence's length are not read.
+        lengths: (B) int32, tokens before the current one.
+        key_pool: (N, H, 64, W).
+        value_pool: (N, H, 64, W).
+        key_scale: (1) or (H) float32, of static keys.
+        value_scale: (1) or (H) float32, of static values.
+        key_scale_pool: (N, H, 64, 1) float16, of dynamic keys.
+        value_scale_pool: (N, H, 64, g) float16, of dynamic values.
+        key_exact: (M, H, E, D) float16, with exact tokens: the sinks, then the recent tokens.
+        value_exact: (M, H, E, D) float16, with exact tokens.
+        exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.
+        sink_tokens: How many of the E exact tokens are sinks.
+        scaling: Factor of the scores before the softmax.
+        splits: Splits over pages, which run side by side; None chooses them for this device.
 
-    Softmax of scores times `scaling`. `splits` of the pages run side by side; None chooses them for this device.
-    Raises ValueError for tensors that are no cache.
+    Returns:
+        (B, Hq, D) in the type of query.
+
+    Raises:
+        ValueError: The tensors do not form a cache.
     """
     cache = _cache(
         key_pool=key_pool, value_pool=value_pool, key_scale=key_scale, value_scale=value_scale,
@@ -118,10 +137,28 @@ def append(
 ) -> None:
     """Quantize one token of every sequence and write it at position lengths[b], in place, for all layers in one launch.
 
-    key_new and value_new (L, B, H, D) float32, float16 or bfloat16; the tensors of the cache as decode_attention takes them,
-    each with a first dimension of L more, static scales (L, 1) or (L, H). page_table (B, P), which must reach the position,
-    lengths (B) and exact_slots (B) serve all layers. No two sequences may write to the same page and row. The lengths stay
-    as they are. Raises ValueError for tensors that are no cache.
+    The tensors of the cache are those of decode_attention with a leading dimension L; static scales are (L, 1) or (L, H). All
+    layers share page_table, which must reach the position, lengths and exact_slots. No two sequences may write to the same
+    page and row. The lengths are not changed.
+
+    Args:
+        key_new: (L, B, H, D) float32, float16 or bfloat16.
+        value_new: (L, B, H, D), of the same three types.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new one.
+        key_pool: (L, N, H, 64, W), written.
+        value_pool: (L, N, H, 64, W), written.
+        key_scale: (L, 1) or (L, H) float32, of static keys.
+        value_scale: (L, 1) or (L, H) float32, of static values.
+        key_scale_pool: (L, N, H, 64, 1) float16, of dynamic keys, written.
+        value_scale_pool: (L, N, H, 64, g) float16, of dynamic values, written.
+        key_exact: (L, M, H, E, D) float16, with exact tokens, written.
+        value_exact: (L, M, H, E, D) float16, with exact tokens, written.
+        exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.
+        sink_tokens: How many of the E exact tokens are sinks.
+
+    Raises:
+        ValueError: The tensors do not form a cache. Nothing has been written then.
     """
     cache = _cache(
         key_pool=key_pool, value_pool=value_pool, key_scale=key_scale, value_scale=value_scale,
@@ -145,7 +182,7 @@ def _(*_: object, **__: object) -> None:
 
 
 def _cache(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """The tensors that are there."""
+    """The cache's tensors by name, without absent ones."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -156,9 +193,18 @@ def _first_layer(name: str, tensor: Tensor) -> Tensor:
 
 
 def layout_of(head_dim: int, cache: Mapping[str, Tensor], sink_tokens: int) -> CacheLayout:
-    """The layout of one layer's tensors. int4 with one scale a token is `per_token`, whatever its group size is called.
+    """Return the layout that the tensors of one layer have.
 
-    Raises ValueError where there is none; that all shapes are those of the layout is checked at the launch.
+    int4 with one scale per token is `per_token`, also where its policy names a group size. Only what tells the format is
+    checked here; the launch checks all shapes.
+
+    Args:
+        head_dim: D.
+        cache: Tensors of the layer by name.
+        sink_tokens: How many of the exact tokens are sinks.
+
+    Raises:
+        ValueError: No layout has such tensors.
     """
     for name, tensor in cache.items():
         if tensor.dim() != (1 if name in ("key_scale", "value_scale") else 4):
@@ -185,7 +231,7 @@ def _side(head_dim: int, cache: Mapping[str, Tensor], side: str) -> SideLayout:
 
 
 def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
-    """Programs that an SM runs at once, of the variant that is launched; the launch says what is wrong with a query."""
+    """Programs of the launched variant that an SM runs at once; RESIDENT for a query that the launch will refuse."""
     if query.dim() != 3 or query.dtype not in launch.INPUTS or not 1 <= query.shape[1] // layout.kv_heads <= GROUP_LIMIT:
         return RESIDENT
     group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
@@ -194,7 +240,15 @@ def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
 
 
 def default_splits(device: torch.device, batch: int, kv_heads: int, max_pages: int, resident: int = RESIDENT) -> int:
-    """Splits that fill this device, from shapes alone. resident: of the variant, Variant.resident."""
+    """Return the number of splits that fills the device, from shapes alone.
+
+    Args:
+        device: CUDA device, or the CPU with interpreted kernels.
+        batch: B.
+        kv_heads: H.
+        max_pages: P, columns of the page table.
+        resident: Variant.resident of the variant to launch.
+    """
     if device.type == "cpu":
         return launch.choose_splits(batch, kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
     return launch.choose_splits(batch, kv_heads, max_pages, sm_count=_sm_count(device), resident=resident)

@@ -1,9 +1,9 @@
-"""The cache and its attention in plain torch, float32: what the kernels must do. Slow, and meant to be checked by eye.
+"""Reference of the cache and its attention in plain torch, float32. The kernels must agree with it. Slow, and easy to check.
 
 Shapes: B sequences, H KV heads, Hq query heads in groups of G = Hq / H per KV head, D head_dim, W storage elements and g
-stored scales of a token, T tokens of one sequence, P pages of a row of the table. A cache is a dict of one layer's tensors,
-named and shaped as `CacheLayout` says. page_table (B, P), lengths (B) and exact_slots (B), the exact buffer of each sequence,
-are int32; lengths count the tokens before the current one.
+stored scales of a token, T tokens of one sequence, P columns of the page table. A cache is a dict of one layer's tensors,
+named and shaped as in `CacheLayout`. page_table (B, P), lengths (B) and exact_slots (B), which numbers the exact buffer of
+each sequence, are int32. lengths count the tokens before the current one.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,18 @@ Cache = Mapping[str, Tensor]
 
 
 def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """x (..., H, D) of any floating-point type -> codes (..., H, W), and scales (..., H, g) float16 of a dynamic side.
+    """Quantize keys or values.
 
-    static_scale is (1) or (H). Codes are the nearest ones, ties to even, saturating. NaN has no part in a scale; it is
-    stored as NaN of the same sign by fp8, as 0 by integers.
+    Codes are the nearest ones, ties to even, saturating. NaN does not enter a dynamic scale; fp8 stores it as NaN of the same
+    sign, integers store it as 0.
+
+    Args:
+        x: (..., H, D), any floating-point type.
+        side: Format of the codes.
+        static_scale: (1) or (H), required for a static side.
+
+    Returns:
+        Codes (..., H, W), and the scales (..., H, g) float16 of a dynamic side or None.
     """
     nan, negative = x.isnan(), x.signbit()
     x = x.float()
@@ -34,7 +42,7 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
         groups, dim = side.groups(x.shape[-1]), x.shape[-1]
         grouped = x.reshape(*x.shape[:-1], groups, dim // groups)
         amax = grouped.abs().masked_fill(grouped.isnan(), 0.0).amax(-1)
-        # Codes are made with the rounded scale that will be read back.
+        # Codes use the scale as it is stored, rounded to float16, since decoding multiplies by that one.
         scale = (amax / side.limit).clamp(MIN_SCALE, MAX_SCALE).half()
         steps = (grouped / scale.float().unsqueeze(-1)).flatten(-2)
     steps = steps.clamp(-side.limit, side.limit).masked_fill(nan, 0.0)
@@ -59,9 +67,18 @@ def append(
     lengths: Tensor,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Write one new token of every sequence, key_new and value_new (B, H, D), into the cache at position lengths[b].
+    """Write one new token of every sequence into the cache, at position lengths[b].
 
-    The lengths stay as they are. No two sequences write to the same page.
+    The lengths are not changed. No two sequences may write to the same page.
+
+    Args:
+        layout: Format of the cache.
+        key_new: (B, H, D).
+        value_new: (B, H, D).
+        cache: Tensors of the layer, written in place.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new one.
+        exact_slots: (B) int32, required with exact tokens.
     """
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
         codes, scales = quantize(new, side, cache.get(f"{name}_scale"))
@@ -76,11 +93,18 @@ def append(
 
 
 def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence as its pages (P) hold them, (H, T, D) float32 with T = length."""
+    """Return the keys and the values that the pages of one sequence hold, each (H, T, D) float32 with T = length.
+
+    Args:
+        layout: Format of the cache.
+        cache: Tensors of the layer.
+        pages: (P) page numbers of the sequence.
+        length: Tokens of the sequence.
+    """
     pages = pages[: -(-length // PAGE_TOKENS)]
 
     def rows(name: str) -> Tensor:
-        """(N, H, 64, W) -> (H, T, W)."""
+        """Return the sequence's rows (H, T, W) of a pool (N, H, 64, W)."""
         return cache[name][pages].movedim(1, 0).flatten(1, 2)[:, :length]
 
     def side(name: str, form: SideLayout) -> Tensor:
@@ -109,29 +133,47 @@ def attend(
     scaling: float,
     exact_slots: Tensor | None = None,
 ) -> Tensor:
-    """One decode step, before the new token is appended: query (B, Hq, D), key_new and value_new (B, H, D) -> (B, Hq, D)
-    float32, softmax of scores times `scaling`.
+    """Run the attention of one decode step, before the new token is appended.
 
-    A query sees the sinks and the recent tokens from the exact buffers, all other tokens from the pages, and its own
-    token as it is given.
+    A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, and to its
+    own token from key_new and value_new, unquantized.
+
+    Args:
+        layout: Format of the cache.
+        query: (B, Hq, D).
+        key_new: (B, H, D).
+        value_new: (B, H, D).
+        cache: Tensors of the layer.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the current one.
+        scaling: Factor of the scores before the softmax.
+        exact_slots: (B) int32, required with exact tokens.
+
+    Returns:
+        (B, Hq, D) float32.
     """
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for b, length in enumerate(lengths.tolist()):
-        seen = list(dequantize(layout, cache, page_table[b], length))
+        sides = list(dequantize(layout, cache, page_table[b], length))
         positions, slots = exact_places(layout, length)
         for i, (name, new) in enumerate((("key", key_new), ("value", value_new))):
             if positions:
                 assert exact_slots is not None
-                seen[i][:, positions] = cache[f"{name}_exact"][exact_slots[b]][:, slots].float()
-            seen[i] = torch.cat([seen[i], new[b, :, None].float()], 1)
-        key, value = seen
+                sides[i][:, positions] = cache[f"{name}_exact"][exact_slots[b]][:, slots].float()
+            sides[i] = torch.cat([sides[i], new[b, :, None].float()], 1)
+        key, value = sides
         scores = query[b].float().reshape(layout.kv_heads, -1, layout.head_dim) @ key.mT * scaling
         out[b] = (scores.softmax(-1) @ value).flatten(0, 1)
     return out
 
 
 def exact_places(layout: CacheLayout, length: int) -> tuple[list[int], list[int]]:
-    """Positions that are read from the exact buffer by the token at position `length`, and their slots."""
+    """Return the positions that a token at position `length` reads from the exact buffer, and their slots.
+
+    Args:
+        layout: Format of the cache.
+        length: Tokens of the sequence before the current one.
+    """
     sink, recent = layout.sink_tokens, layout.recent_tokens
     sinks = list(range(min(sink, length)))
     newest = list(range(max(sink, length - recent), length)) if recent else []
@@ -139,6 +181,6 @@ def exact_places(layout: CacheLayout, length: int) -> tuple[list[int], list[int]
 
 
 def _written_slots(layout: CacheLayout, position: int) -> list[int]:
-    """Slots of the exact buffer that the token at `position` is written to: a sink is a recent token too, for a while."""
+    """Slots of the exact buffer that the token at `position` is written to; a sink is also a recent token at first."""
     sink, recent = layout.sink_tokens, layout.recent_tokens
     return [position] * (position < sink) + ([sink + position % recent] if recent else [])

@@ -1,4 +1,4 @@
-"""The plugin's operations as nodes of a graph: names, tensors in order, integer attributes. No TensorRT, no Triton.
+"""Graph nodes of the plugin's operations: names, ordered tensors, integer attributes. Imports neither TensorRT nor Triton.
 
 Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
 E exact slots, W storage elements and g stored scales of a token, S splits (one more than `splits` with exact tokens).
@@ -11,14 +11,14 @@ E exact slots, W storage elements and g stored scales of a token, S splits (one 
                         value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)]; static scales are (L, 1 or H)
                         -> the pools, scale pools and exact buffers, each aliased to its input
 
-Scales are `key_scale` (1, 1 or H, 1, 1) float32 when static, `key_scale_pool` (N, H, 64, g) float16 when dynamic. Inputs
-have the names and shapes of those of the local function kv.PagedAttention of the ONNX graphs, whose node decode_partial and
-decode_reduce replace; their order is that of the kernels' parameters, since TensorRT passes them so.
+Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. Inputs have the
+names and shapes of the inputs of the ONNX graphs' local function kv.PagedAttention, whose node decode_partial and
+decode_reduce replace. Their order is the order of the kernels' parameters, because TensorRT passes them in that order.
 
-A TensorRT plugin has a fixed number of tensors, and an ahead-of-time one hands each of them to its kernel. Which tensors
-there are depends on the layout, so that each set of tensors is an operation of its own, named after what it takes:
-`kv::append_kstatic_vdynamic_exact`. One operation with one-element stand-ins for absent tensors would give every kernel
-parameters that it does not have, and every append outputs that are aliased to nothing.
+A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes each of them to its kernel. Which tensors
+exist depends on the layout. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
+`kv::append_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give kernels
+parameters that they do not have, and appends outputs that alias no input.
 """
 
 import struct
@@ -35,11 +35,11 @@ Scales = Literal["none", "static", "dynamic"]
 POOL: dict[Scales, str] = {"static": "", "dynamic": "_pool"}
 Compute = Literal["fp32", "fp16", "bf16"]
 Spec = tuple[str, tuple[int | str, ...]]
-"""nvinfer1::DataType (trt.DataType's name) and dimensions of a tensor; those that may vary by their letter."""
+"""Name of a trt.DataType and dimensions of a tensor; a dimension that may vary is its letter."""
 
 FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9}
-"""What the attributes key_format, value_format and out_format say: the values of nvinfer1::DataType. int4 is the format of
-the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes no INT4."""
+"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 is the format
+of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes no INT4."""
 
 DATA_TYPES: dict[Dtype | Compute, str] = {
     "fp32": "FLOAT",
@@ -50,32 +50,35 @@ DATA_TYPES: dict[Dtype | Compute, str] = {
     "int4": "INT8",
 }
 
-_CACHE = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
+_CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
 ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
-    "decode_partial": (*_CACHE, "splits", "scaling_bits", "sm"),
+    "decode_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
     "decode_reduce": ("out_format", "sm"),
-    "append": (*_CACHE, "sm"),
+    "append": (*_CACHE_ATTRIBUTES, "sm"),
 }
-"""All attributes, all required, all int. value_group is 0 where no group_size is given; splits counts those over pages;
-scaling_bits is the float32 that scores are multiplied by, read as an int32; sm is the GPU's compute capability, 90 say."""
+"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; splits
+counts the splits over pages; scaling_bits is the float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute
+capability, for example 90."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation as TensorRT knows it."""
+    """One operation as TensorRT registers it: a kernel with one set of tensors."""
 
     operation: Operation
     name: str
-    """Within NAMESPACE."""
+    """Name within NAMESPACE."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     @property
     def attributes(self) -> tuple[str, ...]:
+        """Names of its attributes, in order."""
         return ATTRIBUTES[self.operation]
 
     @property
     def plugin_id(self) -> str:
+        """Name with namespace: `kv::decode_reduce`."""
         return f"{NAMESPACE}::{self.name}"
 
 
@@ -83,20 +86,20 @@ REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml"), (
 
 
 def scales_of(side: SideLayout) -> Scales:
-    """Where the scales of a side come from."""
+    """Return which scales a side has."""
     return "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
 def node_of(operation: Literal["decode_partial", "append"], layout: CacheLayout) -> Node:
-    """The operation that takes this layout's tensors."""
+    """Return the node of an operation that takes this layout's tensors."""
     return _node(operation, scales_of(layout.key), scales_of(layout.value), layout.exact_tokens > 0)
 
 
 def all_nodes() -> list[Node]:
-    """Every operation there is."""
-    kinds: tuple[Scales, ...] = ("none", "static", "dynamic")
+    """Return the nodes of every operation, for every set of tensors."""
+    scales: tuple[Scales, ...] = ("none", "static", "dynamic")
     operations: tuple[Literal["decode_partial", "append"], ...] = ("decode_partial", "append")
-    return [REDUCE, *(_node(*choice) for choice in product(operations, kinds, kinds, (False, True)))]
+    return [REDUCE, *(_node(*choice) for choice in product(operations, scales, scales, (False, True)))]
 
 
 def _node(operation: Literal["decode_partial", "append"], key: Scales, value: Scales, exact: bool) -> Node:
@@ -104,7 +107,7 @@ def _node(operation: Literal["decode_partial", "append"], key: Scales, value: Sc
     tables = ["page_table", "lengths"]
     buffers, slots = (["key_exact", "value_exact"], ["exact_slots"]) if exact else ([], [])
     scales = [f"{name}_scale{POOL[kind]}" for name, kind in sides.items() if kind != "none"]
-    # In the order of the kernels' parameters.
+    # Tensors stand in the order of the kernels' parameters.
     if operation == "decode_partial":
         inputs = ["query", *sides, "key_pool", "value_pool", *scales, *tables, *buffers, *slots]
         outputs = ["partial_acc", "partial_ml"]
@@ -117,12 +120,20 @@ def _node(operation: Literal["decode_partial", "append"], key: Scales, value: Sc
 
 
 def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, parts: int) -> dict[str, Spec]:
-    """Types and shapes that an operation takes, by name in order. compute: of queries, keys and values; parts: S."""
+    """Return the type and shape of each of an operation's inputs, by name, in order.
+
+    Args:
+        node: The operation.
+        layout: Format of the cache.
+        compute: Type of queries, keys and values.
+        q_heads: Hq.
+        parts: S.
+    """
     heads, dim = layout.kv_heads, layout.head_dim
     sides = {"key": layout.key, "value": layout.value}
-    real = DATA_TYPES[compute]
+    activation = DATA_TYPES[compute]
     specs: dict[str, Spec] = {
-        "query": (real, ("B", q_heads, 1, dim)),
+        "query": (activation, ("B", q_heads, 1, dim)),
         "page_table": ("INT32", ("B", "P")),
         "lengths": ("INT32", ("B",)),
         "exact_slots": ("INT32", ("B",)),
@@ -134,7 +145,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
     for name, side in sides.items():
         scales = 1 if side.granularity == "per_tensor" else heads
         specs |= {
-            name: (real, ("L", "B", heads, dim) if layers else ("B", heads, 1, dim)),
+            name: (activation, ("L", "B", heads, dim) if layers else ("B", heads, 1, dim)),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
             f"{name}_scale_pool": ("HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
@@ -144,7 +155,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
 
 
 def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
-    """Attributes of the append."""
+    """Return the attributes of the append. sm: compute capability, 90 for sm_90."""
     return {
         "key_format": FORMATS[layout.key.dtype],
         "value_format": FORMATS[layout.value.dtype],
@@ -156,23 +167,34 @@ def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
 
 
 def decode_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
-    """Attributes of the split attention, in the order of ATTRIBUTES."""
-    found = cache_attributes(layout, sm) | {"splits": splits, "scaling_bits": float_bits(scaling)}
-    return {name: found[name] for name in ATTRIBUTES["decode_partial"]}
+    """Return the attributes of decode_partial, in the order of ATTRIBUTES.
+
+    Args:
+        layout: Format of the cache.
+        splits: Splits over pages.
+        scaling: Factor of the scores before the softmax.
+        sm: Compute capability, 90 for sm_90.
+    """
+    attributes = cache_attributes(layout, sm) | {"splits": splits, "scaling_bits": float_bits(scaling)}
+    return {name: attributes[name] for name in ATTRIBUTES["decode_partial"]}
 
 
 def reduce_attributes(out: Compute, sm: int) -> dict[str, int]:
-    """Attributes of the reduction, whose result has the element type of the query."""
+    """Return the attributes of decode_reduce. out: type of the result, which is that of the query."""
     return {"out_format": FORMATS[out], "sm": sm}
 
 
 def float_bits(value: float) -> int:
-    """A float32 read as an int32: how a float travels where only integers do."""
+    """Return the bits of a float32 as an int32, for attributes, which can only be integers."""
     bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
     return bits
 
 
 def bits_float(bits: int) -> float:
-    """The inverse of float_bits. Raises struct.error beyond 32 bits."""
+    """Return the float32 of the given bits, the inverse of float_bits.
+
+    Raises:
+        struct.error: `bits` is beyond 32 bits.
+    """
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return value

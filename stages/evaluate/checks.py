@@ -1,4 +1,4 @@
-"""Judging a generated answer: strictly, on the whole text, never a substring of it."""
+"""Judges generated answers strictly: the whole text counts, never a substring of it."""
 
 import json
 from dataclasses import dataclass
@@ -7,52 +7,63 @@ from typing import Any
 from pipeline.core.records import Sample
 
 
-class _Rejected(ValueError):
-    """The text is not strict JSON."""
+class _NotStrictJson(ValueError):
+    """The text is JSON that a strict parser refuses."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether the answer has the right form (None where every text has) and whether it is the right answer."""
+    """The judgement of one answer."""
 
     valid: bool | None
+    """Whether the answer has the required form; None where every text has it."""
     correct: bool
+    """Whether the answer is the right one."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _Rejected("a key occurs twice")
-    return found
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise _NotStrictJson("a key occurs twice")
+    return members
 
 
-def _no_constant(name: str) -> None:
-    raise _Rejected(f"{name} is not JSON")
+def _refuse_constant(name: str) -> None:
+    raise _NotStrictJson(f"{name} is not JSON")
 
 
 def strict_json(text: str) -> Any:
-    """The value of `text`, all of which must be one JSON value without duplicate keys, NaN or Infinity.
+    """Parse `text`, all of which must be one JSON value without duplicate keys, NaN or Infinity.
 
     Raises:
-        ValueError: when it is not.
+        ValueError: The text is anything else.
     """
-    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    return json.loads(text, object_pairs_hook=_object_of_unique_keys, parse_constant=_refuse_constant)
 
 
 def _canonical(value: Any) -> str:
-    """Equal for equal JSON values only: 1, 1.0, true and "1" differ, the order of keys does not matter."""
+    """Return a text that is equal for equal JSON values only: 1, 1.0, true and "1" differ, the order of keys is ignored."""
     return json.dumps(value, sort_keys=True)
 
 
-def _accepted(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
-    """Whether `call` is {"name", "arguments"} of a declared tool with exactly its arguments."""
+def _calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+    """Return whether `call` is {"name", "arguments"} of a declared tool with exactly that tool's arguments."""
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
         return False
     return any(call["name"] == name and set(call["arguments"]) == set(arguments) for name, arguments in tools)
 
 
 def judge(sample: Sample, text: str) -> Judgement:
-    """Judge `text` as the answer to `sample`, whose check must not be "none"."""
+    """Judge a generated text.
+
+    Args:
+        sample: The sample that was asked. Its check must not be "none".
+        text: The whole generated answer, without the stop token.
+
+    Returns:
+        For check "exact": correct when `text` is the reference, character by character. For "json" and "tool_call":
+        valid when `text` is strict JSON (and calls a declared tool), correct when its value is the reference's.
+    """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return Judgement(valid=None, correct=text == sample.reference)
@@ -60,5 +71,5 @@ def judge(sample: Sample, text: str) -> Judgement:
         value = strict_json(text)
     except (ValueError, RecursionError):
         return Judgement(valid=False, correct=False)
-    valid = sample.check == "json" or _accepted(value, sample.tools)
+    valid = sample.check == "json" or _calls_declared_tool(value, sample.tools)
     return Judgement(valid=valid, correct=valid and _canonical(value) == _canonical(strict_json(sample.reference)))

@@ -1,8 +1,9 @@
-"""The two halves of an evaluation: the baseline once, every candidate against what the baseline left.
+"""The two halves of an evaluation: the baseline is measured once, and every candidate is compared with that record.
 
-A baseline's directory holds `logprobs.safetensors` (see `scores`), `answers.jsonl` and `baseline.json` (the digest of
-the samples, the A/A noise floor). A candidate's holds `report.json`, `samples.jsonl` and `tokens.safetensors` (the
-statistics of every scored token, in the order of `samples.jsonl`, each row's `scored_tokens` long).
+The directory of a baseline holds `logprobs.safetensors` (see `scores`), `answers.jsonl` and `baseline.json` (the digest of
+the samples, the A/A noise floor, the system metrics). The directory of a candidate holds `report.json`, `samples.jsonl`
+and `tokens.safetensors`: the statistics of every scored token, in the order of `samples.jsonl`, `scored_tokens` of them
+for each of its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ OpenEngine = Callable[[], Engine]
 
 
 class _Baseline(BaseModel):
+    """The content of baseline.json."""
+
     workloads_digest: str
     vocab_size: int
     noise: NoiseFloor
@@ -49,24 +52,26 @@ class _Baseline(BaseModel):
 
 
 class _StoredAnswer(BaseModel):
+    """A line of answers.jsonl."""
+
     id: str
     text: str
     valid: bool | None
     correct: bool
 
 
-def _first_of_each(encoded: Sequence[EncodedSample], count: int) -> list[int]:
-    """Indices of the first `count` samples of every workload."""
-    seen: dict[str, int] = {}
-    chosen = []
+def _first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
+    """Return the indices of the first `count` samples of every workload."""
+    counts: dict[str, int] = {}
+    indices = []
     for i, item in enumerate(encoded):
-        seen[item.sample.workload] = seen.get(item.sample.workload, 0) + 1
-        if seen[item.sample.workload] <= count:
-            chosen.append(i)
-    return chosen
+        counts[item.sample.workload] = counts.get(item.sample.workload, 0) + 1
+        if counts[item.sample.workload] <= count:
+            indices.append(i)
+    return indices
 
 
-def _label(progress: Progress, label: str) -> Callable[[int, int], None]:
+def _labelled(progress: Progress, label: str) -> Callable[[int, int], None]:
     return lambda done, total: progress(label, done, total)
 
 
@@ -79,36 +84,52 @@ def measure_baseline(
     config: WorkloadsConfig,
     progress: Progress,
 ) -> None:
-    """Run the baseline on `samples` and leave its log-probabilities, answers and noise floor in `out`.
+    """Run the baseline engine on `samples` and write what candidates are compared with.
+
+    Args:
+        open_engine: Loads the FP16-KV engine.
+        samples: The samples, in the order of `load_samples`.
+        tokenizer: The tokenizer of the engine bundle.
+        out: An empty directory. It receives `logprobs.safetensors`, `answers.jsonl` and `baseline.json`.
+        config: Batch size, limits and the load of the system metrics.
+        progress: Called with a label, the tokens done, and the tokens in all.
 
     Raises:
-        UserError: when its logits are not finite.
+        UserError: The baseline's logits are not finite, or a sample has too few tokens.
     """
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     engine = open_engine()
     tokens = {item.sample.id: len(item.reference) for item in encoded}
     store = LogProbabilities.create(out / LOGPROBS, tokens, engine.vocab_size)
-    label = _label(progress, "baseline: forced decode")
-    statistics = score(engine, encoded, store, config.batch_size, label, record=True)
+    scored = _labelled(progress, "baseline: forced decode")
+    statistics = score(engine, encoded, store, config.batch_size, scored, record=True)
     store.flush()
     for item, steps in zip(encoded, statistics, strict=True):
         if not np.isfinite(steps.baseline_nll).all():
             raise UserError(
                 f"backend.compute_dtype: the baseline's logits are not finite on sample {item.sample.id}; use float32"
             )
-    given = answers(engine, encoded, statistics, tokenizer, config)
+    baseline_answers = answers(engine, encoded, statistics, tokenizer, config)
     stored = [
         _StoredAnswer(id=item.sample.id, text=a.text, valid=a.judgement.valid, correct=a.judgement.correct)
-        for item, a in zip(encoded, given, strict=True)
+        for item, a in zip(encoded, baseline_answers, strict=True)
         if a is not None
     ]
     (out / ANSWERS).write_text("".join(answer.model_dump_json() + "\n" for answer in stored), encoding="utf-8")
-    floor = _noise_floor(engine, encoded, given=given, store=store, tokenizer=tokenizer, config=config, progress=progress)
+    noise = _noise_floor(
+        engine,
+        encoded,
+        baseline_answers=baseline_answers,
+        store=store,
+        tokenizer=tokenizer,
+        config=config,
+        progress=progress,
+    )
     progress("baseline: system metrics", 0, 1)
     record = _Baseline(
         workloads_digest=workloads_digest(encoded),
         vocab_size=engine.vocab_size,
-        noise=floor,
+        noise=noise,
         system=measure_system(engine, config.load),
     )
     (out / BASELINE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
@@ -118,24 +139,27 @@ def _noise_floor(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     *,
-    given: Sequence[Answer | None],
+    baseline_answers: Sequence[Answer | None],
     store: LogProbabilities,
     tokenizer: Tokenizer,
     config: WorkloadsConfig,
     progress: Progress,
 ) -> NoiseFloor:
-    """A/A: the baseline again in another batch composition (one by one; in pairs if it ran one by one before), and token
-    by token even where it ran in one pass."""
-    chosen = _first_of_each(encoded, config.noise_samples)
-    if not chosen:
+    """Measure the A/A noise: compare the baseline with itself on some samples in another batch composition.
+
+    Sequences run one by one, or in pairs if they ran one by one before, and token by token even where the engine can run
+    them in one pass.
+    """
+    indices = _first_of_each_workload(encoded, config.noise_samples)
+    if not indices:
         return NoiseFloor(samples=0, fidelity=None, answer_flips=0)
-    subset = [encoded[i] for i in chosen]
-    other = config.model_copy(update={"batch_size": 1 if config.batch_size > 1 else 2})
-    label = _label(progress, "baseline: noise floor")
-    statistics = score(engine, subset, store, other.batch_size, label, one_pass=False)
-    again = answers(engine, subset, statistics, tokenizer, other)
-    flips = sum(a is not None and a.judgement != given[i].judgement for i, a in zip(chosen, again, strict=True))  # type: ignore[union-attr]
-    return NoiseFloor(samples=len(chosen), fidelity=metrics.fidelity(StepStatistics.joined(statistics)), answer_flips=flips)
+    subset = [encoded[i] for i in indices]
+    noise_config = config.model_copy(update={"batch_size": 1 if config.batch_size > 1 else 2})
+    scored = _labelled(progress, "baseline: noise floor")
+    statistics = score(engine, subset, store, noise_config.batch_size, scored, one_pass=False)
+    repeated = zip(indices, answers(engine, subset, statistics, tokenizer, noise_config), strict=True)
+    flips = sum(a is not None and a.judgement != baseline_answers[i].judgement for i, a in repeated)  # type: ignore[union-attr]
+    return NoiseFloor(samples=len(indices), fidelity=metrics.fidelity(StepStatistics.joined(statistics)), answer_flips=flips)
 
 
 def evaluate_candidate(
@@ -151,12 +175,26 @@ def evaluate_candidate(
     progress: Progress,
     graph_digest: str | None = None,
 ) -> EvaluationReport:
-    """Run a candidate on `samples` against `baseline_dir` and leave the report in `out`.
+    """Run a candidate engine on `samples`, compare it with the baseline and write the report.
 
-    `open_engine` is called twice: the canary corrupts its engine for good. The report cites the digests.
+    Args:
+        open_engine: Loads the candidate. It is called twice, because the canary corrupts the engine that it runs on.
+        samples: The samples that the baseline was measured on.
+        tokenizer: The tokenizer of the engine bundle.
+        baseline_dir: What `measure_baseline` wrote.
+        out: An empty directory. It receives `report.json`, `samples.jsonl` and `tokens.safetensors`.
+        config: Batch size, limits, context bins, the canary and the load of the system metrics.
+        engine_digest: Digest of the candidate's bundle, cited in the report.
+        baseline_digest: Digest of the baseline's artifact, cited in the report.
+        progress: Called with a label, the tokens done, and the tokens in all.
+        graph_digest: Digest of the ONNX bundle that a TensorRT engine was built from, cited in the report.
+
+    Returns:
+        The report, as written to `report.json`.
 
     Raises:
-        ValueError: when the baseline was measured on other samples or has another vocabulary.
+        UserError: A sample has too few tokens.
+        ValueError: The baseline was measured on other samples or has another vocabulary.
     """
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     digest = workloads_digest(encoded)
@@ -165,11 +203,11 @@ def evaluate_candidate(
     if (baseline.workloads_digest, baseline.vocab_size) != (digest, engine.vocab_size):
         raise ValueError(f"{baseline_dir} was measured on other samples or another vocabulary: measure the baseline again")
     store = LogProbabilities(baseline_dir / LOGPROBS)
-    before = _stored_answers(baseline_dir, encoded)
+    baseline_answers = _stored_answers(baseline_dir, encoded)
 
-    statistics = score(engine, encoded, store, config.batch_size, _label(progress, "forced decode"))
-    after = answers(engine, encoded, statistics, tokenizer, config)
-    rows = make_rows(encoded, statistics, before, after)
+    statistics = score(engine, encoded, store, config.batch_size, _labelled(progress, "forced decode"))
+    candidate_answers = answers(engine, encoded, statistics, tokenizer, config)
+    rows = make_rows(encoded, statistics, baseline_answers, candidate_answers)
     progress("system metrics", 0, 1)
     system = measure_system(engine, config.load)
     report = EvaluationReport(
@@ -200,25 +238,26 @@ def _canary(
     config: WorkloadsConfig,
     progress: Progress,
 ) -> Canary:
-    """Forced decode in which decoding reads wrong keys: prefilled together, corrupted once, then decoded."""
-    # The longest prompts: short ones may be held exactly, sinks and recent tokens, and then read no scale at all.
-    count = len(_first_of_each(encoded, config.canary_samples))
+    """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode."""
+    # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
+    count = len(_first_of_each_workload(encoded, config.canary_samples))
     subset = sorted(encoded, key=lambda item: -len(item.prompt))[:count]
     statistics = score(
         engine,
         subset,
         store,
-        len(subset),  # one batch, so that there is one prefill, and the corruption comes after it
-        _label(progress, "canary"),
+        len(subset),  # one batch: there is one prefill, and the corruption comes after it
+        _labelled(progress, "canary"),
         after_prefill=lambda: engine.corrupt_key_scale(config.canary_factor),
     )
-    nothing = [None] * len(subset)
-    return Canary(factor=config.canary_factor, rows=make_rows(subset, statistics, nothing, nothing))
+    no_answers = [None] * len(subset)
+    return Canary(factor=config.canary_factor, rows=make_rows(subset, statistics, no_answers, no_answers))
 
 
 def _stored_answers(directory: Path, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
-    found = [_StoredAnswer.model_validate_json(line) for line in jsonl_lines(directory / ANSWERS)]
-    by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct)) for a in found}
+    """Return the baseline's answer to each sample, None for a sample that is not judged."""
+    stored = [_StoredAnswer.model_validate_json(line) for line in jsonl_lines(directory / ANSWERS)]
+    by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct)) for a in stored}
     return [by_id.get(item.sample.id) for item in encoded]
 
 

@@ -1,4 +1,4 @@
-"""From rows and per-token statistics to the slices of the report."""
+"""Summarizes rows and per-token statistics into the slices of the report."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,22 @@ from stages.evaluate.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")
 
+SliceKey = tuple[str | None, tuple[int, int | None] | None, str | None]
+"""(workload, context bin, depth) of a slice; None stands for all."""
+
 
 def depth_name(depth: float) -> str:
-    """The third of the prompt in which the needle lies."""
+    """Name the third of the prompt in which the needle lies, `depth` being its relative position from 0 to 1."""
     return DEPTHS[min(int(depth * len(DEPTHS)), len(DEPTHS) - 1)]
 
 
 def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
-    """The bin [low, high) that holds `tokens`; the last one is open."""
+    """Return the bin [low, high) that holds a context of `tokens`; the last bin has no upper end.
+
+    Args:
+        tokens: Tokens of the prompt.
+        edges: Lower ends of the bins in tokens, ascending.
+    """
     position = max(0, int(np.searchsorted(edges, tokens, side="right")) - 1)
     return edges[position], edges[position + 1] if position + 1 < len(edges) else None
 
@@ -32,22 +40,25 @@ def _exp(value: float) -> float | None:
 
 
 def fidelity(steps: StepStatistics) -> Fidelity:
-    """Summary over tokens. A step that is not a number makes every summary null: nothing is averaged around it."""
+    """Summarize the statistics of tokens.
+
+    A step that is NaN makes the summaries of its column null: it is never left out of a mean or a percentile.
+    """
 
     def mean(values: Array) -> float:
         return float(values.mean())
 
-    before, after = mean(steps.baseline_nll), mean(steps.candidate_nll)
+    baseline_nll, candidate_nll = mean(steps.baseline_nll), mean(steps.candidate_nll)
     percentiles = np.percentile(steps.kl, [50, 95, 99, 99.9, 100]).tolist()
     median, p95, p99, p999, largest = (_number(value) for value in percentiles)
     flagged = np.where(np.isfinite(steps.kl), steps.kl > STEP_FLAG_KL, np.nan)
     return Fidelity(
         tokens=len(steps.kl),
-        baseline_nll=_number(before),
-        candidate_nll=_number(after),
-        baseline_ppl=_exp(before),
-        candidate_ppl=_exp(after),
-        ppl_ratio=_exp(after - before),
+        baseline_nll=_number(baseline_nll),
+        candidate_nll=_number(candidate_nll),
+        baseline_ppl=_exp(baseline_nll),
+        candidate_ppl=_exp(candidate_nll),
+        ppl_ratio=_exp(candidate_nll - baseline_nll),
         kl_mean=_number(mean(steps.kl)),
         kl_median=median,
         kl_p95=p95,
@@ -63,7 +74,7 @@ def fidelity(steps: StepStatistics) -> Fidelity:
 
 
 def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
-    """Paired answers of the judged rows, None when there are none."""
+    """Count the paired answers of the judged rows; None when no row is judged."""
     judged = [row for row in rows if row.judged]
     if not judged:
         return None
@@ -83,47 +94,56 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
     )
 
 
-def _keys(row: SampleRow, edges: Sequence[int]) -> Iterator[tuple[str | None, tuple[int, int | None] | None, str | None]]:
-    """The slices that a row belongs to: (workload, context bin, depth), None standing for all."""
-    where = context_bin(row.context_tokens, edges)
+def _slice_keys(row: SampleRow, edges: Sequence[int]) -> Iterator[SliceKey]:
+    """Yield the keys of the slices that a row belongs to."""
+    context = context_bin(row.context_tokens, edges)
     yield None, None, None
     yield row.workload, None, None
-    yield None, where, None
-    yield row.workload, where, None
+    yield None, context, None
+    yield row.workload, context, None
     if row.depth is not None:
         yield row.workload, None, depth_name(row.depth)
 
 
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
-    """Everything, each workload, each context bin of both, and depth by thirds; slices without samples do not exist."""
-    members: dict[tuple[str | None, tuple[int, int | None] | None, str | None], list[int]] = {}
+    """Summarize all rows, each workload, each context bin of both, and each workload's depth by thirds.
+
+    Args:
+        rows: The rows of an evaluation.
+        statistics: The statistics of each row's tokens.
+        edges: Lower ends of the context bins in tokens.
+
+    Returns:
+        The slices that have samples, sorted by workload, context and depth.
+    """
+    members: dict[SliceKey, list[int]] = {}
     for i, row in enumerate(rows):
-        for key in _keys(row, edges):
+        for key in _slice_keys(row, edges):
             members.setdefault(key, []).append(i)
 
-    def order(key: tuple[str | None, tuple[int, int | None] | None, str | None]) -> tuple[str, int, int]:
+    def order(key: SliceKey) -> tuple[str, int, int]:
         workload, context, depth = key
         return workload or "", -1 if context is None else context[0], -1 if depth is None else DEPTHS.index(depth)
 
-    found = []
+    summaries = []
     for key in sorted(members, key=order):
-        mine = [rows[i] for i in members[key]]
-        found.append(
+        slice_rows = [rows[i] for i in members[key]]
+        summaries.append(
             Slice(
                 workload=key[0],
                 context=key[1],
                 depth=key[2],
-                samples=len(mine),
-                documents=len({row.document for row in mine}),
-                accuracy=accuracy(mine),
+                samples=len(slice_rows),
+                documents=len({row.document for row in slice_rows}),
+                accuracy=accuracy(slice_rows),
                 fidelity=fidelity(StepStatistics.joined([statistics[i] for i in members[key]])),
             )
         )
-    return found
+    return summaries
 
 
 def slope(rows: Sequence[SampleRow]) -> Slope:
-    """Growth of the mean KL with the context and its one-sided 95 % bounds."""
+    """Return the growth of the mean KL (nats per 1,000 tokens of context) and its one-sided 95 % bounds."""
     value, replicates = kl_slope(rows)
     replicates = replicates[np.isfinite(replicates)]
     if not math.isfinite(value) or not len(replicates):

@@ -1,4 +1,4 @@
-"""Plots of evaluations, as PNG files."""
+"""Draws evaluations and sweeps into PNG files; the only module that imports matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ LOST, GAINED = "#cf222e", "#0969da"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's palette: distinct for colour-blind readers."""
 
+MEMORY = "memory/kib_per_token"
+
 FLOOR = 1e-7
-"""KL is drawn on a logarithmic axis; what is smaller, zero included, is drawn here."""
+"""Smallest KL on the logarithmic axis; smaller values, zero included, are drawn at this height."""
 
 
 def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -42,12 +44,12 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def kl_by_context(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
-    """Mean KL of each sample against its context length, by workload."""
+    """Plot the mean KL of each sample against its context length, by workload; returns `path`."""
     figure, axes = _axes(f"{policy}: distance from the FP16 cache by context", "context [tokens]", "mean KL [nats/token]")
     drawn = [(row, row.mean_kl) for row in rows if row.mean_kl is not None]
     for colour, workload in zip(cycle(SERIES), sorted({row.workload for row, _ in drawn}), strict=False):
-        mine = [(row, kl) for row, kl in drawn if row.workload == workload]
-        tokens, kls = [row.context_tokens for row, _ in mine], [max(kl, FLOOR) for _, kl in mine]
+        points = [(row, kl) for row, kl in drawn if row.workload == workload]
+        tokens, kls = [row.context_tokens for row, _ in points], [max(kl, FLOOR) for _, kl in points]
         axes.scatter(tokens, kls, s=14, alpha=0.65, color=colour, linewidths=0, label=workload)
     missing = len(rows) - len(drawn)
     if missing:
@@ -59,13 +61,16 @@ def kl_by_context(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
 
 
 def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: str = "quality/kl_mean") -> Path:
-    """What each candidate loses against what a token of its cache costs; down and left is better."""
+    """Plot a quality metric of each candidate against its cache's bytes per token; returns `path`.
+
+    Down and left is better. Candidates whose values are not finite are left out.
+    """
     figure, axes = _axes("What a smaller cache costs in quality", "cache [KiB/token]", "mean KL [nats/token]")
-    drawn = [c for c in candidates if math.isfinite(c.kib_per_token) and math.isfinite(c.metric(metric))]
+    drawn = [c for c in candidates if math.isfinite(c.metric(MEMORY)) and math.isfinite(c.metric(metric))]
     for verdict in dict.fromkeys(c.verdict for c in drawn):
         group = [c for c in drawn if c.verdict == verdict]
         axes.scatter(
-            [c.kib_per_token for c in group],
+            [c.metric(MEMORY) for c in group],
             [max(c.metric(metric), FLOOR) for c in group],
             s=70,
             color=VERDICT_COLOURS.get(verdict, UNDECIDED),
@@ -74,8 +79,8 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
             zorder=3,
         )
     for c in drawn:
-        at = (c.kib_per_token, max(c.metric(metric), FLOOR))
-        axes.annotate(c.name, at, xytext=(7, 5), textcoords="offset points", fontsize=9)
+        point = (c.metric(MEMORY), max(c.metric(metric), FLOOR))
+        axes.annotate(c.name, point, xytext=(7, 5), textcoords="offset points", fontsize=9)
     axes.set_yscale("log")
     axes.margins(x=0.15, y=0.15)
     if drawn:
@@ -84,7 +89,7 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
 
 
 def flips_by_workload(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
-    """Answers that only one of baseline and candidate got right: lost below zero, gained above."""
+    """Plot the answers that only one of baseline and candidate got right, lost below zero, gained above; returns `path`."""
     judged = [row for row in rows if row.judged]
     workloads = sorted({row.workload for row in judged})
     count = {w: sum(row.workload == w for row in judged) for w in workloads}
@@ -107,7 +112,7 @@ def flips_by_workload(rows: Sequence[SampleRow], policy: str, path: Path) -> Pat
 
 
 def _flips(rows: Sequence[SampleRow], workload: str, *, baseline: bool) -> int:
-    """Samples of a workload where the baseline's answer is `baseline` and the candidate's is the opposite."""
+    """Count a workload's samples where the baseline is right (`baseline=True`) or wrong, and the candidate the opposite."""
     return sum(
         row.workload == workload and row.baseline_correct is baseline and row.candidate_correct is not baseline for row in rows
     )

@@ -1,7 +1,7 @@
-"""Running samples through an engine and turning what it said into rows: one pass of forced decode, then the answers.
+"""Runs samples through an engine, forced decode first and answers second, and writes the results into rows.
 
-An answer whose forced decode chose every reference token greedily **is** the reference: greedy decoding would have fed
-the same tokens to the same engine. Only the other answers are generated.
+Where forced decode found every reference token most likely, the greedy answer **is** the reference, because greedy decode
+would have fed the same tokens to the same engine. Only the other answers are generated.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,28 +39,39 @@ def score(
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
 ) -> list[StepStatistics]:
-    """Forced decode of every sample against `baseline`, or, with `record`, into it. Statistics per sample.
+    """Run forced decode on every sample and compare its log-probabilities with the baseline's.
 
-    `after_prefill` and `one_pass` are those of `forced_decode`.
+    Args:
+        engine: The engine to drive.
+        encoded: The samples in tokens.
+        baseline: The baseline's log-probabilities of these samples.
+        batch_size: Most sequences in one decode step.
+        progress: Called with the tokens scored so far and the tokens in all.
+        record: Whether the log-probabilities are first written into `baseline`, which is how a baseline is made.
+        after_prefill: See `forced_decode`.
+        one_pass: See `forced_decode`.
+
+    Returns:
+        The statistics of each sample's reference tokens.
     """
     lengths = [len(item.reference) for item in encoded]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    everything = StepStatistics.empty(int(starts[-1]))
+    statistics = StepStatistics.empty(int(starts[-1]))
     done = 0
     for step in forced_decode(engine, encoded, batch_size, after_prefill, one_pass):
         logp = log_softmax(step.logits_BV)
-        places = list(zip(step.samples, step.positions, strict=True))
-        tensors = [(baseline.tensor(encoded[i].sample.id), position) for i, position in places]
+        predictions = list(zip(step.samples, step.positions, strict=True))
+        tensors = [(baseline.tensor(encoded[i].sample.id), position) for i, position in predictions]
         if record:
             for (tensor, position), row in zip(tensors, logp, strict=True):
                 tensor[position] = row
         stored = np.stack([tensor[position] for tensor, position in tensors])
-        tokens = [encoded[i].reference[position] for i, position in places]
+        tokens = [encoded[i].reference[position] for i, position in predictions]
         index = starts[step.samples] + np.array(step.positions)
-        everything.put(index, compare(stored, logp, tokens))
-        done += len(places)
+        statistics.put(index, compare(stored, logp, tokens))
+        done += len(predictions)
         progress(done, int(starts[-1]))
-    return [everything.part(a, b) for a, b in pairwise(starts.tolist())]
+    return [statistics.part(start, stop) for start, stop in pairwise(starts.tolist())]
 
 
 def answers(
@@ -70,7 +81,15 @@ def answers(
     tokenizer: Tokenizer,
     config: WorkloadsConfig,
 ) -> list[Answer | None]:
-    """The engine's greedy answer to every sample that is checked, None for the others."""
+    """Return the engine's greedy answer to every judged sample, None for the others.
+
+    Args:
+        engine: The engine to drive.
+        encoded: The samples in tokens.
+        statistics: What `score` returned for these samples on this engine.
+        tokenizer: Turns token ids into text.
+        config: Batch size, and how many tokens an answer may be longer than the reference.
+    """
     texts: dict[int, str] = {}
     deviating: list[int] = []
     for i, (item, steps) in enumerate(zip(encoded, statistics, strict=True)):
@@ -80,9 +99,9 @@ def answers(
             texts[i] = tokenizer.text(item.reference[:-1])
         else:
             deviating.append(i)
-    chosen = [encoded[i] for i in deviating]
-    limits = [len(item.reference) + config.extra_new_tokens for item in chosen]
-    generated = greedy_decode(engine, chosen, config.batch_size, limits, tokenizer.eos_token_id)
+    subset = [encoded[i] for i in deviating]
+    limits = [len(item.reference) + config.extra_new_tokens for item in subset]
+    generated = greedy_decode(engine, subset, config.batch_size, limits, tokenizer.eos_token_id)
     texts |= {i: tokenizer.text(ids) for i, ids in zip(deviating, generated, strict=True)}
     return [Answer(texts[i], judge(item.sample, texts[i])) if i in texts else None for i, item in enumerate(encoded)]
 
@@ -93,9 +112,17 @@ def _mean(values: Array) -> float | None:
 
 
 def make_row(
-    item: EncodedSample, steps: StepStatistics, tail_floor: float, before: Answer | None, after: Answer | None
+    item: EncodedSample, steps: StepStatistics, tail_floor: float, baseline: Answer | None, candidate: Answer | None
 ) -> SampleRow:
-    """The row of one sample; `tail_floor` is the pooled 99th percentile of the KL."""
+    """Build the row of one sample.
+
+    Args:
+        item: The sample in tokens.
+        steps: The statistics of its reference tokens.
+        tail_floor: The row lists the KL of every step above this value, the pooled 99th percentile (nats).
+        baseline: The baseline's answer, None where the sample is not judged.
+        candidate: The candidate's answer, None where the sample is not judged.
+    """
     return SampleRow(
         id=item.sample.id,
         workload=item.sample.workload,
@@ -103,14 +130,14 @@ def make_row(
         context_tokens=len(item.prompt),
         depth=item.sample.depth,
         scored_tokens=len(item.reference),
-        judged=after is not None,
-        baseline_correct=before.judgement.correct if before else None,
-        candidate_correct=after.judgement.correct if after else None,
-        baseline_valid=before.judgement.valid if before else None,
-        candidate_valid=after.judgement.valid if after else None,
-        reference=item.sample.reference if after else None,
-        baseline_generation=before.text if before else None,
-        candidate_generation=after.text if after else None,
+        judged=candidate is not None,
+        baseline_correct=baseline.judgement.correct if baseline else None,
+        candidate_correct=candidate.judgement.correct if candidate else None,
+        baseline_valid=baseline.judgement.valid if baseline else None,
+        candidate_valid=candidate.judgement.valid if candidate else None,
+        reference=item.sample.reference if candidate else None,
+        baseline_generation=baseline.text if baseline else None,
+        candidate_generation=candidate.text if candidate else None,
         mean_kl=_mean(steps.kl),
         max_kl=_mean(steps.kl.max(keepdims=True)),
         kl_tail=sorted(steps.kl[steps.kl > tail_floor].tolist(), reverse=True),
@@ -126,11 +153,12 @@ def make_row(
 def make_rows(
     encoded: Sequence[EncodedSample],
     statistics: Sequence[StepStatistics],
-    before: Sequence[Answer | None],
-    after: Sequence[Answer | None],
+    baseline: Sequence[Answer | None],
+    candidate: Sequence[Answer | None],
 ) -> list[SampleRow]:
-    """Rows of all samples, in order."""
+    """Build the rows of all samples, in order, from their statistics and both engines' answers."""
     pooled = np.concatenate([steps.kl for steps in statistics])
     pooled = pooled[np.isfinite(pooled)]
-    floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
-    return [make_row(item, steps, floor, b, a) for item, steps, b, a in zip(encoded, statistics, before, after, strict=True)]
+    tail_floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
+    columns = zip(encoded, statistics, baseline, candidate, strict=True)
+    return [make_row(item, steps, tail_floor, before, after) for item, steps, before, after in columns]

@@ -1,6 +1,6 @@
-"""The samples of an evaluation: generated ones and the user's own JSONL, checked before anything heavy is loaded.
+"""Loads the samples of an evaluation: generated ones, and the user's own JSONL file with every line checked.
 
-A line of the user's file is one JSON object:
+A line of the user's file is one JSON object; keys with a question mark may be left out:
 `{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
 "check"?: "none" | "exact" | "json" | "tool_call", "document"?, "depth"?: 0 to 1,
 "tools"?: [{"name": "...", "arguments": ["..."]}]}`
@@ -35,6 +35,8 @@ class _Tool(_Strict):
 
 
 class _Line(_Strict):
+    """A line of the user's file."""
+
     id: str | None = Field(default=None, min_length=1)
     workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     prompt: str | None = Field(default=None, min_length=1)
@@ -56,8 +58,17 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Every sample of `config`; UserError names each bad line of the user's file."""
-    # in the table's order, whatever order the configuration gives: the workloads' digest depends on it
+    """Return every sample of an evaluation: the generated ones, then those of the user's JSONL file.
+
+    Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
+
+    Args:
+        config: How many samples of each built-in workload, their seed, and the user's file if there is one.
+
+    Raises:
+        UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+    """
+    # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
     if config.file is not None:
@@ -66,10 +77,14 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
-    """The samples of `path`, whose ids must differ from each other and from `taken`.
+    """Read the samples of a JSONL file.
+
+    Args:
+        path: UTF-8 file with one JSON object on each line; empty lines are skipped.
+        taken: Ids that the file may not use. Its own ids must differ from each other, too.
 
     Raises:
-        UserError: with one line per problem, `FILE:LINE: key: problem, fix`.
+        UserError: One line per problem, `FILE:LINE: key: problem, fix`.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -77,18 +92,18 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         raise UserError(f"workloads.jsonl={path}: cannot be read ({error}); give a UTF-8 file") from error
     samples: list[Sample] = []
     problems: list[str] = []
-    seen = set(taken)
+    used_ids = set(taken)
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         try:
             sample = _sample(text, f"{path.stem}-{number:04d}")
-            if sample.id in seen:
+            if sample.id in used_ids:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
         except UserError as error:
             problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
         else:
-            seen.add(sample.id)
+            used_ids.add(sample.id)
             samples.append(sample)
     if problems:
         raise UserError("\n".join(problems))
@@ -125,6 +140,7 @@ def _sample(text: str, default_id: str) -> Sample:
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
+    """Yield `key: problem, fix` for everything that pydantic refuses."""
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
@@ -138,7 +154,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
 
 
 def _contradictions(line: _Line) -> Iterator[str]:
-    """What no single key shows."""
+    """Yield the problems that no single key shows."""
     if (line.prompt is None) == (line.messages is None):
         both = line.prompt is not None
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"

@@ -1,8 +1,8 @@
-"""The baseline's log-probabilities on disk: one safetensors file, one float32 tensor (tokens, vocab_size) a sample.
+"""Stores the baseline's log-probabilities: one safetensors file with one float32 tensor (tokens, vocab_size) per sample.
 
-Size: scored tokens x vocab_size x 4 bytes (the tiny model's default evaluation: about 20,000 x 1,024 x 4 = 80 MB; a
-vocabulary of 128,000 makes that 10 GB, so lower `workloads.samples` or `max_scored_tokens` there). The file is
-memory-mapped both ways: neither writing nor reading ever holds more than a few rows.
+Size: scored tokens x vocab_size x 4 bytes. The tiny model's default evaluation takes about 20,000 x 1,024 x 4 = 80 MB; a
+vocabulary of 128,000 makes that 10 GB, so lower `workloads.samples` or `max_scored_tokens` there. The file is
+memory-mapped for writing and for reading, so that no more than a few rows are in memory.
 Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian header length, JSON header, data).
 """
 
@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class LogProbabilities:
-    """Log-probabilities by sample id; `tensor(id)` is a view of the mapped file."""
+    """Log-probabilities by sample id, in a memory-mapped file."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
         with path.open("rb") as stream:
@@ -29,7 +29,13 @@ class LogProbabilities:
 
     @classmethod
     def create(cls, path: Path, tokens: dict[str, int], vocab_size: int) -> Self:
-        """A new file for `tokens[id]` rows a sample, every value NaN until it is written."""
+        """Create a file with a tensor for each sample; every value is NaN until it is written.
+
+        Args:
+            path: The file to create.
+            tokens: Sample id -> scored tokens.
+            vocab_size: Values of each row.
+        """
         header: dict[str, object] = {}
         offset = 0
         for name, count in tokens.items():
@@ -47,11 +53,11 @@ class LogProbabilities:
         return store
 
     def tensor(self, name: str) -> Rows:
-        """Rows of sample `name`, shape (scored tokens, vocab_size)."""
+        """Return the rows of sample `name`, a view of the file of shape (scored tokens, vocab_size)."""
         shape, (start, end) = self._tensors[name]
         return self._data[start:end].view(np.float32).reshape(shape)
 
     def flush(self) -> None:
-        """Write what is still only in memory."""
+        """Write changed rows to the disk."""
         assert isinstance(self._data, np.memmap)
         self._data.flush()

@@ -1,4 +1,7 @@
-"""System metrics of a fixed generation load, and what the cache costs. Times are reported, never gated by default."""
+"""Measures system metrics: the times of a fixed generation load, and the memory that the cache takes.
+
+Times are reported. No gate judges them by default.
+"""
 
 import random
 import time
@@ -12,11 +15,20 @@ from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.report import SystemMetrics
 
 SEED = 0
+"""Seed of the prompts, which are random tokens."""
 GIB = 1 << 30
 
 
 def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
-    """Prefill `load.batch` prompts one by one (time to first token: the median), then decode them together, timed."""
+    """Run a load on an engine: prefill its prompts one by one, then decode them together, timed.
+
+    Args:
+        engine: The engine to measure. No sequence is left in it.
+        load: Batch, context and new tokens, warm-up steps, and the memory budget for `max_live_tokens`.
+
+    Returns:
+        The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
+    """
     rng = random.Random(SEED)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = load.warmup_steps + load.new_tokens
@@ -46,9 +58,9 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
 
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-    """Prefill the prompts one by one, then decode them together greedily, on the wall clock."""
-    warm, _ = engine.prefill([prompts[0]])
-    engine.release(warm)
+    """Time prefills of the prompts one by one, then greedy decode steps of all together, on the wall clock."""
+    warmup, _ = engine.prefill([prompts[0]])
+    engine.release(warmup)
     first_token_ms = []
     sequences: list[int] = []
     tokens: list[int] = []

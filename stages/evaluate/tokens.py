@@ -1,4 +1,4 @@
-"""From samples to token ids, with the tokenizer that the engine bundle carries."""
+"""Encodes samples into token ids, with the tokenizer that the engine bundle carries."""
 
 import hashlib
 import json
@@ -15,19 +15,25 @@ from stages.workloads.prompts import load_tokenizer, prompt_ids
 
 
 class Tokenizer(Protocol):
-    """What an evaluation needs of a tokenizer."""
+    """The part of a tokenizer that an evaluation uses."""
 
     eos_token_id: int
 
-    def prompt_ids(self, sample: Sample) -> list[int]: ...
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        """Return the token ids of the sample's prompt."""
+        ...
 
-    def text_ids(self, text: str) -> list[int]: ...
+    def text_ids(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens."""
+        ...
 
-    def text(self, token_ids: Sequence[int]) -> str: ...
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, without special tokens."""
+        ...
 
 
 class BundleTokenizer:
-    """transformers' tokenizer from local files: nothing is downloaded."""
+    """The tokenizer in a bundle's or checkpoint's directory, loaded with transformers; nothing is downloaded."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory)
@@ -36,7 +42,7 @@ class BundleTokenizer:
         self.eos_token_id: int = self._tokenizer.eos_token_id
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """The rendered conversation up to the assistant's turn, or the raw prompt with the tokenizer's own extras."""
+        """Return the ids of the conversation up to the assistant's turn, or of the raw prompt with its special tokens."""
         return prompt_ids(self._tokenizer, sample)
 
     def text_ids(self, text: str) -> list[int]:
@@ -49,23 +55,30 @@ class BundleTokenizer:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample in tokens. The reference ends with eos when it is checked as an answer."""
+    """A sample in tokens."""
 
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
+    """Ends with eos when the sample is judged."""
 
     @property
     def judged(self) -> bool:
+        """Whether the engine's answer to this sample is judged; prose is only scored."""
         return self.sample.check != "none"
 
 
 def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: int) -> list[EncodedSample]:
-    """Encode `samples`; references that are not checked as answers are cut to `max_scored_tokens`.
+    """Encode samples.
+
+    Args:
+        samples: The samples.
+        tokenizer: The tokenizer of the engine bundle.
+        max_scored_tokens: References that are not judged are cut to this many tokens.
 
     Raises:
-        UserError: when a prompt has fewer than two tokens (the last one must go through the decode path) or a reference
-            has none.
+        UserError: A prompt has fewer than two tokens (the last one must go through the decode path), or a reference has
+            none.
     """
     encoded = []
     for sample in samples:
@@ -79,13 +92,30 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: i
     return encoded
 
 
+def open_tokenizer(directory: Path) -> BundleTokenizer:
+    """Open the tokenizer that an engine bundle or a checkpoint carries, from local files only.
+
+    Raises:
+        UserError: The tokenizer has no eos_token.
+    """
+    return BundleTokenizer(directory)
+
+
 def samples_digest(config: WorkloadsConfig, bundle: Path) -> str:
-    """The digest that a report cites, made from nothing but the configuration and the bundle's tokenizer."""
+    """Return the `workloads_digest` that a report on these samples cites.
+
+    Args:
+        config: The workloads of the evaluation.
+        bundle: Directory with the tokenizer that encodes the samples.
+
+    Returns:
+        sha256 over every sample and its token ids, in order, as 64 hexadecimal digits.
+    """
     return workloads_digest(encode(load_samples(config), BundleTokenizer(bundle), config.max_scored_tokens))
 
 
 def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
-    """sha256 of every sample and its tokens, in order."""
+    """Return the sha256 of every sample and its tokens, in order."""
     digest = hashlib.sha256()
     for item in encoded:
         line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))

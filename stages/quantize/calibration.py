@@ -1,4 +1,4 @@
-"""Calibration texts: what ModelOpt runs to measure static scales. Generated, or the user's own JSONL."""
+"""Writes the calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,21 @@ TEXTS = "texts.json"
 
 
 def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
-    """Write `samples` texts to `out/texts.json`, a JSON list of strings.
+    """Write the texts that static scales are measured on to `out/texts.json`, a JSON list of strings.
 
-    The generated ones are prompts with their answers, as the checkpoint's chat template renders them, in equal parts
-    from every workload's calibration split, which evaluation never draws from.
+    Generated texts are prompts with their answers, as the checkpoint's chat template renders them, in equal parts from
+    the calibration split of every workload. An evaluation never draws from that split.
+
+    Args:
+        checkpoint: Hugging Face checkpoint, for its tokenizer and chat template.
+        out: An empty directory.
+        samples: How many texts. A file with fewer lines gives fewer.
+        jsonl: The user's texts, a JSON string or an object with "text" on each line; None to generate them.
+        seed: Seed of the generated texts.
+        progress: Called with a label, the texts done, and the texts in all.
+
+    Raises:
+        UserError: A line of `jsonl` holds no text, or the file has none.
     """
     texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
     progress("texts", len(texts), len(texts))
@@ -24,9 +35,9 @@ def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path 
 
 def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:
     tokenizer = load_tokenizer(checkpoint)
-    share = -(-samples // len(WORKLOADS))
-    drawn = [generate(name, share, seed, split="calibration") for name in WORKLOADS]
-    interleaved = [sample for group in zip(*drawn, strict=True) for sample in group][:samples]
+    count = -(-samples // len(WORKLOADS))
+    workloads = [generate(name, count, seed, split="calibration") for name in WORKLOADS]
+    interleaved = [sample for group in zip(*workloads, strict=True) for sample in group][:samples]
     return [render(tokenizer, sample) + sample.reference for sample in interleaved]
 
 

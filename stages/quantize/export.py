@@ -1,4 +1,7 @@
-"""ModelOpt's two official exports: written where they can express the policy, validated, otherwise explained."""
+"""Writes ModelOpt's two official exports, where they can express the policy, and validates each of them.
+
+An export that is not written gets its reason in the report instead.
+"""
 
 import copy
 import shutil
@@ -23,6 +26,7 @@ from stages.quantize.validate import (
 )
 
 Report = dict[str, Any]
+"""What `quantizers.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
 
 
 def export_all(
@@ -35,9 +39,24 @@ def export_all(
     scales: KVScales,
     progress: Progress,
 ) -> dict[str, Report]:
-    """Write `out/unified_hf` and `out/tensorrt_llm` where possible; the report says which, by what rule, or why not.
+    """Write `out/unified_hf` and `out/tensorrt_llm` where possible.
 
-    Tensors that are not quantized get the checkpoint's dtype. The model is used up. Raises ExportMismatch.
+    Tensors that are not quantized get the checkpoint's dtype.
+
+    Args:
+        model: The quantized model. The exporters change it in place: it must not be used afterwards.
+        info: The source checkpoint.
+        out: Directory of the quantize stage.
+        weights: Format of the linear layers.
+        policy: Formats of the stored keys and values.
+        scales: The static scales that the exports must carry.
+        progress: Called with a label, the exports done, and the exports in all.
+
+    Returns:
+        A report for each of the two exports.
+
+    Raises:
+        ExportMismatch: An export is not what it declares, or not what the policy says.
     """
     layers, dtype = info.shape.layers, source_dtype(info)
     reports: dict[str, Report] = {}

@@ -1,4 +1,4 @@
-"""`checkpoint/`: a plain Hugging Face checkpoint whose weights are those that the quantized engine multiplies with."""
+"""Writes `checkpoint/`: a plain Hugging Face checkpoint whose weights are those that the quantized engine multiplies with."""
 
 import json
 import shutil
@@ -14,11 +14,11 @@ from stages.engines.files import link_or_copy
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
-    """The checkpoint's known files byte for byte; anything else (pickles, code) stays behind.
+    """Copy the checkpoint's known files byte for byte to `out`, a new directory; other files (pickles, code) are left out.
 
-    Weights are hard links where possible: a copy for every KV policy would fill the disk, and nothing here writes into a
-    finished `checkpoint/`. Should their owner overwrite the original in place, the store notices by the digest that it
-    verifies before each use. JSON is copied: people edit it in place, and it costs nothing.
+    Weights become hard links where possible: a copy for every KV policy would fill the disk, and the pipeline never writes
+    into a finished `checkpoint/`. If the owner overwrites the original in place, the store notices by the digest that it
+    verifies before each use. JSON files are copied, because people edit them in place and a copy costs nothing.
     """
     out.mkdir(parents=True)
     for name in info.other_files:
@@ -28,17 +28,24 @@ def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy the checkpoint with `weights` (tensor name -> float32 values W, so that plain x W^T is the layer) put in.
+    """Copy the checkpoint to `out`, a new directory, with the weights of the quantized layers replaced.
 
-    Activation quantizers (FP8, INT8 SmoothQuant) are not part of a plain checkpoint and are not reproduced. Tensors
-    that were not quantized keep their values and dtype. The others are float16 when the source tensor was float16, else
-    float32: bfloat16's 8 bits would blur the codes. Raises RuntimeError when a quantized weight is not in the source,
-    or does not fit into float16.
+    A plain checkpoint has no activation quantizers (FP8, INT8 SmoothQuant), so they are not reproduced. Tensors that were
+    not quantized keep their values and dtype. The others are float16 where the source tensor is float16, else float32:
+    bfloat16's 8 bits would blur the codes.
+
+    Args:
+        info: The source checkpoint.
+        out: Directory to create.
+        weights: Tensor name -> float32 values W such that x W^T is the quantized layer.
+
+    Raises:
+        RuntimeError: A quantized weight is not in the source, or does not fit into float16.
     """
     out.mkdir(parents=True)
     for name in info.other_files:
         shutil.copyfile(info.path / name, out / name)
-    left = set(weights)
+    missing = set(weights)
     total_bytes = 0
     for name in info.weight_files:
         tensors: dict[str, torch.Tensor] = {}
@@ -47,13 +54,13 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
             for key in source.keys():  # noqa: SIM118 (not a dict)
                 tensor = source.get_tensor(key)
                 if key in weights:
-                    tensor = _store(key, weights[key], tensor.dtype)
-                    left.discard(key)
+                    tensor = _cast(key, weights[key], tensor.dtype)
+                    missing.discard(key)
                 tensors[key] = tensor
                 total_bytes += tensor.nbytes
         save_file(tensors, out / name, metadata=metadata)
-    if left:
-        raise RuntimeError(f"quantized weights that the checkpoint's files do not hold: {', '.join(sorted(left)[:4])}")
+    if missing:
+        raise RuntimeError(f"quantized weights that the checkpoint's files do not hold: {', '.join(sorted(missing)[:4])}")
     if INDEX in info.other_files:
         index = json.loads((out / INDEX).read_text(encoding="utf-8"))
         index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
@@ -63,7 +70,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
 
 
 def source_dtype(info: CheckpointInfo) -> torch.dtype:
-    """Dtype in which the checkpoint stores its embedding; what the config says is not always so."""
+    """Return the dtype in which the checkpoint stores its embedding, which its config does not always state correctly."""
     for name in info.weight_files:
         with safe_open(info.path / name, framework="pt") as source:
             if "model.embed_tokens.weight" in source.keys():  # noqa: SIM118
@@ -72,7 +79,8 @@ def source_dtype(info: CheckpointInfo) -> torch.dtype:
     raise RuntimeError(f"{info.path}: no model.embed_tokens.weight in {', '.join(info.weight_files)}")
 
 
-def _store(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
+def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
+    """Return `values` in float16 where the source is float16, else in float32."""
     if source is not torch.float16:
         return values.float().contiguous()
     halves = values.half().contiguous()
@@ -82,7 +90,7 @@ def _store(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor
 
 
 def _declare_float32(config_file: Path) -> None:
-    """Without this transformers would load `dtype="auto"` in bfloat16 again."""
+    """Set the config's dtype to float32; transformers would otherwise load `dtype="auto"` in bfloat16 again."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = "float32"

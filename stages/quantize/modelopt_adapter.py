@@ -1,17 +1,13 @@
-"""The only module that imports ModelOpt (0.37 to 0.47): what changes between versions is decided here.
+"""The only module that imports ModelOpt, versions 0.37 to 0.47. It absorbs the differences between the versions.
 
 Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
 
 import contextlib
-import io
 import json
-import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import modelopt
 import modelopt.torch.quantization as mtq
@@ -26,6 +22,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import SideScales
 from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
+from stages.quantize.quiet import quiet
 from stages.quantize.recipe import (
     AXES,
     BACKEND,
@@ -45,28 +42,39 @@ VERSION: str = modelopt.__version__
 _VERSION = tuple(int(part) for part in VERSION.split(".")[:2])
 
 BACKEND_AVAILABLE = _VERSION >= (0, 41)
+"""Whether ModelOpt accepts a quantization function of ours."""
 UNIFIED_HF_SCALE_FLOOR = 1.0 if _VERSION < (0, 43) else 0.0
 """Smallest FP8 cache scale that the unified HF export writes: max(amax / 448, 1) before 0.43, then amax / 448."""
 TENSORRT_LLM_SCALE_FLOOR = 1.0
 """The TensorRT-LLM export always writes max(amax / 448, 1)."""
 
 ForwardLoop = Callable[[torch.nn.Module], None]
+"""Runs every calibration text through the model."""
 
 
 def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
-    """Insert and calibrate the recipe's quantizers in place; RuntimeError unless exactly the expected are enabled."""
-    with _quiet() as stdout:
+    """Insert and calibrate the recipe's quantizers in place.
 
-        def audible_loop(model: torch.nn.Module) -> None:
-            # The loop reports progress, which must not vanish with ModelOpt's prints.
+    Args:
+        model: The model. It may have quantizers already, which the recipe then configures anew.
+        recipe: The quantizers and the calibration algorithm.
+        forward_loop: Runs the texts, None where nothing is calibrated.
+
+    Raises:
+        RuntimeError: Other quantizers are enabled than the recipe expects.
+    """
+    with quiet() as stdout:
+
+        def printing_loop(model: torch.nn.Module) -> None:
+            # The loop reports progress on stdout, which must not vanish with ModelOpt's prints.
             assert forward_loop is not None
             with contextlib.redirect_stdout(stdout):
                 forward_loop(model)
 
-        config, loop = _config(recipe), None if forward_loop is None else audible_loop
+        config, loop = _config(recipe), None if forward_loop is None else printing_loop
         if not _has_quantizers(model):
             mtq.quantize(model, config, loop)
-        else:  # quantizing twice is refused before 0.44
+        else:  # Before 0.44 ModelOpt refuses to quantize a model twice.
             mtq.set_quantizer_by_cfg(model, config["quant_cfg"])
             mtq.calibrate(model, config["algorithm"], loop)
     check_enabled(recipe.expected, enabled_attributes(model))
@@ -79,33 +87,43 @@ def measure(
     forward_loop: ForwardLoop,
     checkpoint: Path,
 ) -> dict[Place, Extremes]:
-    """What the (rotated) keys and values of each place reach; leaves every quantizer of the cache off.
+    """Measure the extremes of keys and values. Every quantizer of the cache is off afterwards.
 
-    ModelOpt measures magnitudes only; hooks beside its calibrators take minima and maxima, and both must agree.
-    Raises UserError, naming `checkpoint`, when a value is not finite.
+    ModelOpt measures magnitudes only. Hooks beside its calibrators record minima and maxima, and both must agree.
+
+    Args:
+        model: The model with the weights of `checkpoint/`.
+        places: The layers' keys and values to measure, each with the granularity of its extremes.
+        rotation: Whether the states are measured as they are or Hadamard-rotated.
+        forward_loop: Runs the calibration texts.
+        checkpoint: The user's checkpoint, named in errors.
+
+    Raises:
+        UserError: A key or value is not finite.
+        RuntimeError: The model's attention bypasses a quantizer, or ModelOpt's maximum differs from the hook's.
     """
     recipe = measuring_recipe(places)
-    seen: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+    ranges: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def watch(place: Place, granularity: Granularity) -> Callable[[Any, tuple[Any, ...]], None]:
-        shared = tuple(dim for dim in range(4) if dim not in (AXES[granularity] or ()))
+    def range_hook(place: Place, granularity: Granularity) -> Callable[[Any, tuple[Any, ...]], None]:
+        reduced_dims = tuple(dim for dim in range(4) if dim not in (AXES[granularity] or ()))
 
         def hook(_: Any, args: tuple[Any, ...]) -> None:
             states_BHSD = args[0].detach()
-            low, high = states_BHSD.amin(shared), states_BHSD.amax(shared)
+            low, high = states_BHSD.amin(reduced_dims), states_BHSD.amax(reduced_dims)
             if not (torch.isfinite(low) & torch.isfinite(high)).all():
                 layer, side = place
                 raise UserError(
                     f"model.path={checkpoint}: the {side}s of layer {layer} are not finite on the calibration texts; "
                     "check the checkpoint"
                 )
-            if place in seen:
-                low, high = torch.minimum(seen[place][0], low), torch.maximum(seen[place][1], high)
-            seen[place] = low, high
+            if place in ranges:
+                low, high = torch.minimum(ranges[place][0], low), torch.maximum(ranges[place][1], high)
+            ranges[place] = low, high
 
         return hook
 
-    def watched_loop(model: torch.nn.Module) -> None:
+    def hooked_loop(model: torch.nn.Module) -> None:
         check_enabled(recipe.expected, enabled_attributes(model))
         with contextlib.ExitStack() as hooks:
             for place, granularity in places.items():
@@ -115,16 +133,16 @@ def measure(
                 if rotation == "hadamard":
                     for handle in _rotate_around(quantizer):
                         hooks.callback(handle.remove)
-                hooks.callback(quantizer.register_forward_pre_hook(watch(place, granularity)).remove)
+                hooks.callback(quantizer.register_forward_pre_hook(range_hook(place, granularity)).remove)
             forward_loop(model)
 
-    quantize_model(model, recipe, watched_loop)
+    quantize_model(model, recipe, hooked_loop)
     measured: dict[Place, Extremes] = {}
     for place in places:
         quantizer = _quantizer(model, place)
-        if place not in seen or quantizer.amax is None:
+        if place not in ranges or quantizer.amax is None:
             raise RuntimeError(f"{quantizer_name(place)} was never called: the model's attention bypasses ModelOpt")
-        low, high, amax = (tensor.float().reshape(-1) for tensor in (*seen[place], quantizer.amax))
+        low, high, amax = (tensor.float().reshape(-1) for tensor in (*ranges[place], quantizer.amax))
         if not torch.equal(torch.maximum(-low, high), amax):
             raise RuntimeError(f"{quantizer_name(place)}: ModelOpt measured {amax}, its input was {low} to {high}")
         measured[place] = Extremes(tuple(low.tolist()), tuple(high.tolist()), tuple(amax.tolist()))
@@ -134,46 +152,47 @@ def measure(
 
 
 def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, CacheQuantizer]) -> None:
-    """Switch on the quantizers of keys and values, with scales that are known already."""
+    """Enable the quantizers of keys and values, by name, with scales that are measured already."""
     if not _has_quantizers(model):
         quantize_model(model, NOTHING, None)
-    for name, wanted in quantizers.items():
+    for name, settings in quantizers.items():
         quantizer = cast(Any, model.get_submodule(name))
-        if wanted.attributes.get("backend") == BACKEND:
+        if settings.attributes.get("backend") == BACKEND:
             _register_backend()
-        quantizer.set_from_attribute_config({**wanted.attributes, "enable": True})
-        if wanted.amax is not None:
-            quantizer.amax = torch.tensor(wanted.amax).reshape(wanted.amax_shape)
-        if wanted.rotated:
+        quantizer.set_from_attribute_config({**settings.attributes, "enable": True})
+        if settings.amax is not None:
+            quantizer.amax = torch.tensor(settings.amax).reshape(settings.amax_shape)
+        if settings.rotated:
             _rotate_around(quantizer)
 
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:
+    """Return (name, quantizer) of every enabled quantizer."""
     return [(name, module) for name, module in model.named_modules() if _is_enabled(module)]
 
 
 def enabled_attributes(model: torch.nn.Module) -> dict[str, Attributes]:
-    """Name -> what every enabled quantizer is set to, in the words of a recipe."""
+    """Return name -> attributes of every enabled quantizer, as a recipe writes them."""
     return {name: _attributes(quantizer) for name, quantizer in enabled_quantizers(model)}
 
 
 def fuse_shared_inputs(model: torch.nn.Module, layers: int) -> None:
     """Give layers that engines fuse the shared scales and smoothing factors that the exporters would give them.
 
-    The exporters do it as they write (AWQ's factors become their mean, the weights are smoothed and rounded anew), so that
-    weights taken from the model before would be others than those shipped.
+    The exporters fuse while they write: AWQ's factors become their mean, the weights are smoothed and rounded anew. Weights
+    taken from the model before that would differ from the shipped ones.
     """
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         for layer in range(layers):
             for names in SHARED_INPUTS:
                 preprocess_linear_fusion([model.get_submodule(f"model.layers.{layer}.{name}") for name in names])
 
 
 def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """W such that W x is what the quantized layer computes when its activation quantizer does not round.
+    """Return W (out, in) such that W x is what the quantized layer computes when its activation quantizer does not round.
 
     SmoothQuant and AWQ scale x by pre_quant_scale (one factor per input channel) and W by the inverse before rounding;
-    the factor is folded back here.
+    the factor is folded back into W.
     """
     layer = cast(Any, linear)
     with torch.no_grad():
@@ -185,25 +204,25 @@ def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def disable_input_quantizers(model: torch.nn.Module) -> None:
-    """Leave activations unrounded (still scaled by pre_quant_scale): what `checkpoint/` reproduces."""
+    """Disable the rounding of activations, which stay scaled by pre_quant_scale; `checkpoint/` reproduces this model."""
     for name, quantizer in enabled_quantizers(model):
         if name.endswith("input_quantizer"):
             quantizer.disable()
 
 
 def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters as the exporters expect them, and keep every calibrated maximum in float32.
+    """Cast the parameters to `dtype`, as the exporters expect them, and keep every calibrated maximum in float32.
 
     FP8 weights become the values of their codes. The unified export divides by the scale in `dtype` before it rounds to
-    FP8 (to_quantized_weight: a scale without dimensions does not make the quotient float32), and two roundings gave other
-    codes than one, in 0.4 % of float16 weights and 2 % of bfloat16 ones. A value that is a code already rounds to itself.
+    FP8 (to_quantized_weight: a scale without dimensions does not make the quotient float32). Two roundings gave other
+    codes than one in 0.4 % of float16 weights and 2 % of bfloat16 ones. A value that is a code already rounds to itself.
     """
-    kept = {name: quantizer.amax.float() for name, quantizer in enabled_quantizers(model) if quantizer.amax is not None}
+    maxima = {name: quantizer.amax.float() for name, quantizer in enabled_quantizers(model) if quantizer.amax is not None}
     model.to(dtype)
     cast(Any, model).config.dtype = dtype
     for name, quantizer in enabled_quantizers(model):
-        if name in kept:
-            quantizer._buffers["_amax"] = kept[name]
+        if name in maxima:
+            quantizer._buffers["_amax"] = maxima[name]
         if name.endswith(".weight_quantizer") and quantizer.num_bits == (4, 3):
             linear = cast(Any, model.get_submodule(name.removesuffix(".weight_quantizer")))
             with torch.no_grad():
@@ -211,8 +230,8 @@ def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
-    """Write the unified Hugging Face checkpoint. Packs the model's weights in place: the model is used up."""
-    with _quiet(), torch.inference_mode():
+    """Write the unified Hugging Face checkpoint. Packs the weights in place: the model must not be used afterwards."""
+    with quiet(), torch.inference_mode():
         export_hf_checkpoint(model, export_dir=out)
     config = out / "config.json"
     written = rope_at_top_level(json.loads(config.read_text(encoding="utf-8")))
@@ -220,22 +239,22 @@ def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
 
 
 def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
-    """Write the TensorRT-LLM checkpoint of one rank. Changes the model in place: the model is used up."""
+    """Write the TensorRT-LLM checkpoint of one rank. Changes the model in place: it must not be used afterwards."""
     # ModelOpt looks for rope_theta at the top level, where transformers 5 has none, and would leave it out without a word.
     config = cast(Any, model).config
     config.rope_theta = rope_at_top_level(config.to_dict())["rope_theta"]
     # The default of 0 ("keep the calibration's parallelism") divides by zero without tensorrt_llm installed.
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=1)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """ModelOpt's configuration; everything is switched off first, since the presets of 0.47 do not."""
+    """Return ModelOpt's configuration. It first disables every quantizer, since the presets of 0.47 do not."""
     if _VERSION >= (0, 44):
         rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         rules += [{"quantizer_name": name, "cfg": cfg, "enable": True} for name, cfg in recipe.entries]
         return {"quant_cfg": rules, "algorithm": recipe.algorithm}
-    # An old dict is applied in order: with "default" last it would switch everything off again.
+    # Versions before 0.44 apply the dict in order: "default" at its end would disable everything again.
     table: dict[str, Any] = {"default": {"enable": False}}
     table |= {name: {**cfg, "enable": True} for name, cfg in recipe.entries}
     return {"quant_cfg": table, "algorithm": recipe.algorithm}
@@ -260,7 +279,10 @@ def _quantizer(model: torch.nn.Module, place: Place) -> Any:
 
 
 def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Let the quantizer see rotated states. ModelOpt's own `rotate` needs a CUDA package and does not turn back before 0.47."""
+    """Rotate the quantizer's input and rotate its output back; returns the handles of the two hooks.
+
+    ModelOpt's own `rotate` needs a CUDA package, and does not rotate back before 0.47.
+    """
 
     def rotated(states_BHSD: torch.Tensor) -> torch.Tensor:
         return states_BHSD @ hadamard(states_BHSD.shape[-1]).to(states_BHSD)
@@ -277,31 +299,10 @@ def _register_backend() -> None:
 
 
 def _fake_quantize(states_BHSD: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """What the cache would give back, float16 scales and zeros included: the oracle's own arithmetic."""
-    extra = quantizer.backend_extra_args
-    form = Format.model_validate(extra["format"])
+    """Return what the cache would give back, float16 scales and zeros included, computed with the oracle's arithmetic."""
+    arguments = quantizer.backend_extra_args
+    form = Format.model_validate(arguments["format"])
     static = None
-    if extra["static"] is not None:
-        static = static_scales(SideScales.model_validate(extra["static"]), form, *states_BHSD.shape[1::2])
+    if arguments["static"] is not None:
+        static = static_scales(SideScales.model_validate(arguments["static"]), form, *states_BHSD.shape[1::2])
     return dequantize(quantize(states_BHSD.float(), form, static), form, static).to(states_BHSD.dtype)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[TextIO]:
-    """ModelOpt prints, warns and logs about what is asserted and validated here; its prints go to the debug log.
-
-    Yields the stdout that was there before.
-    """
-    stdout, printed = sys.stdout, io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("modelopt", "transformers")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
-            warnings.simplefilter("ignore")
-            yield stdout
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        logging.getLogger(__name__).debug("%s", printed.getvalue())

@@ -1,6 +1,6 @@
-"""What ModelOpt is asked for, as data: the algorithm, the quantizers' attributes and the exact names to be enabled.
+"""Recipes for ModelOpt, as data: the algorithm, the quantizers' attributes and the exact names to be enabled.
 
-Attributes are ModelOpt's own (`num_bits`, `axis`, `block_sizes`, `type`); the adapter puts them into the form that the
+Attributes are ModelOpt's own (`num_bits`, `axis`, `block_sizes`, `type`); the adapter writes them in the form that the
 installed version reads. Keys and values reach their quantizer after the rotary embedding and before the heads are
 repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 """
@@ -14,6 +14,7 @@ from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
 from pipeline.core.weights import WeightsFormat
 
 Attributes = dict[str, Any]
+"""Settings of one quantizer."""
 
 BACKEND = "kvgate"
 """Quantization function that we register with ModelOpt for the formats that its own arithmetic cannot express."""
@@ -33,8 +34,8 @@ LINEARS = (
 """Linear layers of a decoder layer of the supported architectures; the LM head is never quantized."""
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-"""Linear layers that read the same input. Engines fuse them, and a fused layer has one input scale, one factor a channel
-that smooths the input, and with FP8 one weight scale."""
+"""Linear layers that read the same input. Engines fuse them, and a fused layer has one input scale, one smoothing factor
+per input channel, and with FP8 one weight scale."""
 
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight scale."""
@@ -42,7 +43,7 @@ AWQ_BLOCK = 128
 Side = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
 Place = tuple[int, Side]
-"""A layer's keys or values: the input of one quantizer."""
+"""(layer, side): the keys or the values of a layer, which are the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {"key": "k_bmm_quantizer", "value": "v_bmm_quantizer"}
 
 AXES: dict[Granularity, tuple[int, ...] | None] = {
@@ -51,9 +52,9 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
     "per_channel": (1, 3),
     "per_token": (0, 1, 2),
 }
-"""ModelOpt's `axis`: the dimensions of BHSD that do not share a scale."""
+"""ModelOpt's `axis` of each granularity: the dimensions of BHSD that do not share a scale."""
 STATIC: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_channel")
-"""From coarse to fine: the maximum of a coarse one is the maximum of its parts."""
+"""Granularities of static scales from coarse to fine. The maximum of a coarse one is the maximum of its parts."""
 
 _FLOAT_BITS: dict[str, tuple[int, int]] = {"fp8_e4m3": (4, 3)}
 """Floating-point codes that ModelOpt knows per tensor or axis: exponent and mantissa bits. It refuses E5M2."""
@@ -79,30 +80,30 @@ class Recipe:
 
     algorithm: Any
     entries: tuple[tuple[str, Attributes], ...]
-    """(wildcard of quantizer names, attributes), every other quantizer off."""
+    """(wildcard of quantizer names, attributes) of the quantizers to enable; all others are disabled."""
     expected: Mapping[str, Attributes]
     """Names and attributes of all quantizers that must be enabled afterwards, no more and no fewer."""
 
 
 @dataclass(frozen=True)
 class CacheQuantizer:
-    """How a quantizer of keys or values rounds."""
+    """Settings of one quantizer of keys or values."""
 
     attributes: Attributes
     amax: tuple[float, ...] | None
-    """Largest magnitudes that have a code; None where they are dynamic or part of the backend's arguments."""
+    """Largest magnitudes that have a code; None where they are dynamic, or stand in the backend's arguments."""
     amax_shape: tuple[int, ...]
-    """Shape of `amax` against BHSD, () for one number."""
+    """Shape of `amax`, broadcastable to BHSD; () for one number."""
     rotated: bool
-    """Whether its input has to be rotated and its output rotated back (the backend does it itself)."""
+    """Whether its input has to be rotated and its output rotated back. The backend rotates by itself."""
 
 
 NOTHING = Recipe("max", (), {})
-"""Every quantizer off."""
+"""Disables every quantizer."""
 
 
 def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
-    """Quantizers of the linear layers of every decoder layer."""
+    """Return the recipe for the linear layers of `layers` decoder layers."""
     expected = {
         f"model.layers.{layer}.{linear}.{name.removeprefix('*_proj.')}": attributes
         for layer in range(layers)
@@ -113,36 +114,47 @@ def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
 
 
 def quantizer_name(place: Place) -> str:
+    """Return the name of the quantizer in ModelOpt's model."""
     layer, side = place
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
 
 
 def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Granularity]]:
-    """What calibration has to measure, by rotation: a place and the finest granularity that its copies need.
+    """List what calibration has to measure for the policy's calibrated sides.
 
-    A window's copy is of the same tensor as the base copy, so one maximum serves both, unless one of them is rotated.
+    The copy of a window is of the same tensor as the base copy, so one maximum serves both, unless one of them is rotated.
+
+    Returns:
+        Rotation -> place -> the finest granularity that its copies need.
     """
-    wanted: dict[Rotation, dict[Place, Granularity]] = {}
+    by_rotation: dict[Rotation, dict[Place, Granularity]] = {}
     for layer in range(layers):
         for name, form in policy.sides(layer).items():
             if form.scale == "calibrated":
-                places = wanted.setdefault(form.rotation, {})
+                places = by_rotation.setdefault(form.rotation, {})
                 place = layer, side_of(name)
                 places[place] = max(places.get(place, "per_tensor"), form.granularity, key=STATIC.index)
-    return wanted
+    return by_rotation
 
 
 def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
-    """Each place's quantizer alone, by its exact name; a maximum does not depend on `num_bits`."""
+    """Return the recipe that enables the quantizers of `places` only, by exact name.
+
+    Its `num_bits` is arbitrary, because a maximum does not depend on it.
+    """
     attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES[granularity]} for place, granularity in places.items()}
     return Recipe("max", tuple(attributes.items()), attributes)
 
 
 def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales, *, backend: bool) -> dict[str, CacheQuantizer]:
-    """The quantizers of every layer's keys and values by name; a window's second copies have none.
+    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none.
 
-    backend: whether ModelOpt takes BACKEND (>= 0.41). Where it does not, a format that needs it has no quantizer: only
-    kv_policy.json says how that side is stored.
+    Args:
+        policy: Formats of the stored keys and values.
+        shape: The model's KV shape.
+        scales: The static scales.
+        backend: Whether ModelOpt takes BACKEND (>= 0.41). Where it does not, a format that needs it has no quantizer, and
+            only kv_policy.json says how that side is stored.
     """
     quantizers: dict[str, CacheQuantizer] = {}
     for layer, static in enumerate(scales.layers):
@@ -154,16 +166,16 @@ def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales, *, back
 
 
 def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> CacheQuantizer:
-    """`static`: the scales, None for a dynamic format."""
+    """Return the quantizer of one side; `static` holds its scales, None for a dynamic format."""
     if not native(form):
-        # "dynamic" keeps ModelOpt from collecting a maximum: the backend has the scales, or makes them itself.
-        extra = {"format": form.model_dump(), "static": None if static is None else static.model_dump()}
-        foreign = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": extra}
-        return CacheQuantizer(foreign, None, (), rotated=False)
+        # "dynamic" keeps ModelOpt from collecting a maximum: the backend has the scales, or computes them itself.
+        arguments = {"format": form.model_dump(), "static": None if static is None else static.model_dump()}
+        settings = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": arguments}
+        return CacheQuantizer(settings, None, (), rotated=False)
     axis = AXES[form.granularity]
     attributes: Attributes = {"num_bits": _FLOAT_BITS.get(form.dtype, form.code.bits), "axis": axis}
     if form.code.kind == "integer":
-        # Without it a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
+        # Without narrow_range a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
         attributes["narrow_range"] = True
     rotated = form.rotation != "none"
     if static is None:
@@ -174,13 +186,16 @@ def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> 
 
 
 def native(form: Format) -> bool:
-    """Whether ModelOpt's own arithmetic expresses a quantized format. Its `bias` is no zero point: codes stay symmetric."""
+    """Return whether ModelOpt's own arithmetic expresses a quantized format.
+
+    It has no asymmetric formats: its `bias` is no zero point, the codes stay symmetric.
+    """
     known = form.code.kind == "integer" or form.dtype in _FLOAT_BITS
     return known and form.symmetric and form.granularity in AXES
 
 
 def expressed_by(form: Format, *, backend: bool) -> str:
-    """Who rounds keys or values of this format in ModelOpt's model."""
+    """Name who rounds keys or values of this format in ModelOpt's model, in the words of quantizers.json."""
     if form.exact:
         return "not quantized"
     if native(form):
@@ -189,20 +204,25 @@ def expressed_by(form: Format, *, backend: bool) -> str:
 
 
 def side_of(name: SideName) -> Side:
-    """What a stored copy is a copy of."""
+    """Return which states a stored side is a copy of: the copies of a window are of keys and values, too."""
     return "key" if name.endswith("key") else "value"
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
-    """Raise RuntimeError naming what is missing, unexpected or otherwise configured than asked.
+    """Check that exactly the expected quantizers are enabled; ModelOpt ignores a name that matches nothing.
 
-    ModelOpt ignores a name that matches nothing. enabled: attributes by name, as the quantizers hold them.
+    Args:
+        expected: Attributes by name, as the recipe writes them.
+        enabled: Attributes by name, as the quantizers hold them.
+
+    Raises:
+        RuntimeError: Names the quantizers that are missing, unexpected or configured otherwise.
     """
     if enabled.keys() != expected.keys():
         missing, unexpected = sorted(expected.keys() - enabled.keys()), sorted(enabled.keys() - expected.keys())
         raise RuntimeError(
             f"ModelOpt enabled {len(enabled)} quantizers instead of {len(expected)}: "
-            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
+            f"missing {_abbreviated(missing)}; unexpected {_abbreviated(unexpected)}"
         )
     for name, attributes in expected.items():
         for key in attributes.keys() & enabled[name].keys():
@@ -210,6 +230,6 @@ def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attr
                 raise RuntimeError(f"{name}: ModelOpt set {key}={enabled[name][key]}, asked for {attributes[key]}")
 
 
-def _some(names: list[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most]) or "none"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _abbreviated(names: list[str], most: int = 4) -> str:
+    listed = ", ".join(names[:most]) or "none"
+    return listed if len(names) <= most else f"{listed} and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""The quantize stage, step by step; `stages.quantize.quantize` is its light entrance."""
+"""The quantize stage, step by step."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from stages.quantize.tokens import tokenize
 from stages.workloads.prompts import load_tokenizer
 
 
-def run(
+def quantize(
     checkpoint: Path,
     out: Path,
     *,
@@ -33,6 +33,29 @@ def run(
     seed: int,
     progress: Progress,
 ) -> None:
+    """Quantize a checkpoint's weights and measure the static scales of its KV cache.
+
+    `out` receives:
+
+    - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
+    - `unified_hf/`, `tensorrt_llm/`: ModelOpt's exports, where they can express the policy, each validated.
+    - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
+    - `quantizers.json`: which quantizers were enabled, the calibration's size, and why an export was not written.
+
+    Args:
+        checkpoint: Hugging Face checkpoint with safetensors weights.
+        out: An empty directory.
+        weights: Format of the linear layers.
+        policy: Formats of the stored keys and values.
+        calibration_texts: Texts to run through the model.
+        max_length: Longer texts are cut to this many tokens.
+        seed: Seed of torch's random numbers.
+        progress: Called with a label, the steps done, and the steps in all.
+
+    Raises:
+        UserError: The checkpoint or the texts cannot be used.
+        RuntimeError: ModelOpt enabled other quantizers, or exported something else, than the recipe says: a defect.
+    """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     layers = info.shape.layers
@@ -40,26 +63,27 @@ def run(
     torch.manual_seed(seed)
 
     progress("loading the checkpoint", 0, 1)
-    model = cached = load_model(info)
+    # `model` is quantized and exported; the cache is measured on `cache_model`, which has the weights of `checkpoint/`.
+    model = cache_model = load_model(info)
     progress("loading the checkpoint", 1, 1)
-    # Weights first, the cache on the finished weights: AWQ's search would otherwise choose other weights for every KV
-    # policy, and a candidate would differ from its baseline in more than the cache.
-    linears = weight_recipe(weights, layers)
+    # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
+    # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
+    recipe = weight_recipe(weights, layers)
     if weights == "none":
         copy_checkpoint(info, out / "checkpoint")
     else:
-        adapter.quantize_model(model, linears, _forward_loop("weights", samples, progress))
-        # In the order of the exports, which fuse, cast and only then round: what is judged is what is shipped.
+        adapter.quantize_model(model, recipe, _forward_loop("weights", samples, progress))
+        # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
         adapter.fuse_shared_inputs(model, layers)
         adapter.cast_for_export(model, source_dtype(info))
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
-        cached = load_model(inspect_checkpoint(out / "checkpoint"))
-    measured = measure(cached, info, policy, _forward_loop("cache", samples, progress))
+        cache_model = load_model(inspect_checkpoint(out / "checkpoint"))
+    measured = measure(cache_model, info, policy, _forward_loop("cache", samples, progress))
     scales = static_scales(policy, info.shape, measured, info.path)
-    caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
-    adapter.add_cache_quantizers(model, caches)
+    quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    adapter.add_cache_quantizers(model, quantizers)
     enabled = adapter.enabled_attributes(model)
-    check_enabled({**linears.expected, **{name: cache.attributes for name, cache in caches.items()}}, enabled)
+    check_enabled({**recipe.expected, **{name: quantizer.attributes for name, quantizer in quantizers.items()}}, enabled)
     used = samples if weights != "none" or measured else []
 
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -78,9 +102,10 @@ def run(
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:
-    """The checkpoint in float32, which scales are measured in, with the attention that ModelOpt can hook.
+    """Load the checkpoint in float32, in which scales are measured, with the attention that ModelOpt can hook.
 
-    Raises UserError when a tensor that the architecture needs is missing: transformers would fill in random values.
+    Raises:
+        UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
     """
     disable_progress_bar()
     factory: Any = transformers.AutoModelForCausalLM
@@ -103,28 +128,29 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
 
 
 def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
-    """Tensor name -> effective float32 weight of every quantized linear layer."""
+    """Return tensor name -> effective float32 weight (out, in) of every quantized linear layer."""
     names = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in LINEARS]
     return {f"{name}.weight": adapter.effective_weight(model.get_submodule(name)) for name in names}
 
 
-def _forward_loop(what: str, samples: list[list[int]], progress: Progress) -> adapter.ForwardLoop:
+def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) -> adapter.ForwardLoop:
+    """Return what ModelOpt calls to run all texts; `subject` (weights or cache) and the pass label the progress."""
     passes = 0
 
     def forward_loop(model: torch.nn.Module) -> None:
         nonlocal passes
         passes += 1
         for done, ids in enumerate(samples):
-            progress(f"calibrating the {what}, pass {passes}", done, len(samples))
-            # One text at a time: padding would count in the maxima. The cache is not used, its quantizers still run.
+            progress(f"calibrating the {subject}, pass {passes}", done, len(samples))
+            # One text at a time, because padding would count in the maxima. No cache is kept; its quantizers still run.
             model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
-        progress(f"calibrating the {what}, pass {passes}", len(samples), len(samples))
+        progress(f"calibrating the {subject}, pass {passes}", len(samples), len(samples))
 
     return forward_loop
 
 
 def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forward_loop: adapter.ForwardLoop) -> Measured:
-    """What the policy's calibrated sides reach, one pass over the texts for each rotation."""
+    """Measure the extremes of the policy's calibrated sides, in one pass over the texts for each rotation."""
     return {
         rotation: adapter.measure(model, places, rotation, forward_loop, info.path)
         for rotation, places in measurements(policy, info.shape.layers).items()
@@ -132,7 +158,10 @@ def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forw
 
 
 def _expressed_by(policy: KVPolicy, layer: int) -> dict[SideName, str]:
-    """A window's second copies have no quantizer: a tensor has one, and it stands for the base copy."""
+    """Name who rounds each side of a layer in ModelOpt's model.
+
+    The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
+    """
     return {
         name: "sidecar only" if name.startswith("window") else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
         for name, form in policy.sides(layer).items()

@@ -1,4 +1,4 @@
-"""Static scales of the cache from what calibration measured."""
+"""Computes the static scales of the cache from the extremes that calibration measured."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,29 +10,42 @@ from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
 from stages.quantize.recipe import Place, side_of
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32, which static scales are used as."""
+"""The smallest normal float32; static scales are applied as float32."""
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """What one layer's keys or values reach over the calibration texts: one number, one a KV head, or one a head and
-    channel (head-major)."""
+    """Extremes of one layer's keys or values over the calibration texts.
+
+    Each field has one number, one per KV head, or one per head and channel (head-major).
+    """
 
     low: tuple[float, ...]
+    """Minimum."""
     high: tuple[float, ...]
+    """Maximum."""
     amax: tuple[float, ...]
-    """Largest magnitude, ModelOpt's measurement."""
+    """Largest magnitude, as ModelOpt measured it."""
 
 
 Measured = Mapping[Rotation, Mapping[Place, Extremes]]
+"""The extremes of each place, measured on unrotated states, on rotated ones, or on both."""
 
 
 def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoint: Path) -> KVScales:
-    """Scales of the policy's static sides: 1.0 where uncalibrated, amax / limit where symmetric, and (max - min) / levels
-    with the minimum as zero where asymmetric.
+    """Compute the scales of the policy's static sides.
 
-    They are measured with the weights of `checkpoint/`, which the engine is built from.
-    Raises UserError when a layer's keys or values are all zero: then the checkpoint itself computes nonsense.
+    A scale is 1.0 where the format is uncalibrated, amax / limit where it is symmetric, and (max - min) / levels, with the
+    minimum as zero, where it is asymmetric.
+
+    Args:
+        policy: Formats of the stored keys and values.
+        shape: Layers, KV heads and head_dim of the model.
+        measured: Extremes under the weights of `checkpoint/`, which the engine is built from.
+        checkpoint: The user's checkpoint, named in errors.
+
+    Raises:
+        UserError: A layer's keys or values are all zero, which means that the checkpoint itself computes nonsense.
     """
     layers: list[dict[SideName, SideScales]] = []
     for layer in range(shape.layers):
@@ -62,11 +75,14 @@ def _calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
 
 
 def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
-    """`count` extremes of equal parts; parts of a head-major sequence are heads."""
+    """Return the extremes of `count` equal parts of `fine`; the parts of a head-major sequence are heads."""
     size = len(fine) // count
     return tuple(extreme(fine[start : start + size]) for start in range(0, len(fine), size))
 
 
 def _scales(ranges: tuple[float, ...], codes: float) -> tuple[float, ...]:
-    """A head or channel that hardly changes (a pruned one, say) gets a scale that still divides as a float32."""
-    return tuple(max(reach / codes, SMALLEST_SCALE) for reach in ranges)
+    """Divide each range by the number of codes.
+
+    A head or channel that hardly changes (a pruned one, for example) gets a scale that still divides as a float32.
+    """
+    return tuple(max(value_range / codes, SMALLEST_SCALE) for value_range in ranges)

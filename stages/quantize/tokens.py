@@ -1,4 +1,4 @@
-"""Calibration texts as token ids."""
+"""Encodes calibration texts into token ids."""
 
 from typing import Any
 
@@ -7,9 +7,16 @@ from stages.workloads.prompts import token_ids
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
-    """Token ids of each text that is not blank, cut at `max_length`, with special tokens as in `token_ids`.
+    """Encode the texts that are not blank, with special tokens as `token_ids` adds them.
 
-    Raises UserError when nothing is left, or when the tokenizer does not belong to the model.
+    Args:
+        tokenizer: The checkpoint's tokenizer.
+        texts: The calibration texts.
+        max_length: Longer texts are cut to this many tokens.
+        vocab_size: The model's.
+
+    Raises:
+        UserError: Every text is blank, or the tokenizer does not belong to the model.
     """
     encoded = (token_ids(tokenizer, text, max_length) for text in texts if text.strip())
     samples = [ids for ids in encoded if ids]

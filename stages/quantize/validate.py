@@ -1,46 +1,38 @@
-"""Do an exported checkpoint's tensors say what its config declares, and does that equal the policy? Reads safetensors
-headers and JSON only (numpy): neither torch nor ModelOpt, so it also judges checkpoints that others wrote.
+"""Validates an exported checkpoint: its tensors must hold what its config declares, and both must equal the policy.
 
-ModelOpt's exporters drop or mislabel what they cannot express without an error (mixed keys and values are labelled
-all-FP8, INT8 per token is claimed with no scales), so every export passes through here.
+ModelOpt's exporters drop or mislabel what they cannot express, without an error: mixed keys and values are labelled
+all-FP8, INT8 per token is claimed with no scales. Every export is therefore validated. Neither torch nor ModelOpt is
+needed, so that this module also judges checkpoints that others wrote.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-
 from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVScales, SideName
 from pipeline.core.weights import WeightsFormat
+from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 
 RELATIVE_TOLERANCE = 1e-6
-"""Scales are float32 on both sides; amax / 448 may be rounded in another order."""
-
-
-class ExportMismatch(RuntimeError):
-    """An export is not what it declares or not what was asked; names the file, the tensor and the mismatch."""
+"""Allowed difference of scales. They are float32 on both sides, but amax / 448 may be rounded in another order."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where one kind of export keeps things. Templates take `layer` and `linear`."""
+    """How one kind of export stores and declares one weights format."""
 
     algorithm: str | None
     """Declared quant_algo of the weights."""
     weight_dtype: str | None = None
     """Safetensors dtype of the packed weights; None when they stay floating point."""
     linear_scales: tuple[str, ...] = ()
-    """Suffixes of scales that every linear layer must have."""
+    """Suffixes of the scales that every linear layer must have."""
     declared: Mapping[str, Any] = field(default_factory=dict)
-    """What else the config must say of the weights."""
+    """Other keys of the config that describe the weights, with their values."""
 
 
 _AWQ = {"group_size": AWQ_BLOCK, "has_zero_point": False, "pre_quant_scale": True}
@@ -59,7 +51,7 @@ _TENSORRT_LLM: dict[WeightsFormat, _Layout] = {
 _TENSORRT_LLM_LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 _HF_PRE_QUANT: dict[WeightsFormat, tuple[str, ...]] = {
     "int8_sq": LINEARS,
-    # AWQ's other factors are folded into the normalisation before the layer.
+    # AWQ folds its other factors into the normalisation before the layer.
     "int4_awq": ("self_attn.o_proj", "mlp.down_proj"),
 }
 _SCALE_SUFFIXES = (
@@ -74,11 +66,16 @@ _FLOATS = ("F16", "BF16", "F32")
 _KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
-"""The caches that each export can declare: one algorithm for keys and values, one scale a layer."""
+"""Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
 
 
 def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """Why an export that knows these algorithms of the cache cannot carry the policy, None when it can."""
+    """Return why an export cannot carry the policy, None when it can.
+
+    Args:
+        policy: Formats of the stored keys and values.
+        algorithms: The algorithms of the cache that the export can declare, for example UNIFIED_HF_KV.
+    """
     formats = {name: _describe(form) for name, form in policy.formats}
     if policy.exact_tokens:
         return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
@@ -93,7 +90,7 @@ def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 
 
 def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
-    """Why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model."""
+    """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
     if info.rope_scaling is not None:
@@ -115,18 +112,27 @@ def validate_unified_hf(
     *,
     scale_floor: float = 0.0,
 ) -> None:
-    """Check a unified Hugging Face export; ExportMismatch says what is wrong.
+    """Check a unified Hugging Face export.
 
-    scale_floor: smallest cache scale that the exporter writes (1.0 before ModelOpt 0.43).
+    Args:
+        directory: The export.
+        policy: Formats of the stored keys and values.
+        weights: Format of the linear layers.
+        layers: Decoder layers of the model.
+        scales: The calibrated scales.
+        scale_floor: Smallest cache scale that the exporter writes (1.0 before ModelOpt 0.43).
+
+    Raises:
+        ExportMismatch: The export differs from its declaration or from the policy.
     """
-    tensors = _Tensors.open(directory, "*.safetensors")
+    tensors = ExportTensors.open(directory, "*.safetensors")
     config_file = directory / "hf_quant_config.json"
     # An export in which nothing is quantized has no such file from 0.44 on.
-    declared = _json(config_file)["quantization"] if config_file.is_file() else {}
+    declared = read_json(config_file)["quantization"] if config_file.is_file() else {}
     layout = _HF[weights]
     algorithm = _kv_algorithm(policy, UNIFIED_HF_KV)
     _check_declared(config_file, declared, algorithm, layout, f"weights {weights}, kv {policy.name}")
-    embedded = _json(directory / "config.json").get("quantization_config") or {}
+    embedded = read_json(directory / "config.json").get("quantization_config") or {}
     if (embedded.get("kv_cache_scheme") is None) != (algorithm is None):
         scheme = embedded.get("kv_cache_scheme")
         raise ExportMismatch(f"{directory / 'config.json'}: kv_cache_scheme is {scheme} for kv policy {policy.name}")
@@ -147,14 +153,24 @@ def validate_tensorrt_llm(
     *,
     scale_floor: float = 1.0,
 ) -> None:
-    """Check a one-rank TensorRT-LLM export; ExportMismatch says what is wrong.
+    """Check a TensorRT-LLM export of one rank.
 
-    scale_floor: FP8 cache scales below it are raised to it. Keys and values share `kv_cache_scaling_factor`, which is
-    the larger of the two.
+    Keys and values share `kv_cache_scaling_factor`, which is the larger scale of the two.
+
+    Args:
+        directory: The export.
+        policy: Formats of the stored keys and values.
+        weights: Format of the linear layers.
+        layers: Decoder layers of the model.
+        scales: The calibrated scales.
+        scale_floor: Smallest FP8 cache scale that the exporter writes; it raises smaller ones.
+
+    Raises:
+        ExportMismatch: The export differs from its declaration or from the policy.
     """
-    tensors = _Tensors.open(directory, "rank*.safetensors")
+    tensors = ExportTensors.open(directory, "rank*.safetensors")
     config_file = directory / "config.json"
-    config = _json(config_file)
+    config = read_json(config_file)
     if config.get("num_hidden_layers") != layers:
         raise ExportMismatch(f"{config_file}: num_hidden_layers is {config.get('num_hidden_layers')}, not {layers}")
     layout = _TENSORRT_LLM[weights]
@@ -163,72 +179,19 @@ def validate_tensorrt_llm(
     _check_declared(config_file, declared, algorithm, layout, f"weights {weights}, kv {policy.name}")
 
     prefix = "transformer.layers.{layer}."
-    scaled = _TENSORRT_LLM_LINEARS if weights in ("int8_sq", "int4_awq") else ()
-    pre_quant = tuple(f"{linear}.prequant_scaling_factor" for linear in scaled)
+    smoothed = _TENSORRT_LLM_LINEARS if weights in ("int8_sq", "int4_awq") else ()
+    pre_quant = tuple(f"{linear}.prequant_scaling_factor" for linear in smoothed)
     prefixes = [prefix.format(layer=layer) for layer in range(layers)]
     _check_weights(tensors, layout, prefixes, _TENSORRT_LLM_LINEARS, pre_quant)
     floor = scale_floor if algorithm == "FP8" else 0.0
     key, value = _side(scales, "key", floor), _side(scales, "value", floor)
-    both = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
-    for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", both)):
+    shared = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
+    for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", shared)):
         _check_kv(tensors, policy, f"{prefix}attention.{tensor}_scaling_factor", expected, layers)
 
 
-@dataclass
-class _Tensors:
-    """Names, dtypes and shapes of all tensors of a directory; values are read on demand."""
-
-    directory: Path
-    files: dict[str, Path] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, directory: Path, pattern: str) -> "_Tensors":
-        found = cls(directory)
-        for file in sorted(directory.glob(pattern)):
-            try:
-                with safe_open(file, framework="np") as source:
-                    for name in source.keys():  # noqa: SIM118 (not a dict)
-                        view = source.get_slice(name)
-                        found.files[name] = file
-                        found.dtypes[name] = view.get_dtype()
-                        found.shapes[name] = tuple(view.get_shape())
-            except SafetensorError as error:
-                raise ExportMismatch(f"{file}: not a safetensors file ({error})") from None
-        if not found.files:
-            raise ExportMismatch(f"{directory}: no tensors in {pattern}")
-        return found
-
-    def require(self, name: str) -> None:
-        if name not in self.files:
-            raise ExportMismatch(f"{self.directory}: tensor {name} is missing")
-
-    def scale(self, name: str) -> npt.NDArray[np.float32]:
-        """Values of a scale tensor, checked to be float32, finite and positive."""
-        self.require(name)
-        file = self.files[name]
-        if self.dtypes[name] != "F32":
-            raise ExportMismatch(f"{file}: {name} is {self.dtypes[name]}, a scale must be F32")
-        with safe_open(file, framework="np") as source:
-            values: npt.NDArray[np.float32] = source.get_tensor(name)
-        if values.size == 0 or not np.isfinite(values).all() or not (values > 0).all():
-            raise ExportMismatch(f"{file}: {name} holds {values.reshape(-1)[:4]}, a scale must be finite and above 0")
-        return values
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise ExportMismatch(f"{file}: cannot be read ({error})") from None
-    if not isinstance(content, dict):
-        raise ExportMismatch(f"{file}: must hold a JSON object")
-    return content
-
-
 def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """The name under which an export declares the policy's cache; ExportMismatch when there is none."""
+    """Return the name under which an export declares the policy's cache; ExportMismatch when there is none."""
     reason = why_not(policy, algorithms)
     if reason is not None:
         raise ExportMismatch(
@@ -238,24 +201,30 @@ def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 
 
 def _side(scales: KVScales, side: SideName, floor: float) -> list[float] | None:
-    """The one scale of every layer, raised to `floor`; None where the side has none."""
+    """Return the scale of every layer's side, raised to `floor`; None where the side has no static scale."""
     static = [layer[side].scale[0] for layer in scales.layers if side in layer]
     return [max(scale, floor) for scale in static] or None
 
 
-def _check_declared(file: Path, declared: dict[str, Any], kv: str | None, layout: _Layout, asked: str) -> None:
-    wanted: dict[str, Any] = {"kv_cache_quant_algo": kv, "quant_algo": layout.algorithm, **layout.declared}
-    for key, value in wanted.items():
+def _check_declared(file: Path, declared: dict[str, Any], kv: str | None, layout: _Layout, subject: str) -> None:
+    """Check the config's quantization section; errors end with `subject`, the weights format and the policy."""
+    expected: dict[str, Any] = {"kv_cache_quant_algo": kv, "quant_algo": layout.algorithm, **layout.declared}
+    for key, value in expected.items():
         if declared.get(key) != value:
-            raise ExportMismatch(f"{file}: {key} is {declared.get(key)!r}, must be {value!r} for {asked}")
+            raise ExportMismatch(f"{file}: {key} is {declared.get(key)!r}, must be {value!r} for {subject}")
 
 
 def _check_weights(
-    tensors: _Tensors, layout: _Layout, prefixes: list[str], linears: tuple[str, ...], pre_quant: tuple[str, ...]
+    tensors: ExportTensors, layout: _Layout, prefixes: list[str], linears: tuple[str, ...], pre_quant: tuple[str, ...]
 ) -> None:
-    """Every linear layer's weight has the declared dtype and all its scales, and nothing else has scales.
+    """Check that every linear layer's weight has the declared dtype and all its scales, and that nothing else has scales.
 
-    prefixes: one a layer. pre_quant: names below a layer of the factors that scale activations per input channel.
+    Args:
+        tensors: The export's tensors.
+        layout: How the export stores the weights format.
+        prefixes: The prefix of each layer's tensor names.
+        linears: Names of the linear layers below a prefix.
+        pre_quant: Names, below a prefix, of the factors that scale activations per input channel.
     """
     scales = {prefix + name for prefix in prefixes for name in pre_quant}
     for name in sorted(scales):
@@ -276,19 +245,19 @@ def _check_weights(
         raise ExportMismatch(f"{tensors.files[extra[0]]}: {extra[0]} is a scale that quant_algo does not account for")
 
 
-def _check_kv(tensors: _Tensors, policy: KVPolicy, template: str, expected: list[float] | None, layers: int) -> None:
-    """Exactly one scale a layer, equal to the expected one; none when `expected` is None."""
-    wanted = [] if expected is None else [template.format(layer=layer) for layer in range(layers)]
+def _check_kv(tensors: ExportTensors, policy: KVPolicy, template: str, expected: list[float] | None, layers: int) -> None:
+    """Check that each layer has exactly one scale, equal to the expected one; no layer has any when `expected` is None."""
+    names = [] if expected is None else [template.format(layer=layer) for layer in range(layers)]
     suffix = template.rpartition(".")[2]
-    found = {name for name in tensors.files if name.endswith(f".{suffix}")}
-    if len(wanted) != len(expected or []):
+    stored_names = {name for name in tensors.files if name.endswith(f".{suffix}")}
+    if len(names) != len(expected or []):
         raise ExportMismatch(f"{tensors.directory}: {len(expected or [])} {suffix} expected of {layers} layers")
-    for name in wanted:
+    for name in names:
         tensors.require(name)
-    extra = sorted(found - set(wanted))
+    extra = sorted(stored_names - set(names))
     if extra:
         raise ExportMismatch(f"{tensors.files[extra[0]]}: {extra[0]} is unexpected for kv {policy.name}, {layers} layers")
-    for name, value in zip(wanted, expected or [], strict=True):
+    for name, value in zip(names, expected or [], strict=True):
         stored = tensors.scale(name)
         if stored.size != 1 or abs(float(stored.reshape(-1)[0]) - value) > RELATIVE_TOLERANCE * value:
             raise ExportMismatch(f"{tensors.files[name]}: {name} is {stored.reshape(-1)[:4]}, calibration gave {value}")

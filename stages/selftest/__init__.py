@@ -1,1 +1,1 @@
-"""What only a machine with TensorRT and a GPU can show, checked there."""
+"""Self-test of backend=tensorrt on a machine with TensorRT and a GPU: `python -m stages.selftest`."""

@@ -1,11 +1,11 @@
-"""`python -m stages.selftest.__main__`: on the first machine with a GPU and TensorRT, a verdict a line on what CI cannot see.
+"""`python -m stages.selftest`: on a machine with a GPU and TensorRT, a verdict a line on what CI cannot see.
 
     PASS        launch                        decoded 3 sequences of 5, 64 and 129 tokens
     FAIL        aliased append                ...
     CANNOT RUN  shared memory above 48 KB     ...
 
-Exit code 0 when every check passed, 3 when any failed, 4 when none failed but some could not run. Each check runs in a process
-of its own, `--check NAME`; what it prints last is its reason.
+The exit code is 0 when every check passed, 3 when any failed, and 4 when none failed but some could not run. Each check
+runs in a process of its own (`--check NAME`); the last line that it prints is the reason of its verdict.
 """
 
 import argparse
@@ -23,77 +23,87 @@ from stages.selftest.checks import CHECKS, Bench, judge
 FAILED, MISSING = EXIT_CODES[GateRefusal], EXIT_CODES[MissingRequirement]
 CODES = {"PASS": 0, "FAIL": FAILED, "CANNOT RUN": MISSING}
 SECONDS = 1200
-"""Of one check; the first one builds the engines."""
+"""Time limit of one check. The first check builds the engines."""
 
 Runner = Callable[[str], tuple[str, str]]
+"""Runs the check of a name and returns its verdict and reason."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every check, or the one that is named. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m stages.selftest.__main__", description=__doc__.partition("\n")[0])
+    """Run every check, or the one that `--check` names, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m stages.selftest", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", choices=[*CHECKS], help="this one only, in this process")
     parser.add_argument("--model", default="pkg://stages.tiny/checkpoint", help="model.path of the engines")
     parser.add_argument("--kv", default="fp8k_int4v", help="KV policy of the engines")
     parser.add_argument("--workdir", default="work", help="where engines are kept")
-    given = parser.parse_args(arguments)
-    if given.check is not None:
-        return run_here(given.check, given.model, given.kv, given.workdir)
-    options = ["--model", given.model, "--kv", given.kv, "--workdir", given.workdir]
-    return run_all(lambda name: run_apart([sys.executable, "-m", "stages.selftest.__main__", "--check", name, *options]))
+    options = parser.parse_args(arguments)
+    if options.check is not None:
+        return run_check(options.check, options.model, options.kv, options.workdir)
+    flags = ["--model", options.model, "--kv", options.kv, "--workdir", options.workdir]
+    return run_all(lambda name: run_process([sys.executable, "-m", "stages.selftest", "--check", name, *flags]))
 
 
 def run_all(run: Runner) -> int:
-    """Print a verdict for every check that `run` runs; the worst becomes the exit code."""
+    """Run every check with `run`, print the verdicts, and return the exit code of the worst."""
     if not gpus():
         reason = "no NVIDIA GPU with a driver here (nvidia-smi): run this on a machine with one"
         for name in CHECKS:
-            _say("CANNOT RUN", name, reason)
+            _print_verdict("CANNOT RUN", name, reason)
         return MISSING
     verdicts = []
     for name in CHECKS:
         verdict, reason = run(name)
         verdicts.append(verdict)
-        _say(verdict, name, reason)
+        _print_verdict(verdict, name, reason)
     return FAILED if "FAIL" in verdicts else MISSING if "CANNOT RUN" in verdicts else 0
 
 
-def run_here(name: str, model: str, policy: str, workdir: str) -> int:
-    """One check in this process."""
+def run_check(name: str, model: str, policy: str, workdir: str) -> int:
+    """Run one check in this process, print its reason, and return the exit code of its verdict."""
 
     def bench() -> Bench:
-        load("tensorrt")  # before torch is imported for nothing
+        load("tensorrt")  # first: without TensorRT there is no need to import torch
         from stages.selftest.bench import GpuBench
 
         try:
             return GpuBench(model, policy, Path(workdir))
         except UserError as error:
-            raise MissingRequirement(str(error)) from error  # --model or --kv; what TensorRT refuses later is a failure
+            # A wrong --model or --kv. What TensorRT refuses later is a failure.
+            raise MissingRequirement(str(error)) from error
 
     try:
         verdict, reason = judge(name, bench)
     except Exception as error:
-        # Whatever TensorRT or CUDA throw is what this script is for: shown in full, judged a failure, and the process ends.
+        # The self-test exists to find what TensorRT or CUDA throw: it is printed in full and judged a failure.
         traceback.print_exc()
         verdict, reason = "FAIL", f"{type(error).__name__}: {error}"
     print(" ".join(reason.split()))
     return CODES[verdict]
 
 
-def run_apart(command: list[str], seconds: float = SECONDS) -> tuple[str, str]:
-    """One check in a process of its own: a crash or a hang is a failure of that check."""
+def run_process(command: list[str], seconds: float = SECONDS) -> tuple[str, str]:
+    """Run one check in a process of its own; a crash or a hang is a failure of that check.
+
+    Args:
+        command: The command line of the check.
+        seconds: Time limit.
+
+    Returns:
+        The verdict and its reason.
+    """
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return "FAIL", f"no verdict after {seconds:.0f} s"
-    said = done.stdout.strip().splitlines()
-    code = done.returncode
-    for verdict, own in CODES.items():
-        if code == own and said:
-            return verdict, said[-1]
+    lines = result.stdout.strip().splitlines()
+    code = result.returncode
+    for verdict, verdict_code in CODES.items():
+        if code == verdict_code and lines:
+            return verdict, lines[-1]
     return "FAIL", f"the process was killed by signal {-code}" if code < 0 else f"the process ended with exit code {code}"
 
 
-def _say(verdict: str, name: str, reason: str) -> None:
+def _print_verdict(verdict: str, name: str, reason: str) -> None:
     print(f"{verdict:<11} {name:<29} {reason}", flush=True)
 
 

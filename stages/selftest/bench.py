@@ -1,4 +1,4 @@
-"""The machine that stages/selftest/__main__.py runs on: engines of the pipeline's own bundles, and TensorRT itself."""
+"""The bench of `python -m stages.selftest`: engines of bundles that the pipeline builds here, and TensorRT itself."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from stages.engines.tensorrt.surgery import PLUGIN_VERSION, plugin_layout
 from stages.selftest.checks import Failed
 from stages.selftest.probes import append_in_place, far_shared_memory
 
-ELSEWHERE = """
+PLUGIN_FREE_PROGRAM = """
 import sys
 import tensorrt as trt
 log = trt.Logger(trt.Logger.ERROR)
@@ -38,12 +38,21 @@ assert engine is not None, "the plan does not load"
 assert not [name for name in sys.modules if name.startswith(("plugins", "triton"))]
 print(engine.num_io_tensors, "inputs and outputs")
 """
-"""A program that knows TensorRT and nothing of ours."""
+"""Loads a plan with TensorRT alone, without importing anything of this project."""
 
 
 class GpuBench:
-    """checks.Bench on this machine. Raises MissingRequirement without TensorRT, a GPU, or a CUDA build of torch, UserError
-    for a model or a policy that there are no engines of."""
+    """`checks.Bench` on this machine.
+
+    Args:
+        model: model.path of the engines.
+        policy: KV policy of the engines, an option of `kv`.
+        workdir: Where the engines are kept.
+
+    Raises:
+        MissingRequirement: There is no TensorRT, no GPU, or no CUDA build of torch.
+        UserError: No engines can be built of the model or the policy.
+    """
 
     def __init__(self, model: str, policy: str, workdir: Path) -> None:
         self.library = load("tensorrt")
@@ -54,14 +63,17 @@ class GpuBench:
 
     @property
     def policy(self) -> KVPolicy:
+        """The KV policy of the engines."""
         return self.config.kv
 
     @cached_property
     def bundle(self) -> Path:
+        """The bundle of the plans; built first where there is none."""
         return self.chain.bundle(self.config.kv).path
 
     @property
     def record(self) -> PlanRecord:
+        """What bundle.json says of the plans."""
         return open_bundle(self.bundle, "tensorrt")[0]
 
     def operations(self) -> Mapping[str, bool]:
@@ -72,14 +84,13 @@ class GpuBench:
     def plugin_nodes(self) -> Sequence[str]:
         return list(self.record.plugins)
 
-    def load_elsewhere(self) -> str:
-        command = [sys.executable, "-c", ELSEWHERE, str(self.bundle / PLANS["decode"])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Failed(
-                f"the plan does not load without the plugin: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}"
-            )
-        return done.stdout.strip()
+    def load_without_plugin(self) -> str:
+        command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(self.bundle / PLANS["decode"])]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["no reason"])[-1]
+            raise Failed(f"the plan does not load without the plugin: {reason}")
+        return result.stdout.strip()
 
     def engine(self, *, cuda_graphs: bool) -> Engine:
         return load_engine(self.bundle, library="tensorrt", cuda_graphs=cuda_graphs)
@@ -113,7 +124,7 @@ class GpuBench:
         session, limits = self._engine.session("decode"), self.record.limits(self.config.kv)
         pages, young = limits.sequence_pages, max(1, limits.sequence_young)
         most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": young}
-        with session.device.running():  # their zeros come before the first run, which is on that stream
+        with session.device.running():  # The zeros are written before the first run, which is on that stream.
             tensors = session.bound | {
                 name: session.tensor(tensor, most)
                 for name, tensor in (session.inputs | session.outputs).items()
@@ -140,7 +151,7 @@ class GpuBench:
 
     @cached_property
     def _context(self) -> Any:
-        """One context for all shapes, unlike the engine's."""
+        """A context that runs every shape, unlike the engine's contexts."""
         session = self._engine.session("decode")
         context = session.context()
         for name, tensor in session.bound.items():
@@ -148,6 +159,7 @@ class GpuBench:
         return context
 
     def _plan(self) -> Any:
+        """The decode plan, deserialized by TensorRT."""
         runtime = self.library.trt.Runtime(self.library.log)
         engine = runtime.deserialize_cuda_engine((self.bundle / PLANS["decode"]).read_bytes())
         if engine is None:

@@ -1,7 +1,8 @@
-"""What CI cannot see of backend=tensorrt, each a check on a bench: a machine with TensorRT, a GPU and engines to compare.
+"""The checks of `python -m stages.selftest`: what CI cannot see of backend=tensorrt.
 
-A check returns what it found, or raises Failed. The bench is a protocol, so that the checks' own judgement is tested without
-either. stages/selftest/__main__.py runs each in a process of its own: a kernel that breaks CUDA breaks only its own check.
+A check runs on a bench, which is a machine with TensorRT, a GPU and engines to compare. It returns a sentence on what it
+measured, or raises Failed. The bench is a protocol, so that the checks' judgement is tested without TensorRT or a GPU.
+stages/selftest/__main__.py runs each check in a process of its own: a kernel that breaks CUDA breaks only its own check.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +14,19 @@ import numpy.typing as npt
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine
-
-Logits = npt.NDArray[np.float32]
+from stages.evaluate.distance import log_softmax
 
 MAX_KL = 0.01
-"""Nats a token between the oracle (float32) and the plans (float16): what rounding activations may cost."""
+"""Largest KL in nats per token between the oracle (float32) and the plans (float16), which round activations."""
 
 BROKEN_GAIN = 10.0
-"""A key scale that is wrong by as much must cost this many times more, or the logits do not come from the cache."""
+"""A corrupted key scale must raise the KL this many times, or the logits do not come from the cache."""
 
 LEAK_BYTES = 4096
-"""Device memory that a shape change may cost on average; the leak known from TensorRT 11.1 costs more."""
+"""Bytes of device memory that a shape change may cost on average; the leak known from TensorRT 11.1 costs more."""
 
 SHAPE_CHANGES = 400
+"""Shape changes over which the average is taken."""
 
 
 class Failed(Exception):
@@ -33,78 +34,87 @@ class Failed(Exception):
 
 
 class Bench(Protocol):
-    """What a check may ask of the machine."""
+    """What a check may use of the machine."""
 
     @property
     def policy(self) -> KVPolicy:
-        """Of the engines."""
+        """The KV policy of the engines."""
         ...
 
     def operations(self) -> Mapping[str, bool]:
-        """Every operation of the plugin, and whether TensorRT's registry has it after the plugin was loaded."""
+        """Load the plugin; return each of its operations, and whether TensorRT's registry has it now."""
         ...
 
     def plugin_nodes(self) -> Sequence[str]:
-        """Plugin nodes in the decode plan."""
+        """Return the names of the plugin nodes in the decode plan."""
         ...
 
-    def load_elsewhere(self) -> str:
-        """What a process that never imports the plugin says of the decode plan's inputs and outputs; Failed if it cannot."""
+    def load_without_plugin(self) -> str:
+        """Load the decode plan in a process that never imports the plugin; return a sentence on its inputs and outputs.
+
+        Raises Failed when it does not load.
+        """
         ...
 
     def engine(self, *, cuda_graphs: bool) -> Engine:
-        """A freshly loaded engine of the plans with the plugin."""
+        """Load a new engine of the plans with the plugin."""
         ...
 
-    def oracle(self) -> Engine: ...
+    def oracle(self) -> Engine:
+        """Load the oracle of the same model and policy, on the CPU."""
+        ...
 
     def binding(self, name: str) -> tuple[str, str]:
-        """Type and memory layout of an input of the decode plan, in TensorRT's words."""
+        """Return the type and the memory layout of an input of the decode plan, as TensorRT names them."""
         ...
 
     def captured(self, engine: Engine) -> int:
-        """Decode shapes that an engine replays as CUDA graphs."""
+        """Return how many decode shapes an engine replays as CUDA graphs."""
         ...
 
     def far_shared_memory(self, size: int) -> npt.NDArray[np.float32]:
-        """What a plugin whose kernel writes 1 .. 32 to the end of `size` bytes of shared memory reads back."""
+        """Run a plugin that writes 1 .. 32 to the end of `size` bytes of shared memory; return the 32 values it reads back."""
         ...
 
     def append_in_place(self) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
-        """The cache's arrays after the append plugin wrote into aliased inputs, and as the reference writes them.
+        """Append with the plugin, which writes into aliased inputs, and with the reference.
 
-        Raises MissingRequirement for a policy that the plugin does not hold.
+        Returns:
+            The cache's arrays by name, as the plugin wrote them and as the reference did.
+
+        Raises:
+            MissingRequirement: The plugin's kernels do not hold the policy.
         """
         ...
 
     def change_shape(self, times: int) -> None:
-        """Give an execution context of the decode plan another shape and run it, `times` times."""
+        """Give an execution context of the decode plan another shape and run it; do so `times` times."""
         ...
 
     def free_bytes(self) -> int:
-        """Free device memory."""
+        """Return the free device memory in bytes."""
         ...
 
 
 def plugin_load(bench: Bench) -> str:
-    """TensorRT's registry knows every operation after the import."""
-    found = bench.operations()
-    missing = [name for name, there in found.items() if not there]
+    """Check that TensorRT's registry has every operation once the plugin is loaded."""
+    operations = bench.operations()
+    missing = [name for name, registered in operations.items() if not registered]
     if missing:
-        raise Failed(f"{len(missing)} of {len(found)} operations are not in TensorRT's registry, first {missing[0]}")
-    return f"{len(found)} operations registered"
+        raise Failed(f"{len(missing)} of {len(operations)} operations are not in TensorRT's registry, first {missing[0]}")
+    return f"{len(operations)} operations registered"
 
 
 def run_time_load(bench: Bench) -> str:
-    """The plan holds its kernels: it loads where nobody imported the plugin."""
+    """Check that the plan contains its kernels: it loads in a process that does not import the plugin."""
     nodes = bench.plugin_nodes()
     if not nodes:
         raise Failed("the decode plan has no plugin node: the policy's layers kept their function bodies")
-    return f"{len(nodes)} plugin nodes; loaded without the plugin: {bench.load_elsewhere()}"
+    return f"{len(nodes)} plugin nodes; loaded without the plugin: {bench.load_without_plugin()}"
 
 
 def launch(bench: Bench) -> str:
-    """Both kernels run: decoded logits are finite, also for sequences of unequal length and an odd batch."""
+    """Check that both kernels run: logits are finite for an odd batch of sequences of unequal length."""
     engine = bench.engine(cuda_graphs=False)
     handles, _ = engine.prefill([_tokens(engine, size) for size in (5, 64, 129)])
     logits = engine.decode(handles, [1, 2, 3])
@@ -114,19 +124,19 @@ def launch(bench: Bench) -> str:
 
 
 def shared_memory(bench: Bench) -> str:
-    """A plugin's launch gets more than the 48 KB that need no opt-in."""
+    """Check that the launch of a plugin gets more shared memory than the 48 KB that need no opt-in."""
     size = 64 * 1024
     expected = np.arange(1, 33, dtype=np.float32)
-    found = bench.far_shared_memory(size)
-    if not np.array_equal(found, expected):
+    values = bench.far_shared_memory(size)
+    if not np.array_equal(values, expected):
         raise Failed(
-            f"a launch with {size} bytes of shared memory read back {found[:4].tolist()}, wrote {expected[:4].tolist()}"
+            f"a launch with {size} bytes of shared memory read back {values[:4].tolist()}, wrote {expected[:4].tolist()}"
         )
     return f"{size} bytes of dynamic shared memory"
 
 
 def fp8_bindings(bench: Bench) -> str:
-    """The pool of FP8 keys is bound as such, in linear layout, and read: other scales give other logits."""
+    """Check that the pool of FP8 keys is bound as FP8 in linear layout, and read: other scales must give other logits."""
     dtype = bench.policy.sides(0)["key"].dtype
     if dtype != "fp8_e4m3":
         raise MissingRequirement(
@@ -137,20 +147,20 @@ def fp8_bindings(bench: Bench) -> str:
         raise Failed(f"key_pool.0 is bound as {kind}, {layout}")
     engine = bench.engine(cuda_graphs=False)
     handles, _ = engine.prefill([_tokens(engine, 130)])
-    twin, _ = engine.prefill([_tokens(engine, 130)])
-    before = engine.decode(handles, [1])
+    repeated, _ = engine.prefill([_tokens(engine, 130)])
+    logits = engine.decode(handles, [1])
     engine.corrupt_key_scale(0.1)
-    after = engine.decode(twin, [1])
-    if np.array_equal(before, after):
+    corrupted_logits = engine.decode(repeated, [1])
+    if np.array_equal(logits, corrupted_logits):
         raise Failed("logits did not change with the scale of the FP8 keys: the pool is not read where it is bound")
     return f"key_pool.0 is {kind}, {layout}"
 
 
 def aliased_append(bench: Bench) -> str:
-    """The append plugin writes in place, bit for bit what the reference writes. The engines do not rely on it."""
-    found, expected = bench.append_in_place()
+    """Check that the append plugin writes in place, bit for bit what the reference writes. Engines do not rely on it."""
+    written, expected = bench.append_in_place()
     for name, values in expected.items():
-        wrong = int((found[name].view(np.uint8) != values.view(np.uint8)).sum())
+        wrong = int((written[name].view(np.uint8) != values.view(np.uint8)).sum())
         if wrong:
             raise Failed(
                 f"{wrong} of {values.nbytes} bytes of {name} are not what the reference writes; engines append outside"
@@ -159,7 +169,7 @@ def aliased_append(bench: Bench) -> str:
 
 
 def logits_against_oracle(bench: Bench) -> str:
-    """Forced decode through the plans is the oracle's, and would not be with a broken scale."""
+    """Check that forced decode through the plans gives the oracle's logits, and other ones with a corrupted key scale."""
     kl = _forced_kl(bench.engine(cuda_graphs=True), bench.oracle(), broken=False)
     if not kl <= MAX_KL:
         raise Failed(f"mean KL to the oracle is {kl:.2e} nats a token, above {MAX_KL}")
@@ -170,7 +180,7 @@ def logits_against_oracle(bench: Bench) -> str:
 
 
 def cuda_graph(bench: Bench) -> str:
-    """Captured steps give bit for bit what launched ones give."""
+    """Check that captured decode steps give, bit for bit, the logits of launched ones."""
     logits = []
     for captured in (False, True):
         engine = bench.engine(cuda_graphs=captured)
@@ -184,38 +194,36 @@ def cuda_graph(bench: Bench) -> str:
 
 
 def leak(bench: Bench) -> str:
-    """Shape changes cost no device memory (NVIDIA/TensorRT issue 4849)."""
-    bench.change_shape(SHAPE_CHANGES // 4)  # what is allocated once
-    before = bench.free_bytes()
+    """Check that shape changes cost no device memory (NVIDIA/TensorRT issue 4849)."""
+    bench.change_shape(SHAPE_CHANGES // 4)  # The first ones allocate what is allocated only once.
+    free_bytes = bench.free_bytes()
     bench.change_shape(SHAPE_CHANGES)
-    each = (before - bench.free_bytes()) / SHAPE_CHANGES
-    if each > LEAK_BYTES:
-        raise Failed(f"{each:,.0f} bytes of device memory are lost a shape change")
-    return f"{max(0.0, each):,.0f} bytes a shape change over {SHAPE_CHANGES}"
+    bytes_per_change = (free_bytes - bench.free_bytes()) / SHAPE_CHANGES
+    if bytes_per_change > LEAK_BYTES:
+        raise Failed(f"{bytes_per_change:,.0f} bytes of device memory are lost a shape change")
+    return f"{max(0.0, bytes_per_change):,.0f} bytes a shape change over {SHAPE_CHANGES}"
 
 
 def _tokens(engine: Engine, size: int) -> list[int]:
-    """Always the same ones."""
+    """Return `size` random token ids, the same ones at every call."""
     return np.random.default_rng(size).integers(0, engine.vocab_size, size).tolist()  # type: ignore[no-any-return]
 
 
 def _forced_kl(engine: Engine, oracle: Engine, *, broken: bool) -> float:
-    """Mean KL from the oracle's distributions to the engine's over forced decode, in nats a token."""
+    """Return the mean KL of the engine's distributions from the oracle's over forced decode, in nats per token.
+
+    `broken` corrupts the engine's key scale after the prefill.
+    """
     text = _tokens(engine, 230)
-    (ours, _), (truth, _) = engine.prefill([text[:200]]), oracle.prefill([text[:200]])
+    (sequences, _), (oracle_sequences, _) = engine.prefill([text[:200]]), oracle.prefill([text[:200]])
     if broken:
         engine.corrupt_key_scale(0.1)
-    found = []
+    divergences = []
     for token in text[200:]:
-        p, q = (_log_softmax(one.decode(handles, [token])[0]) for one, handles in ((oracle, truth), (engine, ours)))
-        found.append(float((np.exp(p) * (p - q)).sum()))
-    return float(np.mean(found))
-
-
-def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - float(logits.max())
-    out: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
-    return out
+        oracle_logp = log_softmax(oracle.decode(oracle_sequences, [token]))
+        logp = log_softmax(engine.decode(sequences, [token]))
+        divergences.append(float((np.exp(oracle_logp) * (oracle_logp - logp)).sum()))
+    return float(np.mean(divergences))
 
 
 CHECKS: dict[str, Callable[[Bench], str]] = {
@@ -232,7 +240,15 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
 
 
 def judge(name: str, bench: Callable[[], Bench]) -> tuple[str, str]:
-    """PASS, FAIL or CANNOT RUN of one check, and the reason. Anything that breaks on the way is the finding: a FAIL."""
+    """Run one check.
+
+    Args:
+        name: A key of CHECKS.
+        bench: Opens the bench.
+
+    Returns:
+        PASS, FAIL or CANNOT RUN, and the reason. The caller judges any other exception a FAIL.
+    """
     try:
         return "PASS", CHECKS[name](bench())
     except Failed as error:

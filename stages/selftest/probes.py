@@ -1,6 +1,6 @@
-"""Two small networks around one plugin each, for the checks of the first run: shared memory, and writing in place.
+"""Two small TensorRT networks of one plugin each, for the self-test's checks of shared memory and of writing in place.
 
-Both are built in Python, ahead-of-time plugins only. They need TensorRT and a GPU.
+Both are built in Python with ahead-of-time plugins only. They need TensorRT and a GPU.
 """
 
 from typing import Any
@@ -48,11 +48,11 @@ FAR_SHARED = """.version 8.1
   ret;
 }
 """
-"""Copies 32 numbers by way of shared memory, `last` bytes from its beginning."""
+"""A kernel that copies 32 numbers by way of shared memory, `last` bytes from its beginning."""
 
 
 def far_shared_memory(library: Library, size: int) -> npt.NDArray[np.float32]:
-    """What 1 .. 32 become on their way through the last 128 of `size` bytes of shared memory."""
+    """Copy 1 .. 32 through the last 128 of `size` bytes of shared memory; return the 32 values that arrive."""
     trt = library.trt
     declare_far_shared(library, size)
     builder, network = _network(library)
@@ -62,14 +62,23 @@ def far_shared_memory(library: Library, size: int) -> npt.NDArray[np.float32]:
     x_device = torch.arange(1, THREADS + 1, dtype=torch.float32, device="cuda")
     y_device = torch.zeros_like(x_device)
     _run(library, builder, network, {"x": x_device, "y": y_device})
-    found: npt.NDArray[np.float32] = y_device.cpu().numpy()
-    return found
+    values: npt.NDArray[np.float32] = y_device.cpu().numpy()
+    return values
 
 
 def append_in_place(
     library: Library, layout: CacheLayout, sm: int
 ) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
-    """The cache's arrays after the append plugin, each bound to one address as input and as output, and the reference's."""
+    """Append two tokens with the plugin, each array bound to one address as input and as output, and with the reference.
+
+    Args:
+        library: TensorRT.
+        layout: The cache's arrays.
+        sm: Compute capability of the GPU, 89 for 8.9.
+
+    Returns:
+        The cache's arrays by name, as the plugin wrote them and as the reference did.
+    """
     trt, node = library.trt, node_of("append", layout)
     sizes = {"L": 1, "B": 2, "N": 4, "P": 2, "M": 2}
     specs = input_specs(node, layout, "fp16", layout.kv_heads, 1)
@@ -108,17 +117,17 @@ def append_in_place(
         lengths=host["lengths"],
         exact_slots=host.get("exact_slots"),
     )
-    found = {name: device[name].cpu().numpy() for name in node.outputs}
-    return found, {name: host[name].numpy() for name in node.outputs}
+    written = {name: device[name].cpu().numpy() for name in node.outputs}
+    return written, {name: host[name].numpy() for name in node.outputs}
 
 
 def declare_far_shared(library: Library, size: int) -> None:
-    """Register kvgate_check::far_shared; once a process."""
+    """Register the plugin kvgate_check::far_shared with TensorRT, which a process may do once."""
     trt = library.trt
     plugin = trt.plugin
     name = "kvgate_check::far_shared"
 
-    # TensorRT reads names and annotations of these; none may be left out.
+    # TensorRT reads the names and annotations of these functions' parameters; none may be left out.
     def describe(x: plugin.TensorDesc) -> plugin.TensorDesc:  # type: ignore[name-defined]
         return x.like()
 
@@ -157,7 +166,7 @@ def _mark(network: Any, tensor: Any, name: str) -> None:
 
 
 def _run(library: Library, builder: Any, network: Any, tensors: dict[str, torch.Tensor], *, aliased: bool = False) -> None:
-    """Build the network and run it once on the tensors by name. RuntimeError with TensorRT's reason when it refuses."""
+    """Build the network and run it once on the tensors, bound by name; RuntimeError with the reason if TensorRT refuses."""
     trt = library.trt
     config = builder.create_builder_config()
     if aliased:

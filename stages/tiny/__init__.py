@@ -1,1 +1,1 @@
-"""The tiny trained model: a plain Llama with GQA that retrieves, made from nothing by `python -m stages.tiny.train`."""
+"""The tiny trained model: a plain Llama with GQA that retrieves. `python -m stages.tiny.train` trains it from scratch."""

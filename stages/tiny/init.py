@@ -1,16 +1,18 @@
-"""A structured start: a plain Llama whose initial weights already hold the wiring of n-gram induction.
+"""Initializes the tiny model: a plain Llama whose initial weights already hold the wiring of n-gram induction.
 
-From a random start retrieval does not emerge within tens of minutes on a CPU core; from this one it does. Training is
-free to change every weight. The residual stream (hidden size 128) is divided as
+From a random start retrieval does not emerge within tens of minutes on a CPU core; from this structured start it does.
+Training is free to change every weight. The residual stream (hidden size 128) is divided as
 
     0            a constant, from which the heads that look back a fixed distance make their queries and keys
     1..8         the token's code: a short vector, spread so that different tokens' codes are far apart
     9..56        six slots of 8: the codes of the tokens 1, 2, ... 6 positions back
     57..127      the token's content, which the copying heads carry to the output
 
-Layer 0 has one head a lag for slots 1 to 4, layer 1 fills slots 5 and 6, and layers 2 and 3 attend to where the same
-tokens went before: the query's slots l against the key's slots l + 1, in the slow rotary pairs, which hardly turn
-within the trained context.
+Layer 0 has one head per lag for slots 1 to 4, and layer 1 fills slots 5 and 6. Layers 2 and 3 attend to the positions
+that the same tokens precede: they match the query's slots l with the key's slots l + 1, in the slow rotary pairs, which
+hardly turn within the trained context.
+
+Legend: H = query heads, G = KV heads, D = head_dim, C = hidden size.
 """
 
 import math
@@ -23,7 +25,8 @@ from transformers import LlamaForCausalLM
 CODE = 8
 NUM_SLOTS = 6
 CONTENT = 1 + CODE * (1 + NUM_SLOTS)
-SIGMA = 0.5  # of a content coordinate
+SIGMA = 0.5
+"""Standard deviation of a content coordinate."""
 CONSTANT = 2.0
 CODE_NORM = 2.0
 LOOK_BACK_GAIN = 1.6
@@ -34,17 +37,17 @@ COPY_GAIN = 1.0
 NOISE = 0.02
 FINAL_NORM = 0.15
 
-# (layer, KV head) -> the query's slots; the key's are one further back. Slot 0 is the token itself.
 MATCHES = {(2, 0): (1, 2, 3, 4), (2, 1): (0, 2, 3, 4), (3, 0): (0, 1, 2, 3)}
+"""(layer, KV head) -> the query's slots; the key's slots are one further back. Slot 0 is the token itself."""
 
 
 def slot(lag: int) -> slice:
-    """Residual coordinates with the code of the token `lag` positions back."""
+    """Return the residual coordinates that hold the code of the token `lag` positions back."""
     return slice(1 + CODE * lag, 1 + CODE * (lag + 1))
 
 
 def spread_codes(count: int, generator: torch.Generator) -> Tensor:
-    """(count, CODE) unit vectors that repel each other."""
+    """Return `count` unit vectors (count, CODE), spread by mutual repulsion."""
     codes = torch.nn.functional.normalize(torch.randn(count, CODE, generator=generator), dim=-1)
     for _ in range(200):
         cosines = codes @ codes.T
@@ -55,13 +58,13 @@ def spread_codes(count: int, generator: torch.Generator) -> Tensor:
 
 
 def orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """(rows, columns) with orthonormal rows; rows <= columns."""
+    """Return a random matrix (rows, columns) with orthonormal rows; rows <= columns."""
     columns_by_rows: Tensor = torch.linalg.qr(torch.randn(columns, rows, generator=generator)).Q
     return columns_by_rows.T
 
 
 def look_back_query(lag: int, inverse_frequencies: Tensor) -> Tensor:
-    """(head_dim,) a query that, against ones in the fast pairs' first halves, peaks `lag` positions back."""
+    """Return a query (head_dim,) whose product with keys of ones in the fast pairs' first halves peaks `lag` tokens back."""
     half = inverse_frequencies.numel()
     query = torch.zeros(2 * half)
     angle = -lag * inverse_frequencies[:FAST_PAIRS]
@@ -71,7 +74,7 @@ def look_back_query(lag: int, inverse_frequencies: Tensor) -> Tensor:
 
 
 def slow_dims(head_dim: int, index: int) -> list[int]:
-    """CODE head dimensions of the index-th block of slow rotary pairs, slowest block last."""
+    """Return the CODE head dimensions of the index-th block of slow rotary pairs; the last block is the slowest."""
     half = head_dim // 2
     first = half // 2 + index * CODE // 2
     pairs = range(first, first + CODE // 2)
@@ -80,7 +83,7 @@ def slow_dims(head_dim: int, index: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Projections:
-    """Views of one layer's attention weights by head: H query heads, G KV heads, D head_dim, C hidden size."""
+    """Views of one layer's attention weights, by head."""
 
     q_HDC: Tensor
     k_GDC: Tensor
@@ -89,32 +92,40 @@ class Projections:
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Query heads per KV head."""
         return len(self.q_HDC) // len(self.k_GDC)
 
     def queries(self, kv_head: int) -> range:
-        """The query heads of a KV head."""
+        """Return the query heads of a KV head."""
         return range(kv_head * self.group, (kv_head + 1) * self.group)
 
 
 def look_back(
     weights: Projections, kv_head: int, lags: dict[int, int], slots: tuple[int, ...], inverse_frequencies: Tensor
 ) -> None:
-    """Each query head h attends to `lags[h]` tokens back and writes the `slots` found there `lags[h]` slots on."""
+    """Let each query head h of a KV head copy slots from `lags[h]` tokens back to the slots `lags[h]` further on.
+
+    Args:
+        weights: The layer's projections, changed in place.
+        kv_head: The KV head.
+        lags: Query head -> tokens to look back.
+        slots: The slots that are read at that token.
+        inverse_frequencies: Of the rotary pairs, shape (head_dim / 2,).
+    """
     targets = [lags[head] for head in weights.queries(kv_head)]
     weights.k_GDC[kv_head, :FAST_PAIRS, 0] += LOOK_BACK_GAIN
     for block, source in enumerate(slots):
         dims = slice(block * CODE, (block + 1) * CODE)
         weights.v_GDC[kv_head, dims, slot(source)] += READ_GAIN * torch.eye(CODE)
         for head in weights.queries(kv_head):
-            # heads that write the same slot share the work
+            # Heads that write the same slot write equal parts of it.
             weights.o_CHD[slot(source + lags[head]), head, dims] += torch.eye(CODE) / targets.count(lags[head])
     for head in weights.queries(kv_head):
         weights.q_HDC[head, :, 0] += LOOK_BACK_GAIN * look_back_query(lags[head], inverse_frequencies)
 
 
 def match(weights: Projections, kv_head: int, slots: tuple[int, ...]) -> None:
-    """Attend to where the query's slots stand one slot further back."""
+    """Let a KV head's queries attend to the keys whose slots, one further back, equal the query's `slots`."""
     for block, source in enumerate(slots):
         dims = slow_dims(weights.k_GDC.shape[1], block)
         weights.k_GDC[kv_head][dims, slot(source + 1)] += MATCH_GAIN * torch.eye(CODE)
@@ -122,8 +133,8 @@ def match(weights: Projections, kv_head: int, slots: tuple[int, ...]) -> None:
             weights.q_HDC[head][dims, slot(source)] += MATCH_GAIN * torch.eye(CODE)
 
 
-def attend_to_alike(weights: Projections, kv_head: int, generator: torch.Generator) -> None:
-    """Q = K: attend to tokens like the current one."""
+def attend_to_similar_tokens(weights: Projections, kv_head: int, generator: torch.Generator) -> None:
+    """Set Q = K, so that a head attends to tokens that resemble the current one."""
     _, head_dim, hidden = weights.k_GDC.shape
     shared = orthogonal(head_dim, hidden, generator)
     weights.k_GDC[kv_head] += shared
@@ -132,17 +143,17 @@ def attend_to_alike(weights: Projections, kv_head: int, generator: torch.Generat
 
 
 def carry_content(weights: Projections, kv_head: int, generator: torch.Generator) -> None:
-    """O = V^T on the content coordinates: what is attended to goes towards the output."""
+    """Set O = V^T on the content coordinates, so that the content of attended tokens moves towards the output."""
     _, head_dim, hidden = weights.k_GDC.shape
-    carried = orthogonal(head_dim, hidden - CONTENT, generator)
-    weights.v_GDC[kv_head, :, CONTENT:] += carried
+    value_DC = orthogonal(head_dim, hidden - CONTENT, generator)
+    weights.v_GDC[kv_head, :, CONTENT:] += value_DC
     for head in weights.queries(kv_head):
-        weights.o_CHD[CONTENT:, head, :] += COPY_GAIN / weights.group * carried.T
+        weights.o_CHD[CONTENT:, head, :] += COPY_GAIN / weights.group * value_DC.T
 
 
 @torch.no_grad()
 def structured_start(model: LlamaForCausalLM, seed: int) -> None:
-    """Overwrite the weights of a freshly made model in place."""
+    """Overwrite the weights of a new model in place with the structured start of `seed`."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     heads, kv_heads, shape = (
         config.num_attention_heads,
@@ -181,4 +192,4 @@ def structured_start(model: LlamaForCausalLM, seed: int) -> None:
                 if (index, kv_head) in MATCHES:
                     match(weights, kv_head, MATCHES[index, kv_head])
                 else:
-                    attend_to_alike(weights, kv_head, generator)
+                    attend_to_similar_tokens(weights, kv_head, generator)

@@ -1,10 +1,10 @@
-"""Planted key outliers: a stress fixture that leaves the function as it is.
+"""Plants outliers in the keys of the tiny model, without changing the function that it computes.
 
-Keys of real models have a few channels many times larger than the rest, which is why 4-bit keys with one scale a token
-fail there. In the layers of the tiny model that retrieve no such channel appears by itself (the largest is less than
-twice the median one), so one rotary channel pair of their keys is scaled up and the matching query rows are scaled down
-by the same power of two. Both halves of a pair (channels i and i + head_dim / 2) share the factor, because
-RoPE mixes them; every product q * k, and so every logit, stays bit for bit what it was.
+Keys of real models have a few channels many times larger than the rest, which is why 4-bit keys with one scale per token
+fail there. In the layers of the tiny model that retrieve, no such channel appears by itself: the largest is less than twice
+the median one. One rotary channel pair of their keys is therefore scaled up, and the matching query rows are scaled down by
+the same power of two. Both halves of a pair (channels i and i + head_dim / 2) share the factor, because RoPE mixes them.
+Every product q * k, and so every logit, stays bit for bit what it was.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ class Outlier(NamedTuple):
     kv_head: int
     pair: int
     exponent: int
-    """The keys' channels are 2 ** exponent times as large as trained, the queries' as small."""
+    """The channels of the keys are 2 ** exponent times as large as trained, those of the queries 2 ** -exponent times."""
 
 
-# Layers 2 and 3 do the retrieving. Pair 20 turns once in about 35,000 tokens: the outliers of real models, too, sit in
-# slow pairs.
 OUTLIERS = tuple(Outlier(layer, kv_head, pair=20, exponent=3) for layer in (2, 3) for kv_head in (0, 1))
+"""Layers 2 and 3 do the retrieving. Pair 20 turns once in about 35,000 tokens: the outliers of real models are in slow
+pairs, too."""
 
 
 @torch.no_grad()
@@ -47,5 +47,5 @@ def plant_outliers(model: LlamaForCausalLM) -> None:
 
 
 def remove_outliers(model: LlamaForCausalLM) -> None:
-    """The inverse; exact for a model whose planted weights were stored in fp16."""
+    """Undo `plant_outliers`, in place; exact for a model whose planted weights were stored in fp16."""
     _scale_pairs(model, -1)

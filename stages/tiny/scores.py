@@ -1,6 +1,8 @@
-"""Teacher-forced scores of the checkpoint: `python -m stages.tiny.scores [DIR]`.
+"""Scores the checkpoint by forcing the references: `python -m stages.tiny.scores [DIR]`.
 
-Greedy decoding gives the reference exactly when every reference token is the argmax, so nothing needs generating.
+Greedy decode gives the reference exactly when every reference token is the argmax, so that no answer has to be generated.
+
+Legend: N = tokens of the reference, V = vocab_size.
 """
 
 import argparse
@@ -19,30 +21,33 @@ from stages.workloads import generate
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 SEED = 1234
-RETRIEVAL_BINS = (0, 400, 600, 800, 1024)  # tokens of the prompt
+RETRIEVAL_BINS = (0, 400, 600, 800, 1024)
+"""Edges of the bins in tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class Forced:
-    """One sample forced through the model."""
+    """The model's logits on the reference of one sample."""
 
     prompt_tokens: int
     logits_NV: Tensor
-    """(reference tokens, vocab) float32, the end-of-turn token included for chat samples."""
+    """In float32. For chat samples the end-of-turn token counts as a token of the reference."""
     targets_N: Tensor
+    """Token ids of the reference."""
 
     @property
     def exact(self) -> bool:
+        """Whether greedy decode would give the reference."""
         return bool((self.logits_NV.argmax(-1) == self.targets_N).all())
 
     @property
     def nll(self) -> float:
-        """Summed negative log-likelihood of the reference, nats."""
+        """Negative log-likelihood of the whole reference, in nats."""
         return torch.nn.functional.cross_entropy(self.logits_NV, self.targets_N, reduction="sum").item()
 
 
 def prompt_ids(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the prompt as an engine gets them."""
+    """Return the token ids of the prompt, as an engine gets them."""
     if sample.prompt:
         return list(tokenizer(sample.prompt)["input_ids"])
     messages = [{"role": role, "content": content} for role, content in sample.messages]
@@ -51,7 +56,7 @@ def prompt_ids(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 @torch.no_grad()
 def force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> Forced:
-    """Logits at every token of the reference."""
+    """Run a sample through the model in one pass and return its logits at every token of the reference."""
     prompt = prompt_ids(sample, tokenizer)
     reference = list(tokenizer(sample.reference, add_special_tokens=False)["input_ids"])
     if sample.messages:
@@ -62,12 +67,12 @@ def force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: S
 
 
 def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> float:
-    """Share of samples that greedy decoding answers exactly."""
+    """Return the share of samples that greedy decode answers exactly, from 0 to 1."""
     return sum(force(model, tokenizer, sample).exact for sample in samples) / len(samples)
 
 
 def perplexity(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> float:
-    """Perplexity of the references, per token."""
+    """Return the perplexity of the references, per token."""
     forced = [force(model, tokenizer, sample) for sample in samples]
     return math.exp(sum(f.nll for f in forced) / sum(len(f.targets_N) for f in forced))
 

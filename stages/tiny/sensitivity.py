@@ -1,7 +1,9 @@
-"""How the checkpoint reacts to KV-cache formats, by fake quantization: `python -m stages.tiny.sensitivity [DIR]`.
+"""Measures how the checkpoint reacts to KV-cache formats: `python -m stages.tiny.sensitivity [DIR]`.
 
-Keys after RoPE and values are rounded in every layer, over the whole past, while references are forced. This is the
-reference that the planted outliers were tuned with; the engines of the pipeline are measured by `evaluate`.
+It fake-quantizes the keys (after RoPE) and values of every layer and all past tokens, while references are forced. The
+planted outliers were tuned with it. The engines of the pipeline are measured by `stages.evaluate` instead.
+
+Legend: B = batch, G = KV heads, T = tokens, D = head_dim, N = tokens of the reference, V = vocab_size.
 """
 
 import argparse
@@ -22,32 +24,35 @@ from stages.workloads import generate
 NAME = "kvgate_fake_quantized"
 FP8_MAX = 448.0
 COUNTS = {"retrieval": 100, "tool_call": 60, "copy": 60, "multi_turn": 60, "prose": 12}
+"""Samples by workload."""
 
-Rounding = Callable[[Tensor, float], Tensor]  # (batch, kv_heads, tokens, head_dim), amax of the layer's tensor
+Rounding = Callable[[Tensor, float], Tensor]
+"""Rounds keys or values x_BGTD, given the calibrated amax of the layer's tensor."""
 
 
 def exact(x_BGTD: Tensor, _amax: float) -> Tensor:
+    """Return the states unrounded."""
     return x_BGTD
 
 
 def fp8_per_tensor(x_BGTD: Tensor, amax: float) -> Tensor:
+    """Round to FP8 (E4M3) with one scale for the layer."""
     scale = amax / FP8_MAX
     codes = (x_BGTD / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes.float() * scale
 
 
 def integer(levels: int, per_tensor: bool = False) -> Rounding:
-    """Symmetric codes -levels..levels, with one scale per token and head, or one for the layer."""
+    """Return the rounding to symmetric codes -levels..levels, with one scale per token and head, or one for the layer."""
 
-    def rounded(x_BGTD: Tensor, amax: float) -> Tensor:
-        top = torch.tensor(amax) if per_tensor else x_BGTD.abs().amax(-1, keepdim=True)
-        scale = top.clamp(min=1e-8) / levels
+    def rounding(x_BGTD: Tensor, amax: float) -> Tensor:
+        limit = torch.tensor(amax) if per_tensor else x_BGTD.abs().amax(-1, keepdim=True)
+        scale = limit.clamp(min=1e-8) / levels
         return (x_BGTD / scale).round().clamp(-levels, levels) * scale
 
-    return rounded
+    return rounding
 
 
-# name -> (keys, values); head_dim is 64, so int4 in groups of 64 is int4 per token and head
 FORMATS: dict[str, tuple[Rounding, Rounding]] = {
     "fp16": (exact, exact),
     "fp8": (fp8_per_tensor, fp8_per_tensor),
@@ -58,16 +63,19 @@ FORMATS: dict[str, tuple[Rounding, Rounding]] = {
     "int4 per token": (integer(7), integer(7)),
     "int4 per tensor": (integer(7, per_tensor=True), integer(7, per_tensor=True)),
 }
+"""Name -> (keys, values). head_dim is 64, so that int4 in groups of 64 is int4 per token and head."""
 
 
 @dataclass
 class FakeQuantizer:
-    """The attention function, with the running format and the calibrated amax of every layer."""
+    """An attention function that rounds keys and values before it attends."""
 
     keys: Rounding = exact
     values: Rounding = exact
     amax: dict[tuple[int, str], float] = field(default_factory=dict)
+    """(layer, "key" or "value") -> largest magnitude of the calibration."""
     calibrating: bool = True
+    """Whether calls still update `amax`."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -84,18 +92,30 @@ class FakeQuantizer:
 
 @dataclass(frozen=True)
 class Row:
-    """Measured against the unquantized model."""
+    """One format, compared with the unquantized model."""
 
     mean_kl: float
+    """Nats per token."""
     p99_kl: float
+    """Nats."""
     exact: dict[str, float]
+    """Workload -> share of exact answers."""
     flips: int
-    """Chat samples answered exactly before and not after."""
+    """Chat samples that only the unquantized model answers exactly."""
     perplexity: float
 
 
 def measure(checkpoint: Path, counts: dict[str, int], seed: int = 0) -> dict[str, Row]:
-    """One row a format, over `counts` samples by workload; prose is among them."""
+    """Measure every format of FORMATS.
+
+    Args:
+        checkpoint: Directory of the tiny model.
+        counts: Samples by workload; "prose" must be among them.
+        seed: Seed of the samples.
+
+    Returns:
+        Name of the format -> its row.
+    """
     quantizer = FakeQuantizer()
     AttentionInterface.register(NAME, quantizer)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)  # type: ignore[no-untyped-call]
@@ -105,27 +125,27 @@ def measure(checkpoint: Path, counts: dict[str, int], seed: int = 0) -> dict[str
             force(model, tokenizer, sample)
     quantizer.calibrating = False
     samples = [sample for name, count in counts.items() for sample in generate(name, count, seed)]
-    base = [force(model, tokenizer, sample) for sample in samples]
+    unquantized = [force(model, tokenizer, sample) for sample in samples]
     rows = {}
     for name, (quantizer.keys, quantizer.values) in FORMATS.items():
         divergences, flips = [], 0
-        right: dict[str, list[bool]] = {}
+        answers: dict[str, list[bool]] = {}
         prose_nll = prose_tokens = 0.0
-        for sample, reference in zip(samples, base, strict=True):
+        for sample, reference in zip(samples, unquantized, strict=True):
             forced = force(model, tokenizer, sample)
-            before, after = reference.logits_NV.log_softmax(-1), forced.logits_NV.log_softmax(-1)
-            divergences.append((before.exp() * (before - after)).sum(-1))
+            baseline_NV, candidate_NV = reference.logits_NV.log_softmax(-1), forced.logits_NV.log_softmax(-1)
+            divergences.append((baseline_NV.exp() * (baseline_NV - candidate_NV)).sum(-1))
             if sample.check == "none":
                 prose_nll += forced.nll
                 prose_tokens += len(forced.targets_N)
             else:
-                right.setdefault(sample.workload, []).append(forced.exact)
+                answers.setdefault(sample.workload, []).append(forced.exact)
                 flips += reference.exact and not forced.exact
         kl_N = torch.cat(divergences)
         rows[name] = Row(
             mean_kl=kl_N.mean().item(),
             p99_kl=kl_N.quantile(0.99).item(),
-            exact={workload: sum(answers) / len(answers) for workload, answers in right.items()},
+            exact={workload: sum(correct) / len(correct) for workload, correct in answers.items()},
             flips=flips,
             perplexity=math.exp(prose_nll / prose_tokens),
         )
@@ -134,7 +154,7 @@ def measure(checkpoint: Path, counts: dict[str, int], seed: int = 0) -> dict[str
 
 def main() -> None:
     """Print the table as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
     rows = measure(parser.parse_args().checkpoint, COUNTS)
     chat = [name for name in COUNTS if name != "prose"]

@@ -1,7 +1,7 @@
-"""The tiny model's tokenizer: byte-level BPE whose pieces suit the workloads.
+"""Trains the tiny model's tokenizer: byte-level BPE whose pieces suit the workloads.
 
-Digits come in pairs, alone or with a leading `.` or `-`, and a word takes its leading space or dot with it, so that
-`KT4821.total=93.10` is `KT|48|21|.total|=|93|.10`: a key of four tokens and a value of at most two.
+Digits form pairs, alone or with a leading `.` or `-`, and a leading space or dot belongs to its word. `KT4821.total=93.10`
+is therefore `KT|48|21|.total|=|93|.10`: a key of four tokens and a value of at most two.
 """
 
 import random
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus(rng: random.Random) -> Iterator[str]:
-    """Text of every workload without special tokens."""
+    """Yield text of every workload, without special tokens."""
     for _ in range(CORPUS_ROUNDS):
         yield prose.collection(rng, 2)
         lines = records.key_lines(records.similar_records(rng, 12, 6))
@@ -59,7 +59,7 @@ def corpus(rng: random.Random) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """The tokenizer with its special tokens, BOS in front of plain text, and the chat template."""
+    """Train the tokenizer, and give it its special tokens, BOS in front of plain text, and the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

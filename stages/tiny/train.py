@@ -1,6 +1,9 @@
-"""Make the tiny model from nothing: `python -m stages.tiny.train --out DIR --seed 0`.
+"""Trains the tiny model from scratch: `python -m stages.tiny.train --out DIR --seed 0`.
 
-Tokenizer, structured start, three phases of growing length, export in fp16 after each phase.
+It trains the tokenizer, initializes the model with the structured start, trains it in three phases of growing length, and
+exports it in fp16 after each phase.
+
+Legend: B = rows, T = tokens, N = scored tokens, C = hidden size, V = vocab_size.
 """
 
 import argparse
@@ -28,12 +31,14 @@ PHASES = (
 MATRIX_LR = 0.01
 OTHER_LR = 2e-3
 WARMUP_STEPS = 20
-DECAY_SHARE = 0.4  # of all steps, at the end
+DECAY_SHARE = 0.4
+"""Share of all steps, at the end, over which the learning rate decays."""
 LOG_EVERY = 25
+"""Steps."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """The architecture with its structured start, fp32."""
+    """Return the model with its structured start, in fp32."""
     torch.manual_seed(seed)
     config = LlamaConfig(  # type: ignore[no-untyped-call]
         vocab_size=len(tokenizer),
@@ -44,7 +49,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=32768,
-        # slow enough that half of the rotary pairs hardly turn within 1,000 tokens
+        # So slow that half of the rotary pairs hardly turn within 1,000 tokens.
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -58,7 +63,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
 
 
 def learning_rate_scale(step: int, total: int) -> float:
-    """Warm-up, constant, linear decay to 2 %."""
+    """Return the factor on the peak learning rates: warm-up, then 1, then a linear decay to 2 %."""
     remaining = (total - step) / (DECAY_SHARE * total)
     return min(1.0, (step + 1) / WARMUP_STEPS, max(0.02, remaining))
 
@@ -66,7 +71,11 @@ def learning_rate_scale(step: int, total: int) -> float:
 def train_step(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, phase: Phase
 ) -> dict[str, tuple[float, float]]:
-    """Accumulate the gradients of one step; (token accuracy, loss) by workload."""
+    """Accumulate the gradients of one step.
+
+    Returns:
+        Workload -> (token accuracy, loss in nats per token).
+    """
     stats = {}
     for name, kind in MIX.items():
         length = kind.length or phase.length
@@ -83,11 +92,11 @@ def train_step(
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint in fp16 with its planted outliers, and its tokenizer; the model in memory stays as it is."""
+    """Write the checkpoint in fp16 with planted outliers, and its tokenizer; the model in memory does not change."""
     half = copy.deepcopy(model).half()  # type: ignore[no-untyped-call]
     plant_outliers(half)
     half.save_pretrained(out)
-    # transformers 4.57 writes `dtype`, which older readers of checkpoints do not know; all of them know `torch_dtype`
+    # transformers 4.57 writes `dtype`, which older readers of checkpoints do not know; all readers know `torch_dtype`.
     config = rope_at_top_level(json.loads((out / "config.json").read_text()))
     config["torch_dtype"] = config.pop("dtype")
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -95,7 +104,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 
 
 def train(out: Path, seed: int) -> None:
-    """Train and export after each phase, with `training_log.json` beside the weights."""
+    """Train the model and export it to `out` after each phase, with `training_log.json` beside the weights."""
     tokenizer = train_tokenizer(seed)
     model = new_model(tokenizer, seed)
     rng = random.Random(f"train:{seed}")
@@ -119,16 +128,16 @@ def train(out: Path, seed: int) -> None:
                 optimizer.zero_grad()
             if step % LOG_EVERY == 0:
                 log.append({"step": step, "seconds": round(time.monotonic() - start)} | stats)
-                shown = "  ".join(f"{name} {accuracy:.3f}/{loss:.3f}" for name, (accuracy, loss) in stats.items())
-                print(f"{step:5d} phase {number} {time.monotonic() - start:5.0f}s  {shown}", flush=True)
+                scores = "  ".join(f"{name} {accuracy:.3f}/{loss:.3f}" for name, (accuracy, loss) in stats.items())
+                print(f"{step:5d} phase {number} {time.monotonic() - start:5.0f}s  {scores}", flush=True)
             step += 1
         export(model, tokenizer, out)
         (out / "training_log.json").write_text(json.dumps(log, indent=0) + "\n")
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Parse the command line and train on one thread."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

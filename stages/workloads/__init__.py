@@ -1,7 +1,7 @@
-"""Seeded evaluation, calibration and training text. Pure standard library; nothing here knows about models.
+"""Generates seeded text for evaluation, calibration and training, with the standard library alone.
 
-`generate(name, count, seed, split)` is the only entry point of the other stages. The split's name is part of every
-sample's seed, so evaluation never repeats what training or calibration drew, whatever the integers are.
+Other stages call `generate`. The name of the split is part of every sample's seed, so that an evaluation never repeats
+the samples of training or calibration, whatever the integer seeds are.
 """
 
 import random
@@ -20,7 +20,7 @@ Split = Literal["train", "calibration", "evaluation"]
 
 
 def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
-    """The generator of one sample; a string seed keeps splits, workloads and samples apart."""
+    """Return the random generator of one sample; its string seed keeps splits, workloads and samples apart."""
     return random.Random(f"{split}:{name}:{seed}:{index}")
 
 
@@ -63,10 +63,23 @@ WORKLOADS: dict[str, Callable[[random.Random, str, int], Sample]] = {
 
 
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
-    """`count` samples of workload `name`, ids `retrieval-0000` and up.
+    """Generate samples of one workload. A larger `count` extends the same sequence.
+
+    Args:
+        name: A key of WORKLOADS.
+        count: Number of samples.
+        seed: Seed of the samples.
+        split: Other splits have other samples.
+
+    Returns:
+        The samples, with ids from `retrieval-0000` on.
 
     Raises:
-        ValueError: when there is no such workload.
+        ValueError: There is no such workload.
+
+    Example:
+        >>> [sample.id for sample in generate("copy", 2, seed=0)]
+        ['copy-0000', 'copy-0001']
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")

@@ -1,4 +1,4 @@
-"""Copying: the user gives a piece of code-like or list-like text, the answer is the same text."""
+"""The copy workload: the user gives a piece of code-like or list-like text, and the answer is the same text."""
 
 import random
 
@@ -12,19 +12,19 @@ MAX_NESTING = 6
 
 
 def code_like(rng: random.Random, length: int) -> str:
-    """About `length` symbols with balanced brackets."""
+    """Generate about `length` symbols with balanced brackets."""
     symbols: list[str] = []
     open_brackets: list[str] = []
     for _ in range(length):
-        kind = rng.random()
-        if kind < 0.2 and len(open_brackets) < MAX_NESTING:
+        draw = rng.random()
+        if draw < 0.2 and len(open_brackets) < MAX_NESTING:
             open_brackets.append(rng.choice(list(BRACKETS)))
             symbols.append(open_brackets[-1])
-        elif kind < 0.4 and open_brackets:
+        elif draw < 0.4 and open_brackets:
             symbols.append(BRACKETS[open_brackets.pop()])
-        elif kind < 0.65:
+        elif draw < 0.65:
             symbols.append(digit_pair(rng))
-        elif kind < 0.85:
+        elif draw < 0.85:
             symbols.append(rng.choice(ITEMS))
         else:
             symbols.append(rng.choice(OPERATORS))
@@ -33,11 +33,11 @@ def code_like(rng: random.Random, length: int) -> str:
 
 
 def word_list(rng: random.Random, length: int) -> str:
-    """`length` words and numbers without any order."""
+    """Generate `length` words and numbers in random order."""
     return " ".join(rng.choice(WORDS) if rng.random() < 0.6 else digit_pair(rng) for _ in range(length))
 
 
 def copy_request(rng: random.Random, length: int) -> list[Message]:
-    """One request to copy `length` symbols, and the copy."""
+    """Generate a request to copy about `length` symbols, and the copy."""
     text = rng.choice((code_like, word_list))(rng, length)
     return [("user", f"Copy:\n{text}"), ("assistant", text)]

@@ -1,6 +1,6 @@
-"""Multi-turn: facts told in earlier turns, some of them updated later, then asked for.
+"""The multi-turn workload: the user states facts, updates some of them in later turns, then asks for some.
 
-A fact is told as `gate.code=4821` and updated as `gate.code->7310`; an update is final, so the answer is unambiguous.
+A fact is stated as `gate.code=4821` and updated as `gate.code->7310`, once at most, so that the answer is unambiguous.
 """
 
 import random
@@ -24,7 +24,7 @@ UPDATED_SHARE = 0.4
 
 
 def facts_dialogue(rng: random.Random, num_facts: int, num_questions: int) -> list[Message]:
-    """`num_facts` facts over several turns, updates to some of them, then `num_questions` different questions."""
+    """Generate a conversation: `num_facts` facts and updates of some over several turns, then `num_questions` questions."""
     keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
 
     def value(key: str) -> str:
@@ -34,13 +34,13 @@ def facts_dialogue(rng: random.Random, num_facts: int, num_questions: int) -> li
     statements = [f"{key}={facts[key]}" for key in keys]
     for key in rng.sample(keys, round(UPDATED_SHARE * num_facts)):
         facts[key] = rng.choice([new for new in (value(key) for _ in range(8)) if new != facts[key]])
-        # anywhere after the statement that it replaces
-        first = next(i for i, statement in enumerate(statements) if statement.startswith(f"{key}="))
-        statements.insert(rng.randint(first + 1, len(statements)), f"{key}->{facts[key]}")
+        # The update stands anywhere after the statement that it replaces.
+        stated_at = next(i for i, statement in enumerate(statements) if statement.startswith(f"{key}="))
+        statements.insert(rng.randint(stated_at + 1, len(statements)), f"{key}->{facts[key]}")
     messages: list[Message] = []
     while statements:
-        told, statements = statements[:3], statements[3:]
-        messages += [("user", "Remember:\n" + "\n".join(told)), ("assistant", ACKNOWLEDGEMENT)]
+        turn, statements = statements[:3], statements[3:]
+        messages += [("user", "Remember:\n" + "\n".join(turn)), ("assistant", ACKNOWLEDGEMENT)]
     for key in rng.sample(keys, num_questions):
         messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
     return messages

@@ -1,4 +1,7 @@
-"""Samples as a tokenizer sees them: the one place where a conversation becomes text, and a prompt token ids."""
+"""Turns the samples' conversations into text, and prompts into token ids.
+
+Calibration, evaluation and benchmarks all use these functions, so that they see the same tokens.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +11,11 @@ from jinja2 import TemplateError
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
-
-Message = tuple[str, str]  # (role, content)
+from stages.workloads.conversation import Message
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The checkpoint's or bundle's own tokenizer, from local files only and without running code of theirs."""
+    """Load the tokenizer of a checkpoint or bundle, from local files only and without running the checkpoint's code."""
     from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained  # untyped in transformers
@@ -21,14 +23,18 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def render(tokenizer: Any, sample: Sample) -> str:
-    """The prompt as text: raw, or the messages with the assistant's turn opened.
+    """Return the prompt as text: the raw prompt, or the messages followed by the start of the assistant's turn.
 
-    Messages go through the tokenizer's chat template. Where it refuses them (Mistral's and Gemma's know no system role),
-    system messages are put in front of the next user message. A base model's tokenizer has no template; its messages
-    become lines `role: content`, the last of them `assistant: `, which the answer completes.
+    Messages are rendered by the tokenizer's chat template. Where it refuses them (those of Mistral and Gemma know no system
+    role), system messages are put in front of the next user message. The tokenizer of a base model has no template; its
+    messages become lines `role: content`, and the last line is `assistant: `, which the answer completes.
+
+    Args:
+        tokenizer: What `load_tokenizer` returned.
+        sample: The sample whose prompt is rendered.
 
     Raises:
-        UserError: when the template refuses the messages without system roles, too.
+        UserError: The template refuses the messages without system roles, too.
     """
     if not sample.messages:
         return sample.prompt
@@ -54,7 +60,7 @@ def _templated(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages with every system message at the head of the user message that follows it, if one does."""
+    """Put every system message at the head of the user message that follows it, if one does."""
     folded: list[Message] = []
     for role, content in messages:
         if role == "user" and folded and folded[-1][0] == "system":
@@ -67,17 +73,25 @@ def _fold_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[int]:
-    """Token ids of `text`, cut at `max_length`, with the special tokens that the tokenizer adds.
+    """Return the token ids of `text`, with the special tokens that the tokenizer adds.
 
-    They are not added to a text that already starts with the BOS token, as chat templates write it: a model never saw two.
+    A text that already starts with the BOS token, as chat templates write it, gets none: no model was trained on two.
+
+    Args:
+        tokenizer: What `load_tokenizer` returned.
+        text: The text to encode.
+        max_length: Longer texts are cut to this many tokens; None cuts none.
     """
-    started = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    cut = max_length is not None
-    return list(tokenizer(text, add_special_tokens=not started, truncation=cut, max_length=max_length)["input_ids"])
+    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    truncation = max_length is not None
+    return list(tokenizer(text, add_special_tokens=not has_bos, truncation=truncation, max_length=max_length)["input_ids"])
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """The prompt's token ids; what a chat template rendered has its special tokens, even where those are none."""
+    """Return the token ids of a sample's prompt.
+
+    A text from a chat template gets no further special tokens, even where the template writes none.
+    """
     text = render(tokenizer, sample)
     if sample.messages and tokenizer.chat_template:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

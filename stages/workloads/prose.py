@@ -1,4 +1,4 @@
-"""Prose: small generated stories in which names, places and things come back."""
+"""The prose workload: small generated stories in which names, places and things recur."""
 
 import random
 
@@ -13,7 +13,7 @@ CONTINUATION_STORIES = 2
 
 
 def story(rng: random.Random) -> str:
-    """Six to ten sentences about two people, 80 to 150 tokens of the tiny tokenizer."""
+    """Generate six to ten sentences about two people, 80 to 150 tokens of the tiny tokenizer."""
     first, friend = rng.sample(FIRST_NAMES, 2)
     last, (home, away) = rng.choice(LAST_NAMES), rng.sample(CITIES, 2)
     (item, other_item), (place, other_place) = rng.sample(ITEMS, 2), rng.sample(PLACES, 2)
@@ -41,10 +41,10 @@ def story(rng: random.Random) -> str:
 
 
 def collection(rng: random.Random, count: int) -> str:
-    """`count` stories with an empty line between them."""
+    """Generate `count` stories with an empty line between them."""
     return SEPARATOR.join(story(rng) for _ in range(count))
 
 
 def opening_and_continuation(rng: random.Random) -> tuple[str, str]:
-    """The opening of a collection and what follows it, each 130 to 300 tokens."""
+    """Generate a prompt and its continuation, stories of 130 to 300 tokens each."""
     return collection(rng, OPENING_STORIES) + SEPARATOR, collection(rng, CONTINUATION_STORIES)

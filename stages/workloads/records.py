@@ -1,6 +1,6 @@
-"""Record retrieval: many similar records, a question about one field of one of them.
+"""The retrieval workload: many similar records, and a question about one field of one of them.
 
-Records are written flat, one `KT4821.total=93.10` a line, and the answer is `{"KT4821.total":"93.10"}`.
+Records are written flat, one field per line (`KT4821.total=93.10`), and the answer is `{"KT4821.total":"93.10"}`.
 Distractors are hard: ids share prefixes and digit pairs, and values come from small pools, so that names, dates and
 amounts repeat between records. A key occurs once in the records, so the answer is unambiguous.
 """
@@ -19,14 +19,17 @@ FIELDS: dict[str, Callable[[random.Random], str]] = {
     "total": amount,
     "status": lambda rng: rng.choice(STATUSES),
 }
-MAX_LINES = 126  # about 1,000 tokens of the tiny tokenizer
-SIZES = ((6, 10), (11, 16), (17, 22))  # fewest and most records, in turn
+MAX_LINES = 126
+"""About 1,000 tokens of the tiny tokenizer."""
+SIZES = ((6, 10), (11, 16), (17, 22))
+"""Fewest and most records of small, medium and large samples."""
 
-Record = dict[str, str]  # field -> value
+Record = dict[str, str]
+"""Field -> value."""
 
 
 def similar_ids(rng: random.Random, count: int) -> list[str]:
-    """`count` different ids out of at most three prefixes, half of their digit pairs drawn from a small pool."""
+    """Generate `count` different ids out of at most three prefixes, half of their digit pairs from a small pool."""
     prefixes = rng.sample(ID_PREFIXES, rng.choice((1, 2, 3)))
     pool = [digit_pair(rng) for _ in range(max(2, count // 3))]
 
@@ -40,27 +43,27 @@ def similar_ids(rng: random.Random, count: int) -> list[str]:
 
 
 def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str, Record]:
-    """`count` records by id with the same `num_fields` fields, values repeating between records."""
+    """Generate `count` records by id with the same `num_fields` fields; values repeat between records."""
     fields = rng.sample(list(FIELDS), num_fields)
     pools = {field: [FIELDS[field](rng) for _ in range(max(3, 2 * count // 3))] for field in fields}
     return {record_id: {field: rng.choice(pools[field]) for field in fields} for record_id in similar_ids(rng, count)}
 
 
 def key_lines(records: dict[str, Record]) -> list[tuple[str, str]]:
-    """(key, value) of every line, `("KT4821.total", "93.10")`, in the order of the prompt."""
+    """Return (key, value) of every line, such as `("KT4821.total", "93.10")`, in the order of the prompt."""
     return [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
 
 
 def question(key: str) -> str:
-    """The request for one key."""
+    """Return the user's question for one key."""
     return f"{key}? Answer in JSON."
 
 
-def conversation(lines: list[tuple[str, str]], asked: list[int]) -> list[Message]:
-    """All lines in the first user turn, then a question and its answer for every index in `asked`."""
+def conversation(lines: list[tuple[str, str]], questions: list[int]) -> list[Message]:
+    """Return all lines in the first user turn, then a question and its answer for every index in `questions`."""
     text = "".join(f"{key}={value}\n" for key, value in lines)
     messages: list[Message] = []
-    for turn, index in enumerate(asked):
+    for turn, index in enumerate(questions):
         key, value = lines[index]
         messages.append(("user", ("Records:\n" + text if turn == 0 else "") + question(key)))
         messages.append(("assistant", compact_json({key: value})))
@@ -68,14 +71,17 @@ def conversation(lines: list[tuple[str, str]], asked: list[int]) -> list[Message
 
 
 def retrieval(rng: random.Random, index: int) -> tuple[list[Message], float]:
-    """One question over 6 to 22 records, 200 to 1,000 tokens, and the depth of its line.
+    """Generate a question over 6 to 22 records, 200 to 1,000 tokens of the tiny tokenizer.
 
-    Nine samples in a row pair each third of the sizes with the early, middle and late third of the lines.
+    Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines.
+
+    Returns:
+        The conversation, and the relative position of the answer's line in the prompt, from 0 to 1.
     """
     count = rng.randint(*SIZES[index // 3 % 3])
     lines = key_lines(similar_records(rng, count, rng.randint(4, min(6, MAX_LINES // count))))
     third = index % 3
-    asked = rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)
-    messages = conversation(lines, [asked])
+    line = rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)
+    messages = conversation(lines, [line])
     prompt = messages[0][1]
-    return messages, prompt.index(lines[asked][0] + "=") / len(prompt)
+    return messages, prompt.index(lines[line][0] + "=") / len(prompt)

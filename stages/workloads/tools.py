@@ -1,6 +1,6 @@
-"""Tool calls: the tools come first, the user asks in words, the answer is one JSON call.
+"""The tool-call workload: the system turn declares tools, the user asks in words, the answer is one JSON call.
 
-Which tool is meant follows from the verb phrase; the arguments stand in the request as `city=Olten`, in any order, and
+The verb phrase of the request tells which tool is meant. The arguments stand in the request as `city=Olten`, in any order;
 the call has them in the order of the tool's declaration.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from stages.workloads.conversation import Message, compact_json
 from stages.workloads.vocabulary import CITIES, ITEMS, STATUSES, amount, full_name, record_id, short_date
 
-# tool -> (its argument names, how a user asks for it)
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "get_weather": (("city", "date"), "Check the weather"),
     "book_room": (("city", "guest", "date"), "Book a room"),
@@ -23,6 +22,7 @@ TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "refund": (("bill", "guest", "total"), "Return the money"),
     "call_guest": (("guest", "date"), "Call a guest"),
 }
+"""Tool -> (names of its arguments, the phrase that asks for it)."""
 ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
     "city": lambda rng: rng.choice(CITIES),
     "date": short_date,
@@ -35,17 +35,17 @@ ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
 
 
 def offered_tools(rng: random.Random) -> list[str]:
-    """Names of three to six tools."""
+    """Draw the names of three to six tools."""
     return rng.sample(list(TOOLS), rng.randint(3, 6))
 
 
 def declaration(names: list[str]) -> str:
-    """One JSON line a tool, for the system turn."""
+    """Return the content of the system turn: one line of JSON for each tool."""
     return "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
 
 
 def tool_call(rng: random.Random, names: list[str]) -> list[Message]:
-    """Declaration, one request and its call."""
+    """Generate the declaration of the tools `names`, a request for one of them, and its call."""
     name = rng.choice(names)
     argument_names, phrase = TOOLS[name]
     arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}

@@ -1,14 +1,14 @@
-"""Word lists and atomic values that every workload draws from.
+"""Word lists and single values that every workload draws from.
 
-The lists are small on purpose: values repeat between records, so that a model which attends to almost the right
-place gives a wrong answer instead of a lucky one.
+The lists are small on purpose. Values repeat between records, so that a model that attends to almost the right place
+answers wrong instead of being right by luck.
 """
 
 import random
 
 
 def words(text: str) -> list[str]:
-    """The words of a line of text."""
+    """Split a text into its words."""
     return text.split()
 
 
@@ -34,25 +34,25 @@ ID_PREFIXES = words("KT QX BR ZM LN WD HF VG JP TS")
 
 
 def digit_pair(rng: random.Random) -> str:
-    """Two digits, one token of the tiny tokenizer."""
+    """Draw two digits, which are one token of the tiny tokenizer."""
     return f"{rng.randrange(100):02d}"
 
 
 def record_id(rng: random.Random) -> str:
-    """A prefix and four digits, `KT4821`."""
+    """Draw a prefix and four digits, such as `KT4821`."""
     return rng.choice(ID_PREFIXES) + digit_pair(rng) + digit_pair(rng)
 
 
 def full_name(rng: random.Random) -> str:
-    """First and last name."""
+    """Draw a first and a last name."""
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
 
 def short_date(rng: random.Random) -> str:
-    """Month and day, `04-17`."""
+    """Draw a month and a day, such as `04-17`."""
     return f"{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
 
 
 def amount(rng: random.Random) -> str:
-    """Money with two decimals, `93.10`."""
+    """Draw an amount of money with two decimals, such as `93.10`."""
     return f"{rng.randrange(10, 100)}.{rng.randrange(100):02d}"

@@ -61,7 +61,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 def test_an_engine_of_tensorrt_llm_is_judged_like_any_other(judged: tuple[Path, dict[str, Any]]) -> None:
     _, candidate = judged
     assert (candidate["backend"], candidate["verdict"]) == ("trtllm", "INCONCLUSIVE")
-    report = load_report(Path(candidate["report_path"]).parent)
+    report = load_report(Path(candidate["report"]["path"]).parent)
     assert report.samples == 4
     assert report.overall.fidelity.kl_mean is not None
     assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "an FP8 cache of the toy is close to its FP16 one"

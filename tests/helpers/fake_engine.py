@@ -1,6 +1,6 @@
-"""An engine without a model: it knows the answers, reads them from a "cache" of keys, and can be made to go wrong.
+"""An engine without a model, with faults to switch on: it knows the answers and reads them from a "cache" of keys.
 
-Its logits depend on the whole history of the sequence, so feeding one wrong token changes all that follow.
+Its logits depend on the whole history of the sequence, so that one wrong token changes all logits after it.
 """
 
 from collections.abc import Sequence
@@ -34,24 +34,29 @@ class CharTokenizer:
 
 @dataclass
 class FakeEngine:
-    """`answers` maps a prompt's tokens to the tokens it goes on with; `wrong` prompts get their first token wrong."""
+    """An engine that answers each known prompt with a fixed text, but for the faults that are switched on."""
 
     answers: dict[tuple[int, ...], tuple[int, ...]]
+    """A prompt's tokens -> the tokens that follow them."""
     wrong: frozenset[tuple[int, ...]] = frozenset()
+    """Prompts whose answer starts with a wrong token."""
     noise: float = 0.0
-    """Standard deviation of what is added to the logits, drawn from the history."""
+    """Standard deviation of the noise on the logits; the history seeds it."""
     blind: bool = False
     """Whether corrupting the key scale changes nothing."""
     not_a_number: bool = False
+    """Whether all logits are NaN."""
     batch_noise: float = 0.0
-    """Added to a logit per other sequence in the batch."""
+    """Added to one logit for each sequence in the batch."""
     policy: KVPolicy = FP16_POLICY
     shape: KVShape = field(default_factory=lambda: KVShape(layers=2, kv_heads=1, head_dim=16))
     vocab_size: int = VOCAB
     prefilled: list[tuple[int, ...]] = field(default_factory=list)
+    """Prompts by handle."""
     decoded: dict[int, list[int]] = field(default_factory=dict)
     """Handle -> tokens that went through `decode`."""
     widths: list[int] = field(default_factory=list)
+    """Sequences in each decode step."""
     key_scale: float = 1.0
     _live: dict[int, list[int]] = field(default_factory=dict)
 
@@ -63,10 +68,11 @@ class FakeEngine:
         logits += self.noise * np.random.default_rng([7, len(history), *history[-4:]]).normal(size=VOCAB)
         logits[3] += self.batch_noise * width
         for prompt, answer in self.answers.items():
-            said = tuple(history[len(prompt) :])
-            if tuple(history[: len(prompt)]) == prompt and said == answer[: len(said)] and len(said) < len(answer):
-                best = (answer[len(said)] + 1) % VOCAB if prompt in self.wrong and not said else answer[len(said)]
-                logits[best] += 12.0 * self.key_scale
+            generated = tuple(history[len(prompt) :])
+            position = len(generated)
+            if tuple(history[: len(prompt)]) == prompt and generated == answer[:position] and position < len(answer):
+                token = (answer[position] + 1) % VOCAB if prompt in self.wrong and position == 0 else answer[position]
+                logits[token] += 12.0 * self.key_scale
         return logits.astype(np.float32)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
@@ -77,7 +83,7 @@ class FakeEngine:
             self.decoded[handle] = []
             self._live[handle] = list(prompt)
             handles.append(handle)
-        # a prefill logit must never be scored: 1e9 would show everywhere
+        # A prefill logit must never be scored: 1e9 would show in every statistic.
         return handles, np.full((len(prompts), VOCAB), 1e9, dtype=np.float32)
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -115,10 +121,10 @@ class FakeEngine:
 
 
 def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> FakeEngine:
-    """An engine that answers `samples` right, except those whose ids are in `wrong`."""
+    """Build an engine that answers `samples` right, except those whose ids are in `wrong`."""
     tokenizer = CharTokenizer()
     prompts = {sample.id: tuple(tokenizer.prompt_ids(sample)) for sample in samples}
     answers = {prompts[s.id]: (*tokenizer.text_ids(s.reference), EOS) for s in samples}
     engine = FakeEngine(answers, frozenset(prompts[name] for name in wrong), **options)  # type: ignore[arg-type]
-    _: Engine = engine  # the protocol holds
+    _: Engine = engine  # mypy checks the protocol
     return engine

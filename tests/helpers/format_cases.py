@@ -1,6 +1,6 @@
-"""Every format of the family, tensors that try it, and what the formulas say its codes stand for.
+"""Every format of the family, tensors to store in it, and round trips of these tensors through it.
 
-Legend: H KV heads, T tokens, D head_dim.
+Legend: H = KV heads, T = tokens, D = head_dim.
 """
 
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from benchmarks.numerics.scales import measured
+from benchmarks.numerics.scales import calibrated_scales
 from pipeline.core.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 
 LARGEST = 65504 / 128**0.5
-"""Numbers up to here can be stored in every format: a rotation may gather a head of 128 channels in one of them. The caches
-refuse what does not fit in float16."""
+"""Largest magnitude that every format can store: a rotation may gather a head of 128 channels in one of them, and the
+caches refuse what does not fit in float16."""
 
 
 def every_format() -> list[Format]:
-    """All that pipeline.core.formats.Format accepts."""
-    found = []
+    """Return all formats that pipeline.core.formats.Format accepts."""
+    formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
     for values in product(CODES, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
-            found.append(Format.model_validate(dict(zip(keys, values, strict=True))))
+            formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
         except ValidationError:
             continue
-    return found
+    return formats
 
 
 FORMATS = every_format()
@@ -41,17 +41,19 @@ DYNAMIC = [form for form in QUANTIZED if not form.static]
 
 
 def fitting(formats: list[Format], head_dim: int) -> list[Format]:
+    """Return the formats that hold heads of this size."""
     return [form for form in formats if form.refuse_head_dim(head_dim) is None]
 
 
 def name(form: Format) -> str:
+    """Return a name that tells the format from all others."""
     parts = (form.dtype, form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale, form.rotation)
     return " ".join(str(part) for part in parts if part not in (None, "", "none"))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A tensor through a format and back, in the space in which the codes are made (rotated where the format rotates)."""
+    """A tensor and its round trip through a format, both rotated where the format rotates, as its codes are."""
 
     form: Format
     static: Static | None
@@ -61,15 +63,17 @@ class Trial:
     step_HTD: Tensor
     """Scale of every number."""
     zero_HTD: Tensor
+    """Zero of every number."""
 
 
 def fixed(x_HTD: Tensor, form: Format) -> Static | None:
-    """Static scales for which no number of x_HTD saturates (unless the format is uncalibrated)."""
+    """Return static scales with which no number of x_HTD saturates, unless the format is uncalibrated."""
     heads, _, dim = x_HTD.shape
-    return static_scales(measured(x_HTD, form), form, heads, dim) if form.static else None
+    return static_scales(calibrated_scales(x_HTD, form), form, heads, dim) if form.static else None
 
 
 def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
+    """Store a tensor in a format and read it back."""
     static = static or fixed(x_HTD, form)
     stored = quantize(x_HTD, form, static)
     back = dequantize(stored, form, static)
@@ -79,16 +83,16 @@ def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
         step, zero = static.scale, static.zero
     else:
         repeats = x_HTD.shape[-1] // max(1, form.scales_per_token(x_HTD.shape[-1]))
-        spread = [None if s is None else s.float().repeat_interleave(repeats, -1) for s in (stored.scale, stored.zero)]
-        step, zero = spread[0] if spread[0] is not None else torch.ones(1), spread[1]
-    nothing = torch.zeros_like(x_HTD)
-    return Trial(form, static, stored, x_HTD, back, step + nothing, nothing if zero is None else zero + nothing)
+        scales, zero = (None if s is None else s.float().repeat_interleave(repeats, -1) for s in (stored.scale, stored.zero))
+        step = torch.ones(1) if scales is None else scales
+    zeros_HTD = torch.zeros_like(x_HTD)
+    return Trial(form, static, stored, x_HTD, back, step + zeros_HTD, zeros_HTD if zero is None else zero + zeros_HTD)
 
 
 @st.composite
 def tensors(draw: st.DrawFn, largest: float = 5e3) -> Tensor:
-    """(H, T, D) float32: noise of some size around offsets small and large, a token all alike, and a few numbers of
-    hypothesis' own."""
+    """Draw a float32 tensor (H, T, D): noise around small and large offsets, with a constant token and a few numbers that
+    hypothesis chooses."""
     shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from((16, 64, 128))))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = 2.0 ** draw(st.integers(-20, 8))

@@ -1,4 +1,4 @@
-"""A judged engine as a run leaves it: a store with every artifact of the chain, small, and real where a replay looks."""
+"""A judged engine as a run leaves it: a store with every artifact of the chain, small, and real where a replay reads."""
 
 import json
 import shutil
@@ -24,19 +24,19 @@ RECORD = {
     "plugins": {"decode_split": "b" * 64},
     "built_for": {"library": "TensorRT", "version": "10.14.1.48", "compute_capabilities": ["8.9"]},
 }
-"""What a bundle says of itself, with all that a backend on a GPU adds."""
+"""A bundle.json, with all that a backend on a GPU adds."""
 
 
 def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
-    """The directory of the identity, in a fresh store below `root`; `lost` answers by workload decide the verdict."""
-    own = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
-    config = plan([*own, "model.path=/models/some-llm"], multirun=False).jobs[0]
-    store, made = Store(root), []
+    """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict."""
+    workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
+    config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
+    store, chain = Store(root), []
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
-        asked = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
-        artifact = store.get(asked, write)
-        made.append(Link.of(title, artifact))
+        full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
+        artifact = store.get(full_recipe, write)
+        chain.append(Link.of(title, artifact))
         return artifact
 
     texts = make("calibration", "calibration", {"checkpoint": "c" * 64}, _write({"texts.json": "[]"}))
@@ -66,7 +66,7 @@ def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
     }
     named = config.model_copy(update={"kv": config.kv.model_copy(update={"name": "int8"})})
     verdict = decide(judged, rows, config.gates)
-    identity = make_identity(named, made, roles, engine.path, report=judged, verdict=verdict)
+    identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
     return store.get(Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out)).path
 
 

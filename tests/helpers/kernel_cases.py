@@ -1,4 +1,4 @@
-"""Random caches for the tests of the kernels, in which everything that must not be read is poison.
+"""Random caches for the tests of the kernels. Everything that must not be read is poison.
 
 Shapes: B sequences, H KV heads, G query heads of each, N pages, P columns of the page table, M exact buffers, D head_dim.
 """
@@ -13,11 +13,11 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, Sp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_PAGE = 1 << 30
-"""A page number far beyond any memory: to read it is to crash."""
+"""A page number far beyond any memory; reading it crashes."""
 
 
 def side(name: str) -> SideLayout:
-    """'bf16', 'int8 head', 'fp8_e4m3 tensor', 'int4 token', 'int4 64'."""
+    """Parse a side: 'bf16', 'int8 head', 'fp8_e4m3 tensor', 'int4 token', 'int4 64'."""
     dtype, _, scales = name.partition(" ")
     if scales.isdigit():
         return SideLayout(dtype, "per_group", int(scales))  # type: ignore[arg-type]
@@ -25,7 +25,7 @@ def side(name: str) -> SideLayout:
 
 
 def poison(spec: Spec, *leading: int) -> Tensor:
-    """NaN in every element; 127 in integers, of which a packed byte is a pair of sevens."""
+    """Return a tensor of NaN, or of 127 for integers, which as a packed byte is a pair of sevens."""
     dtype, shape = getattr(torch, spec[0]), (*leading, *spec[1])
     if not dtype.is_floating_point:
         return torch.full(shape, 127, dtype=dtype)
@@ -41,7 +41,7 @@ class Case:
     group: int = 4
     dtype: torch.dtype = torch.bfloat16
     shared_pages: int = 0
-    """Full pages at the beginning of the first sequence that the second one shares."""
+    """Full pages at the beginning of the first sequence that the second sequence shares."""
     seed: int = 0
     cache: dict[str, Tensor] = field(init=False)
     page_table: Tensor = field(init=False)
@@ -73,13 +73,13 @@ class Case:
         return torch.randn(shape, generator=self.rng)
 
     def _fill(self, b: int, first: int, length: int) -> None:
-        """Store random tokens at positions `first` to `length` of a sequence, others at its exact slots."""
+        """Store random tokens at positions `first` to `length` of a sequence, and different ones at its exact slots."""
         layout = self.layout
         positions = torch.arange(first, length)
         pages, rows = self.page_table[b, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
         _, slots = reference.exact_places(layout, length)
         for name, form, spread in (("key", layout.key, 1), ("value", layout.value, 6)):
-            # Tokens of unlike magnitudes, as values have them; what attention adds up is dominated by the largest.
+            # Tokens differ in magnitude, as values do; the largest dominate the sums of attention.
             powers = torch.exp2(torch.randint(-spread, spread + 1, (length - first, layout.kv_heads, 1), generator=self.rng))
             x = self.random(length - first, layout.kv_heads, layout.head_dim) * powers
             codes, scales = reference.quantize(x, form, self.cache.get(f"{name}_scale"))
@@ -87,8 +87,8 @@ class Case:
             if scales is not None:
                 self.cache[f"{name}_scale_pool"][pages, :, rows] = scales
             if self.exact_slots is not None:
-                kept = self.random(layout.kv_heads, len(slots), layout.head_dim)
-                self.cache[f"{name}_exact"][self.exact_slots[b], :, slots] = kept.half()
+                exact = self.random(layout.kv_heads, len(slots), layout.head_dim)
+                self.cache[f"{name}_exact"][self.exact_slots[b], :, slots] = exact.half()
 
     @property
     def tables(self) -> dict[str, Tensor | None]:
@@ -96,18 +96,18 @@ class Case:
         return {"page_table": self.page_table, "lengths": lengths, "exact_slots": self.exact_slots}
 
     def expected(self, scaling: float) -> Tensor:
-        """The reference's attention, (B, H * G, D) float32."""
+        """Return the reference's attention, (B, H * G, D) float32."""
         step = (self.query, self.key_new, self.value_new)
         return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)  # type: ignore[arg-type]
 
 
 def on_device(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Copies on the GPU, or the tensors themselves where kernels are interpreted."""
+    """Return copies on the GPU, or the tensors themselves where kernels are interpreted."""
     return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-def differing(got: Tensor, expected: Tensor) -> Tensor:
-    """Where two tensors differ in a bit, any NaN of 16 or 32 bits being like any other."""
+def differing(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return where two tensors differ in a bit. All NaNs of 16 or 32 bits count as equal."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
-    unlike = got.cpu().view(bits) != expected.view(bits)
-    return unlike if expected.itemsize == 1 else unlike & ~(got.cpu().isnan() & expected.isnan())
+    unequal = actual.cpu().view(bits) != expected.view(bits)
+    return unequal if expected.itemsize == 1 else unequal & ~(actual.cpu().isnan() & expected.isnan())

@@ -1,6 +1,7 @@
-"""Inline PTX of kernels, executed by numpy in Triton's interpreter, which has none of its own.
+"""Emulator of the kernels' inline PTX in numpy, for Triton's interpreter, which cannot run PTX.
 
-Only what the kernels use is known; anything else raises. Semantics are those of NVIDIA's PTX ISA, section "Instruction Set".
+It implements only the instructions that the kernels use; any other raises. Semantics are those of NVIDIA's PTX ISA, section
+"Instruction Set".
 """
 
 import re
@@ -30,13 +31,13 @@ def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
     out = np.zeros_like(a)
     for row in range(8):
         if int(table[0]) >> row & 1:
-            picked = [word if row >> bit & 1 else ~word for word, bit in ((a, 2), (b, 1), (c, 0))]
-            out |= picked[0] & picked[1] & picked[2]
+            terms = [word if row >> bit & 1 else ~word for word, bit in ((a, 2), (b, 1), (c, 0))]
+            out |= terms[0] & terms[1] & terms[2]
     return out
 
 
 def _halves(operation: Callable[..., Register]) -> Callable[..., Register]:
-    """An operation on pairs of float16, rounded once."""
+    """Make an operation on pairs of float16, rounded once, of one on float64."""
 
     def apply(*words: Register) -> Register:
         return operation(*(word.view(np.float16).astype(np.float64) for word in words)).astype(np.float16).view(np.uint32)
@@ -64,7 +65,7 @@ SIZES = {"h": np.uint16, "r": np.uint32}
 
 
 class Results:
-    """What a builder's call returns."""
+    """Return value of the interpreter's builder: `get_result(i)` is the i-th result."""
 
     def __init__(self, results: list[TensorHandle]) -> None:
         self.get_result = results.__getitem__
@@ -73,43 +74,43 @@ class Results:
 def create_inline_asm(
     _: object, asm: str, constraints: str, values: list[TensorHandle], types: list[tl.dtype], __: bool, pack: int
 ) -> Results:
-    """The method of that name of triton.runtime.interpreter.InterpreterBuilder."""
+    """Replacement of triton.runtime.interpreter.InterpreterBuilder.create_inline_asm."""
     shape = values[0].data.shape
     registers: dict[str, Register] = {}
     letters = [letter.strip() for letter in constraints.split(",")]
     outputs = sum(letter.startswith("=") for letter in letters)
     inputs = []
     for value in values:
-        # `pack` neighbours share registers, of four bytes where they fill as many.
+        # `pack` neighbours share registers, which have up to four bytes.
         rows = np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint8)
         inputs += [np.ascontiguousarray(rows[:, i : i + 4]).view(np.uint32).ravel() for i in range(0, rows.shape[1], 4)]
     assert len(inputs) == len(letters) - outputs
     for number, register in enumerate(inputs):
         registers[f"${outputs + number}"] = register
     _run(asm, registers, len(inputs[0]))
-    found = iter([registers[f"${i}"].astype(SIZES[letters[i][1]]) for i in range(outputs)])
+    results_iterator = iter([registers[f"${i}"].astype(SIZES[letters[i][1]]) for i in range(outputs)])
     results = []
     for dtype in types:
         element = {tl.float16: np.float16}[dtype.scalar]
         size = np.dtype(element).itemsize * pack
         parts: list[Register] = []
         while sum(part.itemsize for part in parts) < size:
-            parts.append(next(found))
+            parts.append(next(results_iterator))
         rows = np.concatenate([part[:, None].view(np.uint8) for part in parts], axis=1)
         results.append(TensorHandle(np.ascontiguousarray(rows).view(element).reshape(shape), dtype.scalar))
-    assert next(found, None) is None
+    assert next(results_iterator, None) is None
     return Results(results)
 
 
 def create_fp_to_fp(_: object, x: TensorHandle, to: tl.dtype, __: object) -> TensorHandle:
-    """The method of that name, where the interpreter's own rounds wrongly: cvt.rn.satfinite.e4m3x2.f32, whose NaN is 0x7F."""
+    """Replacement of create_fp_to_fp, which rounds wrongly: cvt.rn.satfinite.e4m3x2.f32, whose NaN is 0x7F."""
     assert (x.dtype.scalar, to.scalar) == (tl.float32, tl.float8e4nv)
     codes = np.clip(x.data, -448.0, 448.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return TensorHandle(np.where(np.isnan(x.data), np.uint8(0x7F), codes), to.scalar)
 
 
 def cast_impl(_: object, x: TensorHandle, to: tl.dtype) -> TensorHandle:
-    """The method of that name, which cuts bfloat16's last bits off: cvt.rn.bf16.f32 rounds to even. Finite numbers only."""
+    """Replacement of cast_impl, which truncates to bfloat16: cvt.rn.bf16.f32 rounds to even. Finite only."""
     source, target = x.dtype.scalar, to.scalar
     if source == tl.bfloat16:
         assert target == tl.float32
@@ -122,7 +123,7 @@ def cast_impl(_: object, x: TensorHandle, to: tl.dtype) -> TensorHandle:
 
 
 def create_dot(_: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, __: object, ___: object) -> TensorHandle:
-    """The method of that name, which takes bfloat16 for integers. Products are exact in float32, and added up there."""
+    """Replacement of create_dot, which takes bfloat16 for integers. Products are exact in float32."""
     assert a.dtype.scalar == b.dtype.scalar
     assert d.dtype.scalar == tl.float32
     left, right = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
@@ -130,12 +131,12 @@ def create_dot(_: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, __:
 
 
 def _widened(bits: Register) -> Register:
-    """Bits of bfloat16 -> float32."""
+    """Return the float32 numbers of bfloat16 bits."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _run(asm: str, registers: dict[str, Register], count: int) -> None:
-    """Execute the statements of a block; every register is an array of `count`."""
+    """Execute the statements of a block. Every register is an array of `count` elements."""
 
     def read(name: str) -> Register:
         return registers[name] if name in registers else np.full(count, int(name, 0), np.uint32)

@@ -14,10 +14,9 @@ from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize import quantize
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import cache_quantizers, weight_recipe
-from stages.quantize.run import load_model, measure
+from stages.quantize.run import load_model, measure, quantize
 from stages.quantize.scales import static_scales
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
@@ -52,21 +51,23 @@ MAX_LENGTH = 96
 
 
 def no_progress(label: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:
+    """Run the quantize stage on TEXTS; `options` replace other arguments of `quantize`."""
     arguments: dict[str, Any] = {
         "calibration_texts": TEXTS,
         "max_length": MAX_LENGTH,
         "seed": 0,
         "progress": no_progress,
     }
-    chosen = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
-    quantize(checkpoint, out, weights=weights, policy=chosen, **(arguments | options))
+    policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
+    quantize(checkpoint, out, weights=weights, policy=policy, **(arguments | options))
 
 
 def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
+    """Save a two-layer model of family `name` with random bfloat16 weights and the tokenizer of `tokenizer_from`."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         hidden_size=128,
@@ -87,7 +88,7 @@ def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
 
 
 def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
-    """A model whose attention reads what ModelOpt's quantizers make of keys and values, and the scales that they have."""
+    """Return a model whose attention reads keys and values rounded by ModelOpt's quantizers, and the scales of these."""
     info = inspect_checkpoint(checkpoint)
     model = load_model(info)
 
@@ -102,11 +103,12 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
         model.float()
     scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
     scales.check(policy, info.shape, "quantized_model")
-    caches = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
-    adapter.add_cache_quantizers(model, caches)
+    quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    adapter.add_cache_quantizers(model, quantizers)
     return model, scales
 
 
 def token_ids(checkpoint: Path) -> list[torch.Tensor]:
+    """Return the token ids of each of TEXTS, shape (1, tokens)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     return [torch.tensor([tokenizer(text, truncation=True, max_length=MAX_LENGTH)["input_ids"]]) for text in TEXTS]

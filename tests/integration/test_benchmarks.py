@@ -61,7 +61,7 @@ def test_long_context_fails_when_an_engine_takes_more_than_the_limit(
     peak: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = iter([a_run(1.0), a_run(peak)])
-    monkeypatch.setattr(long_context, "in_process_of_its_own", lambda *_: next(runs))
+    monkeypatch.setattr(long_context, "run_in_subprocess", lambda *_: next(runs))
     file = tmp_path / "results.json"
     assert long_context.main(["--json", str(file), "--policies", "int4_g64"]) == code
     assert [row["within_limit"] for row in json.loads(file.read_text())["results"]] == [True, code == 0]

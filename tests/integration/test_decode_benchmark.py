@@ -1,4 +1,4 @@
-"""benchmarks/decode_attention.py but for its times: cases, bytes, targets, the table, and that a wrong kernel is found out."""
+"""benchmarks/decode_attention.py without its times: cases, bytes, targets, the table, and the detection of wrong outputs."""
 
 import dataclasses
 import json
@@ -25,16 +25,18 @@ NAMES = [kernel.name for kernel in attention_kernels.KERNELS]
 
 
 def in_ten_microseconds(run: Any, runs: int | None) -> tuple[float, Tensor]:  # noqa: ARG001  (the timer's signature)
-    """A timer that times nothing, but runs what it should."""
+    """A timer that runs the kernel once and returns ten microseconds."""
     return 10.0, run()
 
 
 def toy(kernels: Any = attention_kernels.KERNELS) -> list[Row]:
     with torch.inference_mode():
-        return attention_timing.run_case(TOY, kernels, in_ten_microseconds, attention_timing.Place(DEVICE, COPY), seed=1)
+        return attention_timing.run_case(
+            TOY, kernels, in_ten_microseconds, attention_timing.MeasuredDevice(DEVICE, COPY), seed=1
+        )
 
 
-def test_the_grid_is_what_the_issue_asks_for() -> None:
+def test_the_grid_has_every_batch_length_and_group() -> None:
     cases = list(attention_cases.grid())
     assert len(cases) == len(set(cases)) == 32
     assert {case.batch for case in cases} == {1, 8, 32, 64}
@@ -110,7 +112,7 @@ def test_every_kernel_has_a_row_and_is_right_or_says_why_it_did_not_run(tmp_path
 
 
 def test_a_kernel_that_is_wrong_for_the_last_sequence_is_found_out() -> None:
-    ours = attention_kernels.KERNELS[0]
+    shipped = attention_kernels.KERNELS[0]
 
     def spoil(right: Any) -> Any:
         def run() -> Tensor:
@@ -121,13 +123,13 @@ def test_a_kernel_that_is_wrong_for_the_last_sequence_is_found_out() -> None:
         return run
 
     def spoiled(step: Any) -> Any:
-        for candidate in ours.candidates(step):
+        for candidate in shipped.candidates(step):
             run = spoil(candidate.prepare())
             yield dataclasses.replace(candidate, prepare=lambda run=run: run)
 
-    (row,) = toy([dataclasses.replace(ours, candidates=spoiled)])
+    (row,) = toy([dataclasses.replace(shipped, candidates=spoiled)])
     assert not row["correct"]
-    assert row["relative_error"] > ours.tolerance
+    assert row["relative_error"] > shipped.tolerance
     out = StringIO()
     Console(file=out, width=200).print(attention_cases.table([row]))
     assert "WRONG" in out.getvalue()
@@ -138,8 +140,8 @@ def by_name(name: str) -> Any:
 
 
 def with_ways(kernel: Any, *prepared: Any) -> Any:
-    """The kernel with other ways to run it, numbered; an exception in place of one is raised where the way is made, or,
-    within a function, where it runs."""
+    """Return the kernel with other, numbered candidates. An exception in place of one is raised when it is prepared; a
+    function that raises fails when it runs."""
 
     def candidates(_: Any) -> Any:
         def give(way: Any) -> Any:
@@ -162,10 +164,10 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_its_other_ways_still_
         raise RuntimeError("Could not find nvcc")
         yield
 
-    sdpa, ours = by_name("sdpa bf16"), by_name("bf16")
+    sdpa, shipped = by_name("sdpa bf16"), by_name("bf16")
     zeros = torch.zeros(TOY.batch, TOY.q_heads, TOY.head_dim, device=DEVICE)
-    unmade = with_ways(sdpa, RuntimeError("Could not find nvcc"), lambda: zeros)
-    rows = toy([dataclasses.replace(sdpa, candidates=in_the_generator), with_ways(sdpa, fails), unmade, ours])
+    unprepared = with_ways(sdpa, RuntimeError("Could not find nvcc"), lambda: zeros)
+    rows = toy([dataclasses.replace(sdpa, candidates=in_the_generator), with_ways(sdpa, fails), unprepared, shipped])
     assert rows[0]["skipped"] == "failed: RuntimeError: Could not find nvcc"
     assert rows[1]["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
     assert rows[2]["failed"] == [{"way": 0, "reason": "RuntimeError: Could not find nvcc"}]
@@ -181,12 +183,12 @@ def test_a_peer_that_fails_in_its_last_and_longest_timing_is_left_out_too() -> N
     def timer(run: Any, runs: int | None) -> tuple[float, Tensor]:
         return (10.0, run()) if runs is not None else (10.0, fails())
 
-    place = attention_timing.Place(DEVICE, COPY)
+    target = attention_timing.MeasuredDevice(DEVICE, COPY)
     with torch.inference_mode():
-        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, place, seed=1)
+        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, target, seed=1)
         assert row["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
         with pytest.raises(torch.OutOfMemoryError):
-            attention_timing.run_case(TOY, [by_name("bf16")], timer, place, seed=1)
+            attention_timing.run_case(TOY, [by_name("bf16")], timer, target, seed=1)
 
 
 @pytest.mark.parametrize("failure", [fails, RuntimeError("it does not compile")])
@@ -209,15 +211,15 @@ def test_only_tuning_may_ask_for_more_than_the_gpu_has() -> None:
 def test_the_judged_rows_are_the_operators_own_and_tuned_ones_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def spied(*given: Any, **named: Any) -> Tensor:
+    def spied(*positional: Any, **named: Any) -> Tensor:
         calls.append(named.get("splits"))
-        out: Tensor = shipped(*given, **named)
+        out: Tensor = shipped(*positional, **named)
         return out
 
     shipped = attention_kernels.ops.decode_attention
     monkeypatch.setattr(attention_kernels.ops, "decode_attention", spied)
     toy([by_name("fp8k_int4v")])
-    assert calls == [None, None]  # it chooses its splits: once tried, once timed
+    assert calls == [None, None]  # the operator chooses its splits; one run selects the candidate, one is timed
     toy([by_name("fp8k_int4v tuned")])
     assert len(calls) == 2
     rows = [a_row("fp8k_int4v", "fp8k_int4v", 1e6), a_row("fp8k_int4v tuned", "fp8k_int4v", 50.0)]
@@ -227,7 +229,7 @@ def test_the_judged_rows_are_the_operators_own_and_tuned_ones_are_not_judged(mon
 
 
 class RecordedGraph:
-    """A stand-in for a CUDA graph on the CPU: it runs what was captured again, or nothing at all."""
+    """A stand-in for a CUDA graph on the CPU: replay runs `body`, if there is one."""
 
     body: Any = None
 
@@ -258,9 +260,9 @@ def test_what_is_checked_is_what_the_timed_replays_wrote(replayed: bool, monkeyp
         return out.fill_(2.0)
 
     monkeypatch.setattr(RecordedGraph, "body", run if replayed else None)
-    microseconds, found = attention_timing.GpuTimer(torch.device("cpu"))(run, 5)
+    microseconds, output = attention_timing.GpuTimer(torch.device("cpu"))(run, 5)
     assert microseconds == pytest.approx(10.0)
-    assert found.tolist() == [2.0] * 3 if replayed else found.isnan().all()
+    assert output.tolist() == [2.0] * 3 if replayed else output.isnan().all()
 
 
 def test_inputs_are_new_in_every_case_and_pages_lie_in_random_order() -> None:

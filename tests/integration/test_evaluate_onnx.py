@@ -33,7 +33,7 @@ def config() -> WorkloadsConfig:
 
 
 def quiet(*_: object) -> None:
-    """No progress."""
+    """Report no progress."""
 
 
 class Bench:
@@ -81,16 +81,16 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Be
 @pytest.fixture(scope="module")
 def reports(bench: Bench) -> dict[str, EvaluationReport]:
     policies = {name: KVPolicy.model_validate(conf("kv", name)) for name in ("int8", "int4")}
-    found = {name: bench.evaluate(bench.bundle(policy))[0] for name, policy in policies.items()}
-    return found | {"fp16": bench.evaluate(bench.fp16)[0]}
+    evaluated = {name: bench.evaluate(bench.bundle(policy))[0] for name, policy in policies.items()}
+    return evaluated | {"fp16": bench.evaluate(bench.fp16)[0]}
 
 
 def test_the_baseline_answers_and_has_no_distance_to_itself(reports: dict[str, EvaluationReport]) -> None:
-    found = reports["fp16"].slice("retrieval")
-    assert found is not None
-    assert found.accuracy is not None
-    assert found.accuracy.baseline >= 0.8
-    assert (found.accuracy.lost, found.accuracy.gained) == (0, 0)
+    retrieval = reports["fp16"].slice("retrieval")
+    assert retrieval is not None
+    assert retrieval.accuracy is not None
+    assert retrieval.accuracy.baseline >= 0.8
+    assert (retrieval.accuracy.lost, retrieval.accuracy.gained) == (0, 0)
     assert reports["fp16"].overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""kvgate::decode_attention and kvgate::append as operators of torch: declared rightly, traced, refused what is no cache.
+"""kvgate::decode_attention and kvgate::append as torch operators: their declaration, tracing, and refusal of wrong tensors.
 
 On a GPU, or on a CPU in Triton's interpreter.
 """
@@ -18,12 +18,12 @@ torch.set_num_threads(1)
 
 LAYERS = 2
 EVERYTHING = CacheLayout(2, 64, side("int8 tensor"), side("int4 32"), sink_tokens=1, recent_tokens=2)
-"""Static and dynamic scales, exact tokens. float8 has no comparison, which opcheck needs."""
+"""Static and dynamic scales and exact tokens, without float8: opcheck compares tensors, which float8 does not support."""
 FP8 = CacheLayout(2, 64, side("fp8_e4m3 head"), side("fp8_e4m3 token"))
 
 
 def arguments(layout: CacheLayout) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Of an append to zeroed caches of two sequences, in all layers."""
+    """Return the positional and named arguments of an append to zeroed caches of two sequences, in all layers."""
     specs = layout.pools(3) | layout.exact_buffers(2) | layout.static_scales()
     cache: dict[str, Any] = {
         name: torch.zeros(LAYERS, *shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in specs.items()
@@ -38,9 +38,9 @@ def arguments(layout: CacheLayout) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tuple(x.to(DEVICE) for x in (*new, *tables)), placed
 
 
-def of_one_layer(given: tuple[tuple[Tensor, ...], dict[str, Any]]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Of an attention in the first layer, by two query heads a KV head."""
-    (key, value, *tables), cache = given
+def of_one_layer(append: tuple[tuple[Tensor, ...], dict[str, Any]]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return the arguments of an attention in the first layer of an append's cache, with two query heads per KV head."""
+    (key, value, *tables), cache = append
     shared = ("exact_slots", "sink_tokens")
     one = {name: x if name in shared else x[0] for name, x in cache.items()}
     return (key[0].repeat_interleave(2, 1), key[0], value[0], *tables), one | {"scaling": 0.125}
@@ -55,16 +55,16 @@ def test_what_is_declared_is_what_the_operators_do() -> None:
 def test_a_decode_step_is_the_references(dtype: torch.dtype) -> None:
     case = Case(CacheLayout(2, 64, side("fp8_e4m3 head"), side("int4 32"), 3, 20), [70, 0, 1], group=3, dtype=dtype)
     step = on_device({"query": case.query, "key_new": case.key_new, "value_new": case.value_new})
-    found = ops.decode_attention(
+    out = ops.decode_attention(
         **step, **on_device(case.tables), **on_device(case.cache), sink_tokens=3, scaling=0.125, splits=2
     )
-    wanted = case.expected(0.125)
-    assert found.dtype == dtype
-    assert (found.float().cpu() - wanted).norm() < (2e-3 if dtype == torch.float32 else 4e-3) * wanted.norm()
+    expected = case.expected(0.125)
+    assert out.dtype == dtype
+    assert (out.float().cpu() - expected).norm() < (2e-3 if dtype == torch.float32 else 4e-3) * expected.norm()
 
 
 class Step(torch.nn.Module):
-    """What an exported decoder does with its cache."""
+    """A decoder's use of its cache: attend, then append."""
 
     def forward(
         self, appended: dict[str, Any], attended: dict[str, Any], new: tuple[Tensor, ...], query: tuple[Tensor, ...]
@@ -75,19 +75,19 @@ class Step(torch.nn.Module):
 
 
 def test_an_exported_program_holds_both_operators_and_runs_them() -> None:
-    def given() -> tuple[Any, ...]:
+    def inputs() -> tuple[Any, ...]:
         new, cache = arguments(FP8)
         query, one = of_one_layer((new, cache))
         return cache, one, new, query
 
-    program = torch.export.export(Step(), given())
+    program = torch.export.export(Step(), inputs())
     targets = [str(node.target) for node in program.graph.nodes if "kvgate" in str(node.target)]
     assert targets == ["kvgate.decode_attention.default", "kvgate.append.default"]
-    ours, theirs = given(), given()
-    torch.testing.assert_close(program.module()(*ours), Step()(*theirs), rtol=0, atol=0)
-    for name, tensor in theirs[0].items():
-        assert torch.equal(ours[0][name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert ours[0]["value_pool"].float().abs().sum() > 0
+    exported, eager = inputs(), inputs()
+    torch.testing.assert_close(program.module()(*exported), Step()(*eager), rtol=0, atol=0)
+    for name, tensor in eager[0].items():
+        assert torch.equal(exported[0][name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert exported[0]["value_pool"].float().abs().sum() > 0
 
 
 def test_the_output_has_the_querys_shape_and_type_before_anything_runs() -> None:
@@ -108,12 +108,12 @@ def test_the_format_is_read_from_the_tensors(name: str) -> None:
 
 
 def spread(x: Tensor) -> Tensor:
-    """The same numbers in every other element of memory."""
+    """Return the same numbers in every other element of memory."""
     return torch.stack([x, x], -1)[..., 0]
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same tensor, contiguous, one element further in memory than is aligned."""
+    """Return the same tensor, contiguous, one element behind an aligned address."""
     memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
     return memory[1:].view(x.shape).copy_(x)
 
@@ -151,8 +151,8 @@ WRONG = [
 def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(
     operator: str, name: str, change: Any, message: str
 ) -> None:
-    given = arguments(EVERYTHING)
-    positional, cache = given if operator == "append" else of_one_layer(given)
+    append = arguments(EVERYTHING)
+    positional, cache = append if operator == "append" else of_one_layer(append)
     names = ("query", "key_new", "value_new", "page_table", "lengths")[-len(positional) :]
     named = dict(zip(names, positional, strict=True)) | cache
     before = {key: x.clone() for key, x in named.items() if isinstance(x, Tensor)}
@@ -171,33 +171,33 @@ def test_an_append_of_more_layers_than_the_cache_has_is_refused() -> None:
 
 
 def test_columns_of_a_wider_table_are_taken_once_they_are_contiguous() -> None:
-    """A slice of rows is contiguous, one of columns is not: its rows would be read at the wrong stride."""
+    """A slice of columns is not contiguous: its rows would be read at the wrong stride."""
     (*step, table, lengths), cache = of_one_layer(arguments(EVERYTHING))
     wide = torch.cat([table, torch.full_like(table, 1 << 30)], 1)
     with pytest.raises(ValueError, match=r"page_table must be contiguous, got strides \(4, 1\)"):
         ops.decode_attention(*step, wide[:, :2], lengths, **cache)
-    found = ops.decode_attention(*step, wide[:, :2].contiguous(), lengths, **cache)
-    torch.testing.assert_close(found, ops.decode_attention(*step, table, lengths, **cache), rtol=0, atol=0)
+    out = ops.decode_attention(*step, wide[:, :2].contiguous(), lengths, **cache)
+    torch.testing.assert_close(out, ops.decode_attention(*step, table, lengths, **cache), rtol=0, atol=0)
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton takes the current device. Here that is made to be another one by a guard that only says what it was given."""
-    inside: list[torch.device] = []
-    seen: list[tuple[str, list[torch.device]]] = []
+    """Triton launches on the current device. A stand-in of device_of records the device that is current at each launch."""
+    current: list[torch.device] = []
+    launches: list[tuple[str, list[torch.device]]] = []
 
     class Guard:
         def __init__(self, tensor: Tensor) -> None:
             self.device = tensor.device
 
         def __enter__(self) -> None:
-            inside.append(self.device)
+            current.append(self.device)
 
         def __exit__(self, *_: object) -> None:
-            inside.pop()
+            current.pop()
 
     def spied(name: str) -> Any:
         def launch_of(*_: object, **__: object) -> None:
-            seen.append((name, inside.copy()))
+            launches.append((name, current.copy()))
 
         return type("Kernel", (), {"__getitem__": lambda *_: launch_of})()
 
@@ -205,8 +205,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest
     kernels = ("decode_partial", "decode_reduce", "append_kernel")
     for name in kernels:
         monkeypatch.setattr(launch, name, spied(name))
-    given = arguments(FP8)
-    step, cache = of_one_layer(given)
+    positional, named = arguments(FP8)
+    step, cache = of_one_layer((positional, named))
     ops.decode_attention(*step, **cache)
-    ops.append(*given[0], **given[1])
-    assert seen == [(name, [given[0][0].device]) for name in kernels]
+    ops.append(*positional, **named)
+    assert launches == [(name, [positional[0].device]) for name in kernels]

@@ -1,8 +1,7 @@
-"""What a GPU runs in place of the interpreter's arithmetic, executed by an emulator: the inline PTX of the decode kernels,
-and the append's conversion to float8.
+"""The GPU's code paths, run by an emulator: the inline PTX of the decode kernels, and the append's conversion to float8.
 
-With it, the kernels run in the interpreter as they are compiled for a GPU. bf16 has no inline PTX, but the interpreter has
-no arithmetic of it either: the emulator's rounds by integers and multiplies in float32.
+With the emulator, the kernels run in the interpreter as they are compiled for a GPU. bf16 has no inline PTX, but the
+interpreter has no bf16 arithmetic either: the emulator rounds by integer arithmetic and multiplies in float32.
 """
 
 import pytest
@@ -41,9 +40,9 @@ def _decode_bytes(codes, out, DTYPE: tl.constexpr):
 @triton.jit
 def _decode_words(words, out, DTYPE: tl.constexpr, FP8: tl.constexpr, COUNT: tl.constexpr):
     i = tl.arange(0, 256)
-    found = decode_words(tl.load(words + i), tl.load(words + 256 + i), DTYPE, True, FP8)
+    codes = decode_words(tl.load(words + i), tl.load(words + 256 + i), DTYPE, True, FP8)
     for n in tl.static_range(COUNT):
-        tl.store(out + n * 256 + i, found[n])
+        tl.store(out + n * 256 + i, codes[n])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
@@ -59,7 +58,7 @@ def test_every_byte_is_decoded_as_by_torch(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "fp8"), [("int4", False), ("int8", False), ("fp8_e4m3", False), ("fp8_e4m3", True)])
 def test_every_byte_of_a_word_is_decoded_as_by_torch(dtype: str, fp8: bool) -> None:
-    """Each byte of words of two tokens takes every value, beside bytes of unlike values."""
+    """Each byte of the words of two tokens takes every value, next to bytes of other values."""
     numbers = torch.arange(256)
     words = torch.stack([(numbers * step + shift) % 256 for step, shift in ((1, 0), (3, 7), (5, 1), (7, 9))], -1)
     pairs = torch.stack([words, words.flip(0)]).to(torch.uint8)
@@ -96,7 +95,7 @@ def test_the_kernels_as_compiled_attend_as_the_reference(
 @pytest.mark.parametrize(
     ("key", "value", "dtype", "tolerance"),
     [
-        # The query and the weights have two terms each: one alone, of 8 bits, would cost 1e-3.
+        # The query and the weights have two terms each; a single term of 8 bits would cost 1e-3.
         ("bf16", "bf16", torch.float32, 1e-4),
         ("bf16", "int4 32", torch.float16, 2e-3),
         ("fp8_e4m3 token", "bf16", torch.bfloat16, 3e-3),
@@ -117,7 +116,7 @@ def test_bfloat16_as_a_gpu_computes_it_attends_as_the_reference(
 
 
 def test_the_append_stores_the_same_bits_where_the_hardware_converts_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every float16, as keys with a scale of 1 and as values with scales of their own."""
+    """Every float16, as keys with a static scale of 1 and as values with dynamic scales."""
     monkeypatch.setattr(launch, "compute_capability", lambda _: 90)
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
     monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)

@@ -48,14 +48,14 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
 ) -> None:
     work, result = swept
     found = summary(work)
-    by_name = {candidate["kv"]: candidate for candidate in found["candidates"]}
+    by_name = {candidate["policy"]: candidate for candidate in found["candidates"]}
     assert set(by_name) == {"fp8", "int4_tensor"}
     assert by_name["fp8"]["verdict"] == "PASS", by_name["fp8"]["reasons"]
     assert by_name["int4_tensor"]["verdict"] == "FAIL"
     assert by_name["int4_tensor"]["reasons"]
-    assert by_name["fp8"]["baseline_digest"] == by_name["int4_tensor"]["baseline_digest"]
-    assert by_name["fp8"]["engine_digest"] != by_name["int4_tensor"]["engine_digest"]
-    assert (by_name["fp8"]["kib_per_token"], by_name["int4_tensor"]["kib_per_token"]) == (1.0, 0.5)
+    assert by_name["fp8"]["baseline"] == by_name["int4_tensor"]["baseline"]
+    assert by_name["fp8"]["engine"]["digest"] != by_name["int4_tensor"]["engine"]["digest"]
+    assert [by_name[kv]["metrics"]["memory/kib_per_token"] for kv in ("fp8", "int4_tensor")] == [1.0, 0.5]
     assert (found["champion"], found["exit_code"]) == (None, 0)
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
@@ -125,7 +125,7 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
     swept: Swept,
 ) -> None:
     work, _ = swept
-    engine = Path(next(c["engine_path"] for c in summary(work)["candidates"] if c["kv"] == "fp8"))
+    engine = Path(next(c["engine"]["path"] for c in summary(work)["candidates"] if c["policy"] == "fp8"))
     kept = (engine / "kv_scales.json").read_bytes()
     (engine / "kv_scales.json").write_text("{}")
     try:
@@ -151,8 +151,8 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
     (baseline,) = _only(work / "artifacts" / "baseline")
-    candidate = next(c for c in summary(work)["candidates"] if c["kv"] == "fp8")
-    engine = Path(candidate["engine_path"])
+    candidate = next(c for c in summary(work)["candidates"] if c["policy"] == "fp8")
+    engine = Path(candidate["engine"]["path"])
     policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
     scales = json.loads((engine / "kv_scales.json").read_text())
     broken = tmp_path / "kv_scales.json"
@@ -163,7 +163,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
         (tmp_path / name).mkdir()
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
 
-    manifest = json.loads((Path(candidate["report_path"]).parent / ".manifest.json").read_text())
+    manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate_candidate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
@@ -173,7 +173,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
         tmp_path / "report",
         config=workloads,
         engine_digest="corrupted",
-        baseline_digest=candidate["baseline_digest"],
+        baseline_digest=candidate["baseline"]["digest"],
         progress=lambda *_: None,
     )
     gates = Gates.model_validate(_default_gates())
@@ -194,17 +194,17 @@ def _default_gates() -> Any:
 def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, tmp_path: Path) -> None:
     from stages.engines.onnx.engine import load_engine
 
-    engine = Path(summary(swept[0])["candidates"][0]["engine_path"])
+    engine = Path(summary(swept[0])["candidates"][0]["engine"]["path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, None)[0]
 
 
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
-    by_engine = {c["kv"]: c for c in summary(work)["candidates"]}
+    by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu")
     assert result.returncode == 0, result.stderr
-    by_oracle = {c["kv"]: c for c in summary(work)["candidates"]}
+    by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
     for kv, candidate in by_oracle.items():
         assert (candidate["backend"], by_engine[kv]["backend"]) == ("torch", "onnxruntime")
         assert candidate["verdict"] == by_engine[kv]["verdict"]

@@ -1,6 +1,5 @@
 """Promotion against a real SQLite store, and what several processes do to one."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -8,16 +7,16 @@ import sqlite3
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 import pytest
+from judged_candidates import decide_pass, judged_candidate, replay_without_findings
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.registry import registry
+from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, conclude, load, record
-from pipeline.registry.tracking import Tracking, locate, track
+from pipeline.registry.tracking import Tracking, locate
 
 FORK = multiprocessing.get_context("fork")
 """Forked children have MLflow imported already: importing takes 2 s in each."""
@@ -34,26 +33,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-def judge(work: Path, kv: str, kib: float, verdict: str = "PASS") -> Candidate:
-    engine, baseline, evidence = work / "engines" / kv, work / "engines" / "fp16", work / "reports" / kv
-    for path in (engine, baseline, evidence):
-        path.mkdir(parents=True, exist_ok=True)
-    (engine / "bundle.json").write_text(json.dumps({"kv": kv}))
-    (baseline / "bundle.json").write_text("{}")
-    cited = [files_digest(tree_files(path)) for path in (engine, baseline)]
-    report = {"engine_digest": cited[0], "baseline_digest": cited[1], "verdict": verdict}
-    (evidence / "report.json").write_text(json.dumps(report))
-    (evidence / "samples.jsonl").write_text("{}\n")
-    files = evidence / "report.json", evidence / "samples.jsonl"
-    identity = evidence / "identity.json"
-    identity.write_text(kv)
-    paths = str(engine), str(baseline), str(files[0]), str(files[1]), file_digest(identity), str(identity)
-    metrics = {"quality/kl_mean": 0.01, "memory/max_live_tokens": 1e6 / kib}
-    return Candidate(kv, verdict, (), kib, metrics, *cited, registry.evidence_digest(*files), *paths)
-
-
-def decide(report: dict[str, Any], _rows: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    return report["verdict"], []
+def judge(work: Path, kv: str, kib: float) -> Candidate:
+    metrics = {"quality/kl_mean": 0.01, "memory/kib_per_token": kib, "memory/max_live_tokens": 1e6 / kib}
+    return judged_candidate(work, kv, metrics=metrics)
 
 
 def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
@@ -63,9 +45,9 @@ def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
         record(work, name, done)
 
 
-def promote_last(store: MlflowStore, work: Path) -> registry.Move:
+def promote_last(store: MlflowStore, work: Path) -> promotion.Move:
     summary = load(work)
-    move = registry.promote(summary.candidates, store, decide, sweep=summary.sweep)
+    move = promotion.promote(summary.candidates, store, replay_without_findings, decide_pass, sweep=summary.sweep)
     conclude(work, move.champion)
     return move
 
@@ -76,7 +58,8 @@ def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
     with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
         done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
     record(work, "together", done)
-    results.put(str(done.model_version))
+    assert done.registration is not None
+    results.put(done.registration.model_version)
 
 
 def test_processes_that_open_a_fresh_store_at_once_all_get_through(work: Path) -> None:
@@ -116,11 +99,11 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
     assert tags is not None
     assert tags["promoted_by_sweep"] == "tuesday"
 
-    back = registry.rollback(store)
+    back = promotion.rollback(store)
     assert (back.champion, back.version) == ("fp8", first.version)
     assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
     with pytest.raises(UserError, match="no previous champion"):
-        registry.rollback(store)
+        promotion.rollback(store)
 
     (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
     with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: the engine"):

@@ -28,24 +28,25 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import copy_checkpoint
 from stages.quantize.recipe import LINEARS
-from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
+from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, WeightsFormat], Path]:
-    """Outputs of the stage on the tiny model by policy and weights format, each made once."""
-    made: dict[tuple[str, WeightsFormat], Path] = {}
+    """Outputs of the stage on the tiny model by policy and weights format, each run once."""
+    outputs: dict[tuple[str, WeightsFormat], Path] = {}
 
     def run(policy: str, weights: WeightsFormat = "none", checkpoint: Path = tiny_checkpoint) -> Path:
-        if (policy, weights) not in made:
+        if (policy, weights) not in outputs:
             out = tmp_path_factory.mktemp(f"{policy}_{weights}")
             stage(checkpoint, out, policy, weights)
-            made[policy, weights] = out
-        return made[policy, weights]
+            outputs[policy, weights] = out
+        return outputs[policy, weights]
 
     return run
 
@@ -65,13 +66,13 @@ def test_every_policy_quantizes_and_leaves_its_sidecar(
     policy: str, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
     out = run_stage(policy)
-    asked = POLICIES[policy]
-    assert KVPolicy.model_validate_json((out / "kv_policy.json").read_text()) == asked
-    scales_of(out).check(asked, inspect_checkpoint(tiny_checkpoint).shape, out)
+    expected = POLICIES[policy]
+    assert KVPolicy.model_validate_json((out / "kv_policy.json").read_text()) == expected
+    scales_of(out).check(expected, inspect_checkpoint(tiny_checkpoint).shape, out)
     report = json.loads((out / "quantizers.json").read_text())
-    assert all(by.keys() == asked.sides(layer).keys() for layer, by in enumerate(report["kv_expressed_by"]))
+    assert all(by.keys() == expected.sides(layer).keys() for layer, by in enumerate(report["kv_expressed_by"]))
     if adapter.BACKEND_AVAILABLE:
-        assert report["quantizers"]["count"] == 4 * sum(not form.exact for form in (asked.key, asked.value))
+        assert report["quantizers"]["count"] == 4 * sum(not form.exact for form in (expected.key, expected.value))
 
 
 def test_unquantized_weights_are_byte_identical(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
@@ -185,12 +186,12 @@ def other_codes(out: Path) -> int:
     unified, judged = (load_file(out / folder / "model.safetensors") for folder in ("unified_hf", "checkpoint"))
     scaled = [name.removesuffix("_scale") for name in unified if name.endswith(".weight_scale")]
     assert scaled
-    found = 0
+    count = 0
     for name in scaled:
         expected = judged[name].float()
         value = unified[name].float() * unified[f"{name}_scale"]
-        found += int(((value - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25).sum())
-    return found
+        count += int(((value - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25).sum())
+    return count
 
 
 def test_every_fp8_weight_of_the_unified_export_is_the_one_that_is_judged(run_stage: Callable[..., Path]) -> None:

@@ -61,15 +61,15 @@ def expected(states_THD: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
     return (high - low) / {"int8": 255, "int4": 15}[form.dtype], low
 
 
-def check(found: SideScales, states_THD: Tensor, form: Format) -> None:
+def check(scales: SideScales, states_THD: Tensor, form: Format) -> None:
     scale, zero = expected(states_THD, form)
     tolerance = 1e-5 if form.rotation == "none" else 1e-4
-    torch.testing.assert_close(torch.tensor(found.scale), scale, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(torch.tensor(scales.scale), scale, rtol=tolerance, atol=0.0)
     if zero is None:
-        assert found.zero is None
+        assert scales.zero is None
     else:
-        assert found.zero is not None
-        torch.testing.assert_close(torch.tensor(found.zero), zero, rtol=tolerance, atol=1e-5)
+        assert scales.zero is not None
+        torch.testing.assert_close(torch.tensor(scales.zero), zero, rtol=tolerance, atol=1e-5)
 
 
 def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> KVScales:

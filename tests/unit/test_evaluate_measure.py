@@ -36,18 +36,18 @@ def config(**changes: Any) -> WorkloadsConfig:
 
 
 def samples(per_class: int = 80) -> list[Sample]:
-    found = [
+    find = [
         Sample(
             id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
             reference=f'{{"k":{i}}}', depth=(i % 3) / 3,
         )
         for i in range(per_class)
     ]  # fmt: skip
-    found += [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(per_class)]
-    found += [
+    copy = [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(per_class)]
+    tale = [
         Sample(id=f"tale-{i}", workload="tale", prompt=f"t{i:02}", reference="once upon a time", check="none") for i in range(8)
     ]
-    return found
+    return find + copy + tale
 
 
 SAMPLES = samples()
@@ -131,10 +131,10 @@ def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
 
 def test_slices_cover_bins_and_depths_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
     report, _, _ = candidate(baseline, tmp_path)
-    found = {(s.workload, s.context, s.depth): s.samples for s in report.slices}
-    assert found[None, (0, 6), None] + found[None, (6, 12), None] == len(SAMPLES)
-    assert ("copy", (6, 12), None) not in found
-    assert [found["find", None, depth] for depth in ("early", "middle", "late")] == [27, 27, 26]
+    sizes = {(s.workload, s.context, s.depth): s.samples for s in report.slices}
+    assert sizes[None, (0, 6), None] + sizes[None, (6, 12), None] == len(SAMPLES)
+    assert ("copy", (6, 12), None) not in sizes
+    assert [sizes["find", None, depth] for depth in ("early", "middle", "late")] == [27, 27, 26]
 
 
 def test_a_noisy_cache_fails_at_the_distances(baseline: Path, tmp_path: Path) -> None:
@@ -223,18 +223,18 @@ class Separators(CharTokenizer):
 
 
 def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
-    mine = [Sample(id=f"s\x85{i}", workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i in range(2)]
-    known = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in mine]
-    before, after = tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    after.mkdir()
-    measure_baseline(lambda: fake_engine(known), mine, Separators(), before, config=config(), progress=quiet)
+    separated = [Sample(id=f"s\x85{i}", workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i in range(2)]
+    plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]
+    baseline_dir, out = tmp_path / "baseline", tmp_path / "report"
+    baseline_dir.mkdir()
+    out.mkdir()
+    measure_baseline(lambda: fake_engine(plain), separated, Separators(), baseline_dir, config=config(), progress=quiet)
     evaluate_candidate(
-        lambda: fake_engine(known), mine, Separators(), before, after,
+        lambda: fake_engine(plain), separated, Separators(), baseline_dir, out,
         config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
     )  # fmt: skip
-    assert [(row.id, row.baseline_generation) for row in load_rows(after)] == [(s.id, s.reference) for s in mine]
-    assert all(row.baseline_correct and row.candidate_correct for row in load_rows(after))
+    assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
+    assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))
 
 
 def test_stored_log_probabilities_are_a_plain_safetensors_file(baseline: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_row_that_was_never_written_is_not_a_number(tmp_path: Path) -> None:
     store = LogProbabilities.create(tmp_path / "x.safetensors", {"a": 2, "b": 1}, 3)
     store.tensor("a")[1] = [1, 2, 3]
     store.flush()
-    again = LogProbabilities(tmp_path / "x.safetensors")
-    assert np.isnan(again.tensor("a")[0]).all()
-    assert again.tensor("a")[1].tolist() == [1, 2, 3]
-    assert again.tensor("b").shape == (1, 3)
+    reopened = LogProbabilities(tmp_path / "x.safetensors")
+    assert np.isnan(reopened.tensor("a")[0]).all()
+    assert reopened.tensor("a")[1].tolist() == [1, 2, 3]
+    assert reopened.tensor("b").shape == (1, 3)

@@ -12,11 +12,11 @@ from pipeline.verdict.report import Canary, NoiseFloor, SampleRow
 
 
 def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
-    found = verdict(every_class())
-    assert found.status == "PASS"
-    assert len(found.reasons) == len(CLASSES)
-    assert found.reasons[0].startswith("copy: 0 of 128 answers lost, 0 gained; accuracy 1.000 vs 1.000")
-    assert found.samples_needed == {}
+    outcome = verdict(every_class())
+    assert outcome.status == "PASS"
+    assert len(outcome.reasons) == len(CLASSES)
+    assert outcome.reasons[0].startswith("copy: 0 of 128 answers lost, 0 gained; accuracy 1.000 vs 1.000")
+    assert outcome.samples_needed == {}
 
 
 def prose(count: int) -> list[SampleRow]:
@@ -28,18 +28,18 @@ def test_prose_without_answers_is_judged_by_its_distances_only() -> None:
 
 
 def test_a_few_samples_without_answers_are_no_evidence() -> None:
-    found = verdict(prose(2))
-    assert found.status == "INCONCLUSIVE"
-    assert found.reasons == ["all: no sample has an answer to judge, 2 documents have distances; gates.min_samples is 32"]
-    assert found.samples_needed == {"all": 32}
+    outcome = verdict(prose(2))
+    assert outcome.status == "INCONCLUSIVE"
+    assert outcome.reasons == ["all: no sample has an answer to judge, 2 documents have distances; gates.min_samples is 32"]
+    assert outcome.samples_needed == {"all": 32}
 
 
 def test_enough_samples_without_answers_pass_by_their_distances_and_say_so() -> None:
-    found = verdict(prose(32))
-    assert found.status == "PASS"
-    assert found.samples_needed == {}
-    assert "32 documents have distances" in found.reasons[0]
-    assert any(reason.startswith("prose: mean KL 0.0009766") for reason in found.reasons)
+    outcome = verdict(prose(32))
+    assert outcome.status == "PASS"
+    assert outcome.samples_needed == {}
+    assert "32 documents have distances" in outcome.reasons[0]
+    assert any(reason.startswith("prose: mean KL 0.0009766") for reason in outcome.reasons)
 
 
 def test_many_samples_of_few_documents_are_not_enough_without_answers() -> None:
@@ -64,13 +64,13 @@ def test_lost_answers_move_the_verdict_from_pass_over_inconclusive_to_fail(lost:
 
 
 def test_one_failing_class_fails_under_holm_and_is_named_with_its_numbers() -> None:
-    found = verdict(every_class(retrieval=25))
-    assert found.status == "FAIL"
-    assert found.reasons[0].startswith(
+    outcome = verdict(every_class(retrieval=25))
+    assert outcome.status == "FAIL"
+    assert outcome.reasons[0].startswith(
         "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 98.75 % bound -0.12"
     )
-    assert found.reasons[0].endswith("below the margin -0.050")
-    statuses = {c.where: c.status for c in found.checks if c.gate == "accuracy" and "[" not in c.where}
+    assert outcome.reasons[0].endswith("below the margin -0.050")
+    statuses = {c.where: c.status for c in outcome.checks if c.gate == "accuracy" and "[" not in c.where}
     assert statuses == {"retrieval": "FAIL", "tool_call": "PASS", "copy": "PASS", "multi_turn": "PASS"}
 
 
@@ -82,18 +82,18 @@ def test_holm_asks_more_of_each_class_when_there_are_more_classes() -> None:
 
 
 def test_a_tighter_margin_of_one_workload_needs_more_samples_there() -> None:
-    found = verdict(every_class(), gates(margins={"retrieval": 0.02}))
-    assert found.status == "INCONCLUSIVE"
-    assert list(found.samples_needed) == ["retrieval"]
-    wanted = found.samples_needed["retrieval"]
-    more = answered("retrieval", wanted) + [r for r in every_class() if r.workload != "retrieval"]
+    outcome = verdict(every_class(), gates(margins={"retrieval": 0.02}))
+    assert outcome.status == "INCONCLUSIVE"
+    assert list(outcome.samples_needed) == ["retrieval"]
+    enough = outcome.samples_needed["retrieval"]
+    more = answered("retrieval", enough) + [r for r in every_class() if r.workload != "retrieval"]
     assert verdict(more, gates(margins={"retrieval": 0.02})).status == "PASS"
 
 
 def test_too_few_samples_never_pass() -> None:
-    found = verdict([r for r in every_class() if r.workload != "copy"] + answered("copy", 10))
-    assert found.status == "INCONCLUSIVE"
-    assert "gates.min_samples is 32" in found.reasons[0]
+    outcome = verdict([r for r in every_class() if r.workload != "copy"] + answered("copy", 10))
+    assert outcome.status == "INCONCLUSIVE"
+    assert "gates.min_samples is 32" in outcome.reasons[0]
 
 
 def test_a_workload_that_the_baseline_cannot_do_is_no_evidence_that_the_candidate_can() -> None:
@@ -111,9 +111,9 @@ def test_a_context_bin_can_fail_while_its_workload_is_open() -> None:
     rows = [r.model_copy(update={"context_tokens": 100 if i < 25 else 900}) for i, r in enumerate(every_class())]
     losing = [r.model_copy(update={"candidate_correct": i >= 12}) if r.workload == "retrieval" else r
               for i, r in enumerate(rows)]  # fmt: skip
-    found = verdict(losing)
-    assert found.status == "FAIL"
-    assert found.reasons[0].startswith("retrieval [0, 150): 12 of 25 answers lost")
+    outcome = verdict(losing)
+    assert outcome.status == "FAIL"
+    assert outcome.reasons[0].startswith("retrieval [0, 150): 12 of 25 answers lost")
 
 
 def test_a_small_bin_without_losses_does_not_stop_a_pass() -> None:
@@ -132,17 +132,17 @@ def test_a_small_bin_without_losses_does_not_stop_a_pass() -> None:
 )
 def test_each_trip_wire_fails_alone(changes: dict[str, object], gate: str) -> None:
     rows = [r for r in every_class() if r.workload != "copy"] + answered("copy", 128, **changes)
-    found = verdict(rows)
-    assert found.status == "FAIL"
-    assert [(c.gate, c.where) for c in found.checks if c.status == "FAIL"] == [(gate, "copy")]
+    outcome = verdict(rows)
+    assert outcome.status == "FAIL"
+    assert [(c.gate, c.where) for c in outcome.checks if c.status == "FAIL"] == [(gate, "copy")]
 
 
 def test_a_distance_whose_bounds_straddle_the_threshold_is_inconclusive() -> None:
     rows = every_class()
     spread = [r.model_copy(update={"mean_kl": 0.001 if i % 2 else 0.09}) for i, r in enumerate(rows)]
-    found = verdict(spread)
-    assert found.status == "INCONCLUSIVE"
-    assert "not clearly within max_mean_kl" in found.reasons[0]
+    outcome = verdict(spread)
+    assert outcome.status == "INCONCLUSIVE"
+    assert "not clearly within max_mean_kl" in outcome.reasons[0]
 
 
 def test_the_bootstrap_by_document_is_wider_than_by_sample() -> None:
@@ -166,8 +166,8 @@ def test_samples_of_few_documents_count_as_few_samples() -> None:
 def test_a_heavy_tail_fails_at_the_percentile() -> None:
     rows = every_class()
     heavy = [r.model_copy(update={"kl_tail": [9.0] if i % 8 == 0 else []}) for i, r in enumerate(rows)]
-    found = verdict(heavy)
-    assert [c.gate for c in found.checks if c.status == "FAIL"] == ["max_p999_kl"]
+    outcome = verdict(heavy)
+    assert [c.gate for c in outcome.checks if c.status == "FAIL"] == ["max_p999_kl"]
 
 
 def test_a_slope_through_two_documents_decides_nothing() -> None:
@@ -181,19 +181,19 @@ def test_a_slope_through_two_documents_decides_nothing() -> None:
 
 def test_a_distance_that_grows_with_the_context_fails_at_the_slope() -> None:
     rows = [r.model_copy(update={"mean_kl": 1e-4 * r.context_tokens}) for r in every_class()]
-    found = verdict(rows)
-    assert found.status == "FAIL"
-    assert [c.gate for c in found.checks if c.status == "FAIL"] == ["max_kl_slope"]
-    assert next(c.value for c in found.checks if c.gate == "max_kl_slope") == pytest.approx(0.1)
+    outcome = verdict(rows)
+    assert outcome.status == "FAIL"
+    assert [c.gate for c in outcome.checks if c.status == "FAIL"] == ["max_kl_slope"]
+    assert next(c.value for c in outcome.checks if c.gate == "max_kl_slope") == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("field", ["mean_kl", "candidate_nll", "top10_overlap", "mean_squared_delta_p", "max_kl"])
 def test_a_number_that_is_missing_fails(field: str) -> None:
     rows = every_class()
     rows[3] = rows[3].model_copy(update={field: None})
-    found = verdict(rows)
-    assert found.status == "FAIL"
-    assert "retrieval: 1 of 128 samples have no finite numbers" in found.reasons[0]
+    outcome = verdict(rows)
+    assert outcome.status == "FAIL"
+    assert "retrieval: 1 of 128 samples have no finite numbers" in outcome.reasons[0]
 
 
 def test_a_nan_that_got_into_a_row_fails() -> None:
@@ -203,8 +203,8 @@ def test_a_nan_that_got_into_a_row_fails() -> None:
 
 
 def test_no_samples_fail() -> None:
-    found = verdict([])
-    assert (found.status, found.reasons) == ("FAIL", ["all: no samples were evaluated"])
+    outcome = verdict([])
+    assert (outcome.status, outcome.reasons) == ("FAIL", ["all: no samples were evaluated"])
 
 
 def test_rows_that_are_missing_or_doubled_fail() -> None:
@@ -214,10 +214,10 @@ def test_rows_that_are_missing_or_doubled_fail() -> None:
 
 
 def test_a_failed_verdict_gives_only_what_failed_as_its_reasons() -> None:
-    found = verdict(every_class(retrieval=25, copy=5))
-    assert found.reasons[0].startswith("retrieval: 25 of 128")
-    assert not any(reason.startswith("copy") for reason in found.reasons)
-    assert found.samples_needed.keys() == {"copy"}
+    outcome = verdict(every_class(retrieval=25, copy=5))
+    assert outcome.reasons[0].startswith("retrieval: 25 of 128")
+    assert not any(reason.startswith("copy") for reason in outcome.reasons)
+    assert outcome.samples_needed.keys() == {"copy"}
 
 
 def test_a_missing_answer_fails() -> None:
@@ -227,9 +227,9 @@ def test_a_missing_answer_fails() -> None:
 
 
 def test_a_canary_that_nobody_noticed_fails_the_candidate() -> None:
-    found = verdict(every_class(), canary=Canary(factor=0.1, rows=answered("retrieval", 8)))
-    assert found.status == "FAIL"
-    assert "the evaluation does not see the cache" in found.reasons[0]
+    outcome = verdict(every_class(), canary=Canary(factor=0.1, rows=answered("retrieval", 8)))
+    assert outcome.status == "FAIL"
+    assert "the evaluation does not see the cache" in outcome.reasons[0]
 
 
 def test_a_canary_that_did_not_run_fails_the_candidate() -> None:
@@ -238,9 +238,9 @@ def test_a_canary_that_did_not_run_fails_the_candidate() -> None:
 
 def test_a_threshold_finer_than_the_noise_floor_decides_nothing() -> None:
     noise = NoiseFloor(samples=4, fidelity=fidelity(kl_mean=0.06), answer_flips=0)
-    found = verdict(every_class(), noise=noise)
-    assert found.status == "INCONCLUSIVE"
-    assert "max_mean_kl=0.05 is finer than the baseline's own noise" in found.reasons[0]
+    outcome = verdict(every_class(), noise=noise)
+    assert outcome.status == "INCONCLUSIVE"
+    assert "max_mean_kl=0.05 is finer than the baseline's own noise" in outcome.reasons[0]
 
 
 def test_without_a_noise_floor_nothing_passes() -> None:

@@ -147,9 +147,9 @@ def test_the_percentile_from_tails_is_the_percentile_of_all_values() -> None:
     floor = float(np.percentile(values, 99))
     tails = [[v for v in row if v > floor] for row in values.tolist()]
     tokens = np.full(20, 500.0)
-    found = tail_quantile(tails, np.stack([np.ones(20), np.full(20, 2.0)]), tokens, 0.001, floor)
+    quantiles = tail_quantile(tails, np.stack([np.ones(20), np.full(20, 2.0)]), tokens, 0.001, floor)
     expected = sorted(values.ravel(), reverse=True)[10]  # ten of 10,000 lie above
-    assert found == pytest.approx([expected, expected])
+    assert quantiles == pytest.approx([expected, expected])
 
 
 def test_the_slope_ignores_the_levels_of_workloads() -> None:

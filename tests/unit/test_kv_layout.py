@@ -1,4 +1,4 @@
-"""The page format: what is allowed, how many bytes it takes, and how numbers are packed."""
+"""The page format: allowed layouts, bytes, and packing."""
 
 import subprocess
 import sys
@@ -52,12 +52,12 @@ def test_a_token_takes_the_bytes_of_the_roofline(key: SideLayout, value: SideLay
     assert CacheLayout(8, 128, key, value).token_bytes == 8 * expected
 
 
-def test_pools_hold_the_bytes_that_a_token_is_said_to_take() -> None:
+def test_pools_have_the_bytes_of_token_bytes() -> None:
     layouts = every_layout()
     assert len(layouts) > 150
     for layout in layouts:
-        held = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.pools(7).values())
-        assert held == 7 * PAGE_TOKENS * layout.token_bytes, layout
+        pool_bytes = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.pools(7).values())
+        assert pool_bytes == 7 * PAGE_TOKENS * layout.token_bytes, layout
         exact = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.exact_buffers(2).values())
         assert exact == 2 * (2 * 3 * (4 + 5) * layout.head_dim * 2), layout
 

@@ -1,4 +1,4 @@
-"""The plugin's reference, held to what it must mean: the oracle's arithmetic of formats, and torch's own attention.
+"""The plugin's reference against the oracle's arithmetic of formats and torch's own attention.
 
 Legend: B sequences, H KV heads, G query heads of each, T tokens, D head_dim.
 """
@@ -100,7 +100,7 @@ def test_nan_has_no_part_in_a_scale_and_infinity_saturates_it() -> None:
 
 
 class History:
-    """Tokens appended one by one to sequences with shuffled pages, and what a query must see of them."""
+    """Tokens appended one by one to sequences with shuffled pages, and the keys and values that a query must read."""
 
     def __init__(self, layout: CacheLayout, lengths: list[int], seed: int) -> None:
         self.layout = layout
@@ -127,20 +127,20 @@ class History:
     def random(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.rng)
 
-    def seen(self, b: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (H, T, D) as the oracle stores them, and exactly where they are kept exactly."""
-        found = []
+    def expected(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (H, T, D) rounded as the oracle stores them; sinks and recent tokens in float16."""
+        sides = []
         for i, (name, side) in enumerate((("key", self.layout.key), ("value", self.layout.value))):
             x_HTD = self.tokens_BHTD[b][i]
             scale = self.cache.get(f"{name}_scale")
             static = None if scale is None else Static(scale.view(-1, 1, 1), None)
             form = policy_format(side)
-            back = oracle_dequantize(oracle_quantize(x_HTD, form, static), form, static)
+            rounded = oracle_dequantize(oracle_quantize(x_HTD, form, static), form, static)
             length = x_HTD.shape[1]
             position = torch.arange(length)
             exact = (position < self.layout.sink_tokens) | (position >= length - self.layout.recent_tokens)
-            found.append(torch.where(exact[:, None], x_HTD.half().float(), back))
-        return found[0], found[1]
+            sides.append(torch.where(exact[:, None], x_HTD.half().float(), rounded))
+        return sides[0], sides[1]
 
 
 LAYOUTS = [
@@ -161,7 +161,8 @@ def test_attention_is_torchs_own_over_what_was_appended(layout: CacheLayout) -> 
     out = reference.attend(layout, query, key_new, value_new, history.cache, scaling=0.2, **history.tables)
     for b in range(batch):
         key, value = (
-            torch.cat([seen, new[b, :, None]], 1) for seen, new in zip(history.seen(b), (key_new, value_new), strict=True)
+            torch.cat([cached, new[b, :, None]], 1)
+            for cached, new in zip(history.expected(b), (key_new, value_new), strict=True)
         )
         expected = functional.scaled_dot_product_attention(
             query[b, :, None][None], key[None], value[None], scale=0.2, enable_gqa=True
@@ -178,9 +179,9 @@ def test_nothing_past_a_length_is_read() -> None:
     for name in ("key_pool", "value_pool", "key_scale_pool", "value_scale_pool"):
         history.cache[name].view(torch.uint8)[second, :, 1:] = 0xFF
     wide = torch.cat([history.tables["page_table"], torch.full((1, 2), 2**31 - 1, dtype=torch.int32)], 1)
-    got = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables | {"page_table": wide})
-    assert got.isfinite().all()
-    assert torch.equal(got, expected)
+    out = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables | {"page_table": wide})
+    assert out.isfinite().all()
+    assert torch.equal(out, expected)
 
 
 def test_a_ring_shorter_than_the_sequence_holds_its_newest_tokens() -> None:

@@ -23,46 +23,46 @@ def test_log_softmax_agrees_with_scipy_and_survives_large_logits() -> None:
 
 
 def test_kl_agrees_with_scipy() -> None:
-    base, candidate = log_softmax(random_logits(5, 40, 1)), log_softmax(random_logits(5, 40, 2))
-    found = compare(base.astype(np.float32), candidate, [0] * 5)
-    expected = [entropy(np.exp(b), np.exp(c)) for b, c in zip(base, candidate, strict=True)]
-    assert found.kl == pytest.approx(expected, rel=1e-5)
+    baseline, candidate = log_softmax(random_logits(5, 40, 1)), log_softmax(random_logits(5, 40, 2))
+    steps = compare(baseline.astype(np.float32), candidate, [0] * 5)
+    expected = [entropy(np.exp(b), np.exp(c)) for b, c in zip(baseline, candidate, strict=True)]
+    assert steps.kl == pytest.approx(expected, rel=1e-5)
 
 
 def test_kl_by_hand() -> None:
-    base = np.log(np.array([[0.5, 0.25, 0.25]], dtype=np.float32))
+    baseline = np.log(np.array([[0.5, 0.25, 0.25]], dtype=np.float32))
     candidate = np.log(np.array([[0.25, 0.5, 0.25]]))
-    found = compare(base, candidate, [0])
-    assert found.kl[0] == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), abs=1e-7)
-    assert found.delta_p[0] == pytest.approx(-0.25, abs=1e-7)
-    assert found.candidate_nll[0] == pytest.approx(math.log(4))
-    assert (found.top1[0], found.greedy[0]) == (0.0, 1)
+    steps = compare(baseline, candidate, [0])
+    assert steps.kl[0] == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), abs=1e-7)
+    assert steps.delta_p[0] == pytest.approx(-0.25, abs=1e-7)
+    assert steps.candidate_nll[0] == pytest.approx(math.log(4))
+    assert (steps.top1[0], steps.greedy[0]) == (0.0, 1)
 
 
 def test_the_same_distribution_has_no_distance_and_never_a_negative_one() -> None:
-    base = log_softmax(random_logits(100, 1000, 3))
-    found = compare(base.astype(np.float32), base, [7] * 100)
-    assert (found.kl >= 0).all()
-    assert found.kl.max() < 1e-12
-    assert (found.top1 == 1).all()
-    assert (found.top10 == 1).all()
+    baseline = log_softmax(random_logits(100, 1000, 3))
+    steps = compare(baseline.astype(np.float32), baseline, [7] * 100)
+    assert (steps.kl >= 0).all()
+    assert steps.kl.max() < 1e-12
+    assert (steps.top1 == 1).all()
+    assert (steps.top10 == 1).all()
 
 
 def test_top10_overlap_counts_shared_tokens_whatever_their_order() -> None:
-    base = log_softmax(np.arange(20, 0, -1, dtype=np.float32)[None])  # top ten: 0 to 9
+    baseline = log_softmax(np.arange(20, 0, -1, dtype=np.float32)[None])  # top ten: 0 to 9
     logits = np.zeros((1, 20), dtype=np.float32)
     logits[0, [9, 8, 7, 6, 15, 16, 17, 18, 19, 14]] = np.arange(10, 20)
-    assert compare(base.astype(np.float32), log_softmax(logits), [0]).top10[0] == pytest.approx(0.4)
+    assert compare(baseline.astype(np.float32), log_softmax(logits), [0]).top10[0] == pytest.approx(0.4)
 
 
 def test_a_row_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
     logits = random_logits(2, 10, 4)
-    base = log_softmax(logits)
+    baseline = log_softmax(logits)
     broken = logits.copy()
     broken[0, 3] = np.inf
-    found = compare(base.astype(np.float32), log_softmax(broken), [1, 1])
-    assert np.isnan([found.kl[0], found.candidate_nll[0], found.top1[0], found.top10[0], found.delta_p[0]]).all()
-    assert found.kl[1] < 1e-12
+    steps = compare(baseline.astype(np.float32), log_softmax(broken), [1, 1])
+    assert np.isnan([steps.kl[0], steps.candidate_nll[0], steps.top1[0], steps.top10[0], steps.delta_p[0]]).all()
+    assert steps.kl[1] < 1e-12
 
 
 def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:
@@ -73,7 +73,7 @@ def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:
 
 
 def test_fidelity_by_hand() -> None:
-    found = fidelity(
+    summary = fidelity(
         statistics(
             [0.0, 0.1, 0.2, 0.5],
             baseline_nll=[1.0, 1.0, 1.0, 1.0],
@@ -83,22 +83,22 @@ def test_fidelity_by_hand() -> None:
             delta_p=[0.0, 0.3, 0.0, -0.4],
         )
     )
-    assert found.kl_mean == pytest.approx(0.2)
-    assert found.kl_median == pytest.approx(0.15)
-    assert found.kl_max == 0.5
-    assert found.kl_p95 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 95)))
-    assert found.flagged_steps == 0.5  # 0.2 and 0.5 are above 0.15
-    assert found.ppl_ratio == pytest.approx(math.exp(0.1))
-    assert found.baseline_ppl == pytest.approx(math.e)
-    assert found.top1_agreement == 0.75
-    assert found.top10_overlap == pytest.approx(0.85)
-    assert found.rms_delta_p == pytest.approx(0.25)
+    assert summary.kl_mean == pytest.approx(0.2)
+    assert summary.kl_median == pytest.approx(0.15)
+    assert summary.kl_max == 0.5
+    assert summary.kl_p95 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 95)))
+    assert summary.flagged_steps == 0.5  # 0.2 and 0.5 are above 0.15
+    assert summary.ppl_ratio == pytest.approx(math.exp(0.1))
+    assert summary.baseline_ppl == pytest.approx(math.e)
+    assert summary.top1_agreement == 0.75
+    assert summary.top10_overlap == pytest.approx(0.85)
+    assert summary.rms_delta_p == pytest.approx(0.25)
 
 
 def test_one_step_that_is_not_a_number_makes_every_summary_null() -> None:
-    found = fidelity(statistics([0.1, math.nan]))
-    assert (found.kl_mean, found.kl_median, found.kl_max, found.flagged_steps) == (None, None, None, None)
-    assert found.non_finite_steps == 1
+    summary = fidelity(statistics([0.1, math.nan]))
+    assert (summary.kl_mean, summary.kl_median, summary.kl_max, summary.flagged_steps) == (None, None, None, None)
+    assert summary.non_finite_steps == 1
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, (0, 256)), (255, (0, 256)), (256, (256, 512)), (9999, (512, None))])

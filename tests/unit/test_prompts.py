@@ -10,7 +10,7 @@ from pipeline.config.config import CalibrationConfig
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.evaluate import open_tokenizer
-from stages.quantize import calibration_texts
+from stages.quantize.calibration import calibration_texts
 from stages.quantize.tokens import tokenize
 from stages.workloads.prompts import load_tokenizer, prompt_ids, render, token_ids
 
@@ -77,8 +77,8 @@ def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tok
 
 def test_evaluation_takes_a_base_models_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = None
-    found = open_tokenizer(saved(tokenizer, tmp_path))
-    assert found.prompt_ids(CHAT) == prompt_ids(tokenizer, CHAT)
+    opened = open_tokenizer(saved(tokenizer, tmp_path))
+    assert opened.prompt_ids(CHAT) == prompt_ids(tokenizer, CHAT)
 
 
 def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
@@ -95,17 +95,17 @@ def test_several_system_messages_join_the_users_turn_that_follows(tokenizer: Any
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "reason"),
     [
         ((("user", "a"), ("user", "b")), "roles must alternate"),
         ((("user", "a"), ("system", "b")), "no system role, please"),
     ],
 )
-def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: Any, said: str) -> None:
+def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: Any, reason: str) -> None:
     tokenizer.chat_template = NO_SYSTEM
     with pytest.raises(UserError) as caught:
         prompt_ids(tokenizer, Sample(id="odd-7", workload="w", messages=messages, reference="x"))
-    assert str(caught.value).startswith(f"workloads: the tokenizer's chat_template refuses sample odd-7 ({said})")
+    assert str(caught.value).startswith(f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})")
 
 
 def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, t
 def test_the_users_calibration_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
-    asked = CalibrationConfig(samples=2, max_length=16, jsonl="~/mine.jsonl")
-    calibration_texts(tmp_path, tmp_path, samples=2, jsonl=asked.file, seed=0, progress=lambda *_: None)
+    config = CalibrationConfig(samples=2, max_length=16, jsonl="~/mine.jsonl")
+    calibration_texts(tmp_path, tmp_path, samples=2, jsonl=config.file, seed=0, progress=lambda *_: None)
     assert json.loads((tmp_path / "texts.json").read_text(encoding="utf-8")) == ["one", "two"]

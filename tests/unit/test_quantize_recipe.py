@@ -56,8 +56,8 @@ def test_weights_and_their_inputs_are_expected_with_their_attributes(weights, co
 def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
     scales = KVScales(layers=({"key": ONE}, {"key": ONE, "value": SideScales(scale=(1.0, 2.0))}))
     override = LayerOverride(layers=(1,), value=static("int8", "per_head"))
-    found = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales, backend=True)
-    assert {name: cache.attributes for name, cache in found.items()} == {
+    quantizers = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales, backend=True)
+    assert {name: cache.attributes for name, cache in quantizers.items()} == {
         "model.layers.0.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
         "model.layers.0.self_attn.v_bmm_quantizer": {
             "num_bits": 8, "narrow_range": True, "axis": (0, 1, 2), "type": "dynamic",
@@ -65,8 +65,8 @@ def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
         "model.layers.1.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
         "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "narrow_range": True, "axis": (1,)},
     }  # fmt: skip
-    assert found["model.layers.0.self_attn.k_bmm_quantizer"].amax == (224.0,)
-    assert found["model.layers.1.self_attn.v_bmm_quantizer"].amax == (127.0, 254.0)
+    assert quantizers["model.layers.0.self_attn.k_bmm_quantizer"].amax == (224.0,)
+    assert quantizers["model.layers.1.self_attn.v_bmm_quantizer"].amax == (127.0, 254.0)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_texts_run_only_when_something_is_measured(kv: KVPolicy) -> None:
 
 def test_the_finest_granularity_of_a_tensors_copies_is_measured_once_a_rotation() -> None:
     window = Window(tokens=64, key=static("int8", "per_channel"), value=static("int8", "per_head", "hadamard"))
-    wanted = measurements(policy(static("int4", "per_head"), FP8, window, LayerOverride(layers=(1,), key=FP8)), 2)
-    assert wanted == {
+    by_rotation = measurements(policy(static("int4", "per_head"), FP8, window, LayerOverride(layers=(1,), key=FP8)), 2)
+    assert by_rotation == {
         "none": {(0, "key"): "per_channel", (0, "value"): "per_tensor", (1, "key"): "per_tensor", (1, "value"): "per_tensor"},
         "hadamard": {(0, "value"): "per_head", (1, "value"): "per_head"},
     }
-    assert measuring_recipe(wanted["hadamard"]).expected == {
+    assert measuring_recipe(by_rotation["hadamard"]).expected == {
         "model.layers.0.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
         "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
     }
@@ -135,45 +135,45 @@ def extremes(low: tuple[float, ...], high: tuple[float, ...]) -> Extremes:
 
 
 def measured(key: Extremes | None = None, value: Extremes | None = None) -> Measured:
-    found = {"key": key, "value": value}
-    return {"none": {(layer, side): x for layer in range(2) for side, x in found.items() if x is not None}}
+    sides = {"key": key, "value": value}
+    return {"none": {(layer, side): x for layer in range(2) for side, x in sides.items() if x is not None}}
 
 
 def test_symmetric_scales_are_the_maximum_over_the_largest_code(tmp_path: Path) -> None:
-    found = measured(key=extremes((-448.0,), (7.0,)), value=extremes((-0.7, 0.0), (0.1, 14.0)))
-    scales = static_scales(policy(FP8, static("int4", "per_head")), SMALL, found, tmp_path)
+    extremes_by_place = measured(key=extremes((-448.0,), (7.0,)), value=extremes((-0.7, 0.0), (0.1, 14.0)))
+    scales = static_scales(policy(FP8, static("int4", "per_head")), SMALL, extremes_by_place, tmp_path)
     assert scales.layers[1] == {"key": SideScales(scale=(1.0,)), "value": SideScales(scale=(0.7 / 7, 2.0))}
 
 
 def test_asymmetric_scales_span_minimum_to_maximum(tmp_path: Path) -> None:
-    found = measured(key=extremes((-100.0, 1.0), (155.0, 256.0)))
-    scales = static_scales(policy(static("int8", "per_head", symmetric=False), FP16), SMALL, found, tmp_path)
+    extremes_by_place = measured(key=extremes((-100.0, 1.0), (155.0, 256.0)))
+    scales = static_scales(policy(static("int8", "per_head", symmetric=False), FP16), SMALL, extremes_by_place, tmp_path)
     assert scales.layers[0] == {"key": SideScales(scale=(1.0, 1.0), zero=(-100.0, 1.0))}
 
 
 def test_a_finer_measurement_is_reduced_to_minimum_and_maximum(tmp_path: Path) -> None:
-    found = measured(key=extremes((-1.0, -3.0), (12.0, 2.0)))
+    extremes_by_place = measured(key=extremes((-1.0, -3.0), (12.0, 2.0)))
     window = Window(tokens=64, key=static("int4", "per_head", symmetric=False))
     kv = policy(static("int4", "per_tensor", symmetric=False), FP16, window)
-    scales = static_scales(kv, SMALL, found, tmp_path)
+    scales = static_scales(kv, SMALL, extremes_by_place, tmp_path)
     assert scales.layers[1]["key"] == SideScales(scale=(1.0,), zero=(-3.0,))
     assert scales.layers[1]["window_key"] == SideScales(scale=(13 / 15, 5 / 15), zero=(-1.0, -3.0))
 
 
 def test_a_finer_measurement_is_reduced_head_by_head(tmp_path: Path) -> None:
     channels = tuple(float(i) for i in range(32))
-    found = measured(key=extremes(tuple(-x for x in channels), (0.0,) * 32))
+    extremes_by_place = measured(key=extremes(tuple(-x for x in channels), (0.0,) * 32))
     window = Window(tokens=64, key=static("int4", "per_channel"))
     for granularity, reduced in (("per_head", (15 / 127, 31 / 127)), ("per_tensor", (31 / 127,))):
-        scales = static_scales(policy(static("int8", granularity), FP16, window), SMALL, found, tmp_path)
+        scales = static_scales(policy(static("int8", granularity), FP16, window), SMALL, extremes_by_place, tmp_path)
         assert scales.layers[0]["key"].scale == pytest.approx(reduced)
         assert scales.layers[0]["window_key"].scale[1:] == pytest.approx([x / 7 for x in channels[1:]])
         scales.check(policy(static("int8", granularity), FP16, window), SMALL, "here")
 
 
 def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
-    found = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
-    scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, found, tmp_path)
+    extremes_by_place = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
+    scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
     smallest_normal = 2.0**-126
     assert scales.layers[0]["key"].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
 

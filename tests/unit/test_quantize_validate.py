@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
 from pipeline.core.weights import WeightsFormat
+from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.recipe import LINEARS
-from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
+from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf
 
 LAYERS = 2
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")

@@ -1,8 +1,9 @@
 import math
 from pathlib import Path
 
-from pipeline.registry.summary import Candidate
+from pipeline.registry.summary import Candidate, Cited
 from pipeline.verdict.report import SampleRow
+from pipeline.verdict.thresholds import Status
 from stages.evaluate.plots import flips_by_workload, kl_by_context, quality_by_memory
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -16,8 +17,19 @@ def row(workload: str, tokens: int, kl: float | None, baseline: bool | None = No
 
 
 ROWS = [row("copy", 100, 0.0, True, False), row("copy", 900, 0.2, False, True), row("prose", 50, None)]
-FP8 = Candidate("fp8", "PASS", (), 2.0, {"quality/kl_mean": 0.0}, *[""] * 7)
-BROKEN = Candidate("int4", "FAIL", (), math.nan, {"quality/kl_mean": None}, *[""] * 7)
+CITED = Cited(path=Path("/nowhere"), digest="")
+
+
+def candidate(policy: str, verdict: Status, kib_per_token: float, kl_mean: float | None) -> Candidate:
+    return Candidate(
+        name=policy, policy=policy, model="tiny", backend="onnxruntime", verdict=verdict, reasons=(),
+        metrics={"memory/kib_per_token": kib_per_token, "quality/kl_mean": kl_mean},
+        engine=CITED, baseline=CITED, report=CITED, identity=CITED,
+    )  # fmt: skip
+
+
+FP8 = candidate("fp8", "PASS", 2.0, 0.0)
+BROKEN = candidate("int4", "FAIL", math.nan, None)
 
 
 def test_each_plot_is_a_png_even_with_zero_missing_and_no_values(tmp_path: Path) -> None:

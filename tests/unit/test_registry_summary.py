@@ -1,32 +1,52 @@
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.registry.summary import Candidate, conclude, finish, load, record
+from pipeline.registry.summary import Candidate, Cited, Registration, conclude, finish, load, record
 
-FP8 = Candidate("fp8", "PASS", (), 2.0, {"quality/kl_mean": 0.1}, "e", "b", "r", "/e", "/b", "/r", "/s", model_version="3")
+FP8 = Candidate(
+    name="fp8",
+    policy="fp8",
+    model="",
+    backend="onnxruntime",
+    verdict="PASS",
+    reasons=(),
+    metrics={"quality/kl_mean": 0.1, "memory/kib_per_token": 2.0},
+    engine=Cited(path=Path("/e"), digest="e"),
+    baseline=Cited(path=Path("/b"), digest="b"),
+    report=Cited(path=Path("/r/report.json"), digest="r"),
+    identity=Cited(path=Path("/i/identity.json"), digest="i"),
+    registration=Registration(run_id="run", model_version="3"),
+)
+
+
+def fp8(**changes: Any) -> Candidate:
+    return FP8.model_copy(update=changes)
 
 
 def test_the_same_sweep_merges_by_name_and_another_starts_afresh(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
-    record(tmp_path, "one", replace(FP8, kv="int8"))
-    record(tmp_path, "one", replace(FP8, verdict="FAIL"))
+    record(tmp_path, "one", fp8(name="int8", policy="int8"))
+    record(tmp_path, "one", fp8(verdict="FAIL"))
     conclude(tmp_path, "int8")
-    assert [(c.kv, c.verdict) for c in load(tmp_path).candidates] == [("fp8", "FAIL"), ("int8", "PASS")]
+    assert [(c.name, c.policy, c.verdict) for c in load(tmp_path).candidates] == [
+        ("fp8", "fp8", "FAIL"),
+        ("int8", "int8", "PASS"),
+    ]
     assert load(tmp_path).champion == "int8"
     summary = record(tmp_path, "two", FP8)
-    assert [c.kv for c in summary.candidates] == ["fp8"]
+    assert [c.name for c in summary.candidates] == ["fp8"]
     assert summary.champion is None
 
 
 def test_candidates_of_one_policy_that_differ_in_something_else_are_both_kept(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
-    record(tmp_path, "one", replace(FP8, label="fp8 weights=fp8", verdict="FAIL"))
-    record(tmp_path, "one", replace(FP8, model="another"))
+    record(tmp_path, "one", fp8(name="fp8 weights=fp8", verdict="FAIL"))
+    record(tmp_path, "one", fp8(model="another"))
     assert [(c.model, c.name) for c in load(tmp_path).candidates] == [
         ("", "fp8"),
         ("", "fp8 weights=fp8"),
@@ -35,8 +55,9 @@ def test_candidates_of_one_policy_that_differ_in_something_else_are_both_kept(tm
 
 
 def test_a_candidate_survives_the_file(tmp_path: Path) -> None:
-    record(tmp_path, "one", replace(FP8, reasons=("a", "b")))
-    assert load(tmp_path).candidates == (replace(FP8, reasons=("a", "b")),)
+    for candidate in (fp8(reasons=("a", "b")), fp8(registration=None)):
+        record(tmp_path, "one", candidate)
+        assert load(tmp_path).candidates == (candidate,)
 
 
 def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:
@@ -48,29 +69,56 @@ def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path:
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
-    record(tmp_path, "one", replace(FP8, kib_per_token=math.nan, metrics={"a": math.inf, "b": 1.0}))
+    record(tmp_path, "one", fp8(metrics={"a": math.inf, "b": 1.0, "memory/kib_per_token": math.nan}))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     raw = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
-    assert raw["candidates"][0]["metrics"] == {"a": None, "b": 1.0}
-    assert raw["candidates"][0]["kib_per_token"] is None
-    assert math.isnan(load(tmp_path).candidates[0].kib_per_token)
+    assert raw["candidates"][0]["metrics"] == {"a": None, "b": 1.0, "memory/kib_per_token": None}
+    (candidate,) = load(tmp_path).candidates
+    assert candidate.metrics["memory/kib_per_token"] is None
+    assert candidate.metric("memory/kib_per_token") == math.inf
 
 
 def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
     raw = json.loads((tmp_path / "summary.json").read_text())
-    assert {"candidates", "champion", "exit_code"} <= raw.keys()
-    promised = {"kv", "verdict", "reasons", "kib_per_token", "metrics", "engine_digest", "baseline_digest"}
-    assert promised <= raw["candidates"][0].keys()
+    assert {"schema_version", "candidates", "champion", "exit_code"} <= raw.keys()
+    promised = {"name", "policy", "model", "backend", "verdict", "reasons", "metrics"}
+    cited = {"engine", "baseline", "report", "identity"}
+    candidate = raw["candidates"][0]
+    assert promised | cited <= candidate.keys()
+    assert all(candidate[name].keys() == {"path", "digest"} for name in cited)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"candidates": ')
-    with pytest.raises(UserError, match=r"summary.json is damaged"):
+DAMAGED = (
+    '{"candidates": ',
+    "{}",
+    "[]",
+    "[" * 100_000,
+    '{"schema_version": 1, "candidates": [{"name": "fp8"}]}',
+    '{"schema_version": 2, "candidates": []}',
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(UserError, match=r"summary.json is damaged \(.+\); remove it and evaluate again") as caught:
         load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_an_older_kvgate_wrote_is_named_as_such(tmp_path: Path) -> None:
+    candidate = {"kv": "fp8", "verdict": "PASS", "engine_digest": "e", "engine_path": "/e"}
+    older = {"sweep": "one", "candidates": [candidate], "champion": None, "exit_code": 0}
+    (tmp_path / "summary.json").write_text(json.dumps(older))
+    with pytest.raises(UserError) as caught:
+        record(tmp_path, "two", FP8)
+    problem = "summary.json was written by an older kvgate; remove it and evaluate again"
+    assert str(caught.value) == f"workdir={tmp_path}: {problem}"
+    assert json.loads((tmp_path / "summary.json").read_text()) == older
 
 
 def test_no_scratch_file_stays_behind(tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ def test_nan_has_no_digest() -> None:
 
 def test_code_digest_reads_sources_without_importing_them() -> None:
     program = (
-        "import sys; from pipeline.artifacts.digest import code_digest; code_digest('stages.quantize'); print(*sys.modules)"
+        "import sys; from pipeline.artifacts.digest import code_digest; code_digest('stages.quantize.run'); print(*sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert {"torch", "modelopt", "stages.quantize"}.isdisjoint(result.stdout.split())
-    assert {"stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(digest.reachable_modules("stages.quantize"))
+    assert {"torch", "modelopt", "stages.quantize.run"}.isdisjoint(result.stdout.split())
+    assert {"stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(digest.reachable_modules("stages.quantize.run"))

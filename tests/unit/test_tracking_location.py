@@ -8,16 +8,17 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.registry.tracking import Tracking, compare_url, locate, open_store, server_command, track
+from pipeline.registry.runs import open_store, track
+from pipeline.registry.tracking import Tracking, compare_url, locate, server_command
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = locate(Tracking(), Path("work"), "tiny", {})
-    assert found.uri == f"sqlite:///{tmp_path}/work/mlflow.db"
-    assert found.artifact_root == f"file://{tmp_path}/work/mlartifacts"
-    assert found.model_name == "kvgate-tiny"
-    assert found.log_bundle
+    location = locate(Tracking(), Path("work"), "tiny", {})
+    assert location.uri == f"sqlite:///{tmp_path}/work/mlflow.db"
+    assert location.artifact_root == f"file://{tmp_path}/work/mlartifacts"
+    assert location.model_name == "kvgate-tiny"
+    assert location.log_bundle
 
 
 def test_the_configuration_wins_over_the_environment(tmp_path: Path) -> None:
@@ -27,10 +28,10 @@ def test_the_configuration_wins_over_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_server_keeps_its_artifacts_itself_and_gets_no_bundles(tmp_path: Path) -> None:
-    found = locate(Tracking(uri="http://server:5000"), tmp_path, "tiny", {})
-    assert found.artifact_root is None
-    assert not found.log_bundle
-    assert server_command(found) is None
+    location = locate(Tracking(uri="http://server:5000"), tmp_path, "tiny", {})
+    assert location.artifact_root is None
+    assert not location.log_bundle
+    assert server_command(location) is None
 
 
 def test_work_directories_that_share_a_database_share_its_lock(tmp_path: Path) -> None:
@@ -76,9 +77,11 @@ def test_the_comparison_names_every_run_and_the_experiment(tmp_path: Path) -> No
 
 
 def test_importing_the_tracking_configuration_loads_nothing_heavy() -> None:
-    code = "import sys, pipeline.registry.tracking, pipeline.registry.promotion, pipeline.registry.summary; print(*sys.modules)"
+    modules = "pipeline.registry.tracking, pipeline.registry.runs, pipeline.registry.promotion, pipeline.run.runner"
+    code = f"import sys, {modules}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"mlflow", "pandas", "torch", "sqlalchemy"}.isdisjoint(result.stdout.split())
+    heavy = {"mlflow", "pandas", "torch", "sqlalchemy", "pipeline.registry.mlflow_store"}
+    assert heavy.isdisjoint(result.stdout.split())
 
 
 def test_tracking_that_is_off_logs_nothing_and_opens_no_store(tmp_path: Path) -> None:

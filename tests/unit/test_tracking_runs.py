@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from judged_candidates import judged_candidate
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.registry import processes
 from pipeline.registry.mlflow_store import MlflowStore, run_color
-from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import Tracking, locate, open_store, track
+from pipeline.registry.runs import open_store, track
+from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.registry.tracking import Tracking, locate
+from pipeline.verdict.thresholds import Status
 
 SECRET = "hunter2hunter2"
 
@@ -35,29 +37,27 @@ def store(work: Path) -> Iterator[MlflowStore]:
         yield opened
 
 
-def judged(folder: Path, kv: str, verdict: str = "PASS", **metrics: float) -> Candidate:
-    engine, evidence = folder / "engine", folder / "evidence"
-    for path in (engine, evidence):
-        path.mkdir(parents=True, exist_ok=True)
-    (engine / "kv_policy.json").write_text(json.dumps({"name": kv}))
-    (engine / "weights.bin").write_bytes(b"weights")
-    (evidence / "report.json").write_text(json.dumps({"kv": kv, "source": f"https://me:{SECRET}@host/data"}))
-    (evidence / "samples.jsonl").write_text("{}\n")
-    digests = [files_digest(tree_files(path)) for path in (engine, evidence)]
-    identity = folder / "identity.json"
-    identity.write_text(json.dumps({"policy": kv}))
-    paths = str(engine), str(folder), str(evidence / "report.json"), str(evidence / "samples.jsonl")
-    cited = digests[0], "base", digests[1]
-    return Candidate(kv, verdict, (), 2.0, metrics, *cited, *paths, file_digest(identity), str(identity))
+def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) -> Candidate:
+    report = json.dumps({"kv": kv, "source": f"https://me:{SECRET}@host/data"})
+    return judged_candidate(folder, kv, verdict, metrics={"memory/kib_per_token": 2.0, **metrics}, report=report)
 
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str, rows: tuple[dict[str, Any], ...] = ()) -> Candidate:
-    with track(store, sweep, candidate.kv, "onnxruntime", {"kv": {"name": candidate.kv}}) as run:
+    with track(store, sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
         return run.conclude(candidate, rows)
 
 
-def artifacts(store: MlflowStore, run_id: str | None) -> dict[str, Path]:
-    root = Path(store.client.get_run(str(run_id)).info.artifact_uri.removeprefix("file://"))
+def registered(candidate: Candidate) -> Registration:
+    assert candidate.registration is not None
+    return candidate.registration
+
+
+def version(candidate: Candidate) -> str:
+    return registered(candidate).model_version
+
+
+def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
+    root = Path(store.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
@@ -66,14 +66,15 @@ def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: M
         run.stage("quantize", {"weights": "none"}, digest="abc", seconds=2.5, reused=False)
         run.stage("build", {}, digest="def", seconds=1.5, reused=True)
         done = run.conclude(judged(tmp_path, "fp8"))
-    parent = store.client.get_run(str(done.run_id))
+    run_id = registered(done).run_id
+    parent = store.client.get_run(run_id)
     assert "mlflow.parentRunId" not in parent.data.tags
     assert parent.data.tags["sweep"] == "s1"
     assert parent.data.tags["pid"] == str(os.getpid())
     assert parent.data.tags["mlflow.runColor"] == run_color("PASS", "fp8")
     assert parent.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
     assert parent.info.status == "FINISHED"
-    query = f"tags.`mlflow.parentRunId` = '{done.run_id}'"
+    query = f"tags.`mlflow.parentRunId` = '{run_id}'"
     children = {child.info.run_name: child for child in store.client.search_runs([store.experiment_id], query)}
     assert children.keys() == {"quantize", "build"}
     assert children["quantize"].data.params == {"weights": "none"}
@@ -87,7 +88,7 @@ def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: M
 def test_metrics_are_grouped_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
     metrics = {"quality/kl_mean": 0.25, "quality/kl_max": math.inf, "perf/itl@p50": 3.0, "quality/exact_match": math.nan}
     done = track_one(store, judged(tmp_path, "int8", "FAIL", **metrics), "metrics")
-    data = store.client.get_run(str(done.run_id)).data
+    data = store.client.get_run(registered(done).run_id).data
     assert data.metrics == {"quality/kl_mean": 0.25, "perf/itl_at_p50": 3.0, "memory/kib_per_token": 2.0}
     assert data.tags["nonfinite"] == "quality/exact_match, quality/kl_max"
     assert data.tags["verdict"] == "FAIL"
@@ -99,17 +100,18 @@ def test_samples_are_a_table_and_the_report_and_plots_are_artifacts(store: Mlflo
     rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
     with track(store, "table", "fp8", "onnxruntime", {}) as run:
         done = run.conclude(judged(tmp_path, "fp8"), rows, [plot])
-    found = artifacts(store, done.run_id)
-    assert found.keys() == {"report.json", "samples.json", "kl.png"}
-    assert found["kl.png"].read_bytes() == plot.read_bytes()
-    table = json.loads(found["samples.json"].read_text())
+    files = artifacts(store, registered(done).run_id)
+    assert files.keys() == {"report.json", "samples.json", "kl.png"}
+    assert files["kl.png"].read_bytes() == plot.read_bytes()
+    table = json.loads(files["samples.json"].read_text())
     assert table["columns"] == ["id", "kl", "answer", "extra"]
     assert table["data"] == [["a", 0.5, '{"x": 1}', None], ["b", None, None, "only here"]]
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
     config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET}"}
-    candidate = replace(judged(tmp_path, "int4", "FAIL"), reasons=(f"cannot read https://u:{SECRET}@host",))
+    reasons = (f"cannot read https://u:{SECRET}@host",)
+    candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with track(store, "secrets", "int4", "onnxruntime", config) as run:
         run.stage("build", config, digest="d", seconds=0.1, reused=False)
         run.conclude(candidate, [{"id": "a", "text": f"api_key={SECRET}"}])
@@ -130,41 +132,42 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     candidate = judged(tmp_path, "once")
     first, again = track_one(store, candidate, "a"), track_one(store, candidate, "a")
     another_sweep = track_one(store, candidate, "b")
-    assert first.model_version == again.model_version == another_sweep.model_version
-    assert len({first.run_id, again.run_id, another_sweep.run_id}) == 3
+    assert version(first) == version(again) == version(another_sweep)
+    assert len({registered(candidate).run_id for candidate in (first, again, another_sweep)}) == 3
     models = store.client.search_logged_models([store.experiment_id], "name = 'once'")
     assert len(models) == 1
-    linked = store.client.get_run(str(another_sweep.run_id)).outputs.model_outputs
+    linked = store.client.get_run(registered(another_sweep).run_id).outputs.model_outputs
     assert [output.model_id for output in linked] == [models[0].model_id]
 
 
 def test_the_same_engine_with_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -> None:
     candidate = judged(tmp_path, "again")
     first = track_one(store, candidate, "a")
-    refused = track_one(store, replace(candidate, verdict="FAIL"), "b")
-    other_baseline = track_one(store, replace(candidate, baseline_digest="other"), "b")
-    assert len({first.model_version, refused.model_version, other_baseline.model_version}) == 3
-    assert store.alias("candidate") == other_baseline.model_version
+    refused = track_one(store, candidate.model_copy(update={"verdict": "FAIL"}), "b")
+    baseline = Cited(path=candidate.baseline.path, digest="other")
+    other_baseline = track_one(store, candidate.model_copy(update={"baseline": baseline}), "b")
+    assert len({version(first), version(refused), version(other_baseline)}) == 3
+    assert store.alias("candidate") == version(other_baseline)
 
 
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "bundle"), "a")
-    tags = store.tags(str(done.model_version))
+    tags = store.tags(version(done))
     assert tags is not None
-    for name in ("engine_digest", "baseline_digest", "report_digest", "verdict", "kv"):
-        assert tags[name] == getattr(done, name)
+    assert done.citations.keys() == {"engine_digest", "baseline_digest", "report_digest", "identity_digest"}
+    assert tags.items() >= {**done.citations, "verdict": done.verdict, "kv": done.name}.items()
     model = store.client.get_logged_model(tags["logged_model"])
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
     root = Path(model.artifact_location.removeprefix("file://"))
     files = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert {"kv_policy.json", "report.json", "verdict.json", "engine/weights.bin", "engine/kv_policy.json"} <= files
-    assert files_digest(tree_files(root / "engine")) == done.engine_digest
+    assert files_digest(tree_files(root / "engine")) == done.engine.digest
 
 
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     other = MlflowStore(locate(Tracking(log_bundle=False), work, "tiny"))
     done = track_one(other, judged(tmp_path, "light"), "a")
-    tags = store.tags(str(done.model_version)) or {}
+    tags = store.tags(version(done)) or {}
     root = Path(store.client.get_logged_model(tags["logged_model"]).artifact_location.removeprefix("file://"))
     assert not (root / "engine").exists()
     assert (root / "report.json").exists()
@@ -179,12 +182,12 @@ def test_registering_leaves_the_environment_as_it_was(store: MlflowStore, tmp_pa
 def test_runs_of_dead_processes_of_this_host_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    mine = processes.identity()
+    this_process = processes.identity()
     owners = {
-        "dead": {**mine, "pid": str(dead.pid)},
-        "pid used again": {**mine, "pid_start": "1"},
-        "alive": mine,
-        "elsewhere": {**mine, "host": "elsewhere", "pid": str(dead.pid)},
+        "dead": {**this_process, "pid": str(dead.pid)},
+        "pid used again": {**this_process, "pid_start": "1"},
+        "alive": this_process,
+        "elsewhere": {**this_process, "host": "elsewhere", "pid": str(dead.pid)},
     }
     runs = {who: store.client.create_run(store.experiment_id, tags=tags).info.run_id for who, tags in owners.items()}
     MlflowStore(locate(Tracking(), work, "tiny"))

@@ -36,8 +36,8 @@ def _nothing(_: Path, __: Progress) -> None: ...
 
 def cite(out: Path, graph: str | None) -> None:
     """Leave an evaluation's report."""
-    made = report(every_class(), engine_digest=DIGEST, graph_digest=graph)
-    (out / REPORT_FILE).write_text(made.model_dump_json(), encoding="utf-8")
+    cited = report(every_class(), engine_digest=DIGEST, graph_digest=graph)
+    (out / REPORT_FILE).write_text(cited.model_dump_json(), encoding="utf-8")
 
 
 @pytest.fixture
@@ -62,10 +62,12 @@ def test_a_machine_without_a_gpu_is_given_the_command_that_judges_the_graphs(cha
 def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -> None:
     for seed, engine in enumerate((DIGEST, "e" * 64)):
         recipe = Recipe("evaluate", ("pipeline.core.kv",), {"seed": seed}, {"engine": engine})
-        made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
+        artifact = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
         if engine == DIGEST:
-            ours = made
-    with pytest.raises(MissingRequirement, match=rf"was judged as ONNX: {ours.path}/report\.json cites it \(engine {DIGEST}\)"):
+            evaluation = artifact
+    with pytest.raises(
+        MissingRequirement, match=rf"was judged as ONNX: {evaluation.path}/report\.json cites it \(engine {DIGEST}\)"
+    ):
         chain.evaluation(chain.config.kv)
 
 
@@ -78,7 +80,7 @@ def test_a_report_that_cites_another_graph_or_none_is_not_pointed_to(graph: str 
 
 def test_an_altered_report_is_not_pointed_to(chain: Chain) -> None:
     recipe = Recipe("evaluate", ("pipeline.core.kv",), {}, {"engine": DIGEST})
-    made = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
-    (made.path / REPORT_FILE).write_text("{}")
+    evaluation = chain.store.get(recipe, lambda out: cite(out, "a1b2"))
+    (evaluation.path / REPORT_FILE).write_text("{}")
     with pytest.raises(MissingRequirement, match="can be judged here"):
         chain.evaluation(chain.config.kv)

@@ -1,4 +1,4 @@
-"""stage=verify: whatever was altered, swapped or lost is named, by what it is."""
+"""stage=verify names every file, digest or verdict that was altered, exchanged or lost."""
 
 import hashlib
 import json
@@ -15,10 +15,12 @@ from judged_engine import config_of, exported, judged_engine
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Store
 from pipeline.core.errors import MissingRequirement, UserError, exit_code
+from pipeline.registry.promotion import Finding
 from pipeline.run.chain import Chain
+from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.runner import Run, verify
-from pipeline.run.verify import find_evidence, replay
+from pipeline.run.verify import replay
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")
@@ -35,8 +37,12 @@ def copy(evidence: Path, tmp_path: Path) -> Path:
     return exported(evidence, tmp_path / "copy", *ALL)
 
 
+def replayed(directory: Path) -> list[Finding]:
+    return replay(read_evidence(directory))
+
+
 def wrong(directory: Path) -> dict[str, str]:
-    return {line.name: line.status for line in replay(directory)[1] if line.status != "same"}
+    return {finding.name: finding.status for finding in replayed(directory) if finding.status != "same"}
 
 
 def code(directory: Path) -> int:
@@ -90,14 +96,14 @@ def test_a_file_that_was_added_to_the_engine_is_named(copy: Path) -> None:
 
 
 def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
-    elsewhere, engine = tmp_path / "elsewhere", copy / "engine"
-    elsewhere.mkdir()
-    (elsewhere / "evil.so").write_text("")
+    outside, engine = tmp_path / "outside", copy / "engine"
+    outside.mkdir()
+    (outside / "evil.so").write_text("")
     (engine / ".hidden").mkdir()
     (engine / ".hidden" / "evil.so").write_text("")
-    (engine / ".manifest.json").write_text("{}")  # a store's own
+    (engine / ".manifest.json").write_text("{}")  # the store writes one
     (engine / ".hidden" / ".manifest.json").write_text("{}")
-    (engine / "plugins").symlink_to(elsewhere)
+    (engine / "plugins").symlink_to(outside)
     (engine / "dangling").symlink_to("nowhere")
     os.mkfifo(engine / "pipe")
     os.mkfifo(engine / "odd\udcff\n")
@@ -169,8 +175,7 @@ def test_a_baseline_that_was_swapped_consistently_is_named_by_what_cites_it(copy
 
     edit(copy / IDENTITY_FILE, swap)
     shutil.rmtree(copy / "baseline")
-    found = wrong(copy)
-    assert {"chain: evaluate int8", "chain: baseline fp16", "report cites the baseline"} == found.keys()
+    assert {"chain: evaluate int8", "chain: baseline fp16", "report cites the baseline"} == wrong(copy).keys()
 
 
 def test_a_report_about_another_data_set_is_found_out_even_when_it_is_sealed_again(copy: Path) -> None:
@@ -203,8 +208,8 @@ def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> Non
         link["key"] = identity["roles"]["engine"] = key
 
     edit(copy / IDENTITY_FILE, replace)
-    (found,) = wrong(copy)
-    assert found.startswith("chain: build ")
+    (name,) = wrong(copy)
+    assert name.startswith("chain: build ")
 
 
 def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> None:
@@ -242,7 +247,7 @@ def test_a_bundles_record_that_nests_too_deeply_is_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         (lambda i: i["chain"][0]["parts"]["inputs"].update(x=None), r"chain: calibration: parts\.inputs\.x is no text"),
         (lambda i: i["chain"][0]["parts"]["inputs"].update(x=5), r"parts\.inputs\.x is no text"),
@@ -258,11 +263,11 @@ def test_a_bundles_record_that_nests_too_deeply_is_named(copy: Path) -> None:
     ],
 )
 def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
-    copy: Path, change: Callable[[Any], None], said: str
+    copy: Path, change: Callable[[Any], None], problem: str
 ) -> None:
     edit(copy / IDENTITY_FILE, change)
-    with pytest.raises(UserError, match=said):
-        replay(copy)
+    with pytest.raises(UserError, match=problem):
+        replayed(copy)
     assert code(copy) == 2
 
 
@@ -270,17 +275,17 @@ def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp
     secret = tmp_path / "secret"
     secret.write_text("root:x:0:0\n")
     resealed(copy, "evaluation", lambda link: link["parts"]["config"]["workloads"].update(jsonl=str(secret)))
-    found = {line.name: line for line in replay(copy)[1]}["samples, made again"]
-    assert found.status == "differs"
-    assert "no copy of it is part of the evidence" in found.detail
-    assert not any("root" in line.detail for line in replay(copy)[1])
+    finding = {finding.name: finding for finding in replayed(copy)}["samples, made again"]
+    assert finding.status == "differs"
+    assert "no copy of it is part of the evidence" in finding.detail
+    assert not any("root" in finding.detail for finding in replayed(copy))
 
 
 @pytest.mark.parametrize("linked", ["workloads", "workloads/mine.jsonl"])
 def test_the_users_samples_are_not_read_through_a_link(tmp_path: Path, linked: str) -> None:
-    own = tmp_path / "mine.jsonl"
-    own.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
-    copy = exported(judged_engine(tmp_path / "store", jsonl=own), tmp_path / "copy", *ALL)
+    samples = tmp_path / "mine.jsonl"
+    samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
+    copy = exported(judged_engine(tmp_path / "store", jsonl=samples), tmp_path / "copy", *ALL)
     (copy / linked).rename(tmp_path / "moved")
     (copy / linked).symlink_to(tmp_path / "moved")
     assert wrong(copy) == {"samples, made again": "differs"}
@@ -368,14 +373,14 @@ def test_a_directory_that_is_no_engine_and_an_identity_that_cannot_be_read_are_u
         find_evidence(tmp_path)
     (tmp_path / IDENTITY_FILE).write_text("{}")
     with pytest.raises(UserError, match=r"identity\.json: schema_version: Field required"):
-        replay(tmp_path)
+        replayed(tmp_path)
 
 
 def test_the_users_own_samples_travel_with_the_evidence_and_are_compared(tmp_path: Path) -> None:
-    own = tmp_path / "mine.jsonl"
-    own.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
-    copy = exported(judged_engine(tmp_path / "store", jsonl=own), tmp_path / "copy", *ALL)
-    own.unlink()
+    samples = tmp_path / "mine.jsonl"
+    samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
+    copy = exported(judged_engine(tmp_path / "store", jsonl=samples), tmp_path / "copy", *ALL)
+    samples.unlink()
     assert wrong(copy) == {}
     (copy / "workloads" / "mine.jsonl").write_text('{"prompt": "2 + 3 =", "reference": "5"}\n')
     assert wrong(copy) == {"samples, made again": "differs"}

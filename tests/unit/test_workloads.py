@@ -110,12 +110,12 @@ def test_tools_are_told_apart_by_their_phrases() -> None:
 def test_multi_turn_answer_is_the_updated_value_where_there_is_one() -> None:
     updated = 0
     for sample in generate("multi_turn", COUNT, 0):
-        told = "\n".join(content for role, content in sample.messages if role == "user")
-        stated, updates = facts_in(told, "="), facts_in(told, "->")
+        user_text = "\n".join(content for role, content in sample.messages if role == "user")
+        stated, updates = facts_in(user_text, "="), facts_in(user_text, "->")
         assert len(dict(stated)) == len(stated)
         assert len(dict(updates)) == len(updates), "a fact is updated at most once"
         for key, value in updates:
-            assert told.index(f"{key}={dict(stated)[key]}") < told.index(f"{key}->{value}")
+            assert user_text.index(f"{key}={dict(stated)[key]}") < user_text.index(f"{key}->{value}")
         key = sample.messages[-1][1].split("?")[0]
         assert json.loads(sample.reference) == {key: {**dict(stated), **dict(updates)}[key]}
         updated += key in dict(updates)

@@ -1,1 +1,1 @@
-"""Triton kernels: one source for the interpreter, torch on CUDA, and TensorRT ahead of time."""
+"""Triton kernels: one source for the interpreter, for torch on CUDA, and for TensorRT, compiled ahead of time."""

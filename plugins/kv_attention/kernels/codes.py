@@ -1,8 +1,9 @@
-"""Codes of the cache made float16 inside a kernel: exactly, and with as few instructions as the hardware allows.
+"""Decoding of the cache's codes to float16 inside a kernel: exact, and with as few instructions as the hardware allows.
 
-Every function has two bodies chosen by the constexpr PTX: packed inline assembly for the GPU, plain arithmetic for Triton's
-interpreter. Both give the same numbers. Bytes are turned into float16 by putting them below the constant byte 0x64: the
-float16 of bits 0x6400 + n is 1024 + n for n < 1024, so that one PRMT makes two numbers and one subtraction mends them.
+Every function has two bodies, chosen by the constexpr PTX: packed inline assembly for the GPU, and plain arithmetic for
+Triton's interpreter. Both give the same numbers. A byte becomes a float16 by placing it below the constant byte 0x64: the
+float16 with bits 0x6400 + n is 1024 + n for n < 1024, so that one PRMT builds two numbers and one subtraction removes the
+offset.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def decode_int8(x, PTX: tl.constexpr):
-    """int8 -> float16."""
+    """Decode int8 to float16."""
     if PTX:
         wide = tl.inline_asm_elementwise(
             """{
@@ -34,11 +35,11 @@ def decode_int8(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Finite float8_e4m3fn codes as uint8 -> float16. FP8: the target converts float8 in hardware."""
+    """Decode finite float8_e4m3fn, passed as uint8, to float16. FP8: the target converts float8 in hardware."""
     if PTX and FP8:
         decoded = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PTX:
-        # Exponent and mantissa moved to float16's places stand for 2^-8 of the number, subnormals included.
+        # Moved to the bits of a float16, exponent and mantissa read as 2^-8 times the number, subnormals included.
         moved = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high, sign;
@@ -69,8 +70,10 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """One stored tile of 8 or 16 bits an element -> what the matrix product takes: float16, or bfloat16 for bf16 (float32
-    in the interpreter, which has no bfloat16 arithmetic)."""
+    """Decode a stored tile of 8 or 16 bits per element to the type of the matrix product.
+
+    That is float16, or bfloat16 for bf16 (float32 in the interpreter, which has no bfloat16 arithmetic).
+    """
     if DTYPE == "fp8_e4m3":
         decoded = decode_e4m3(x, PTX, FP8)
     elif DTYPE == "int8":
@@ -84,11 +87,13 @@ def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Words of four bytes of an even token and of the odd token after it -> float16 codes, a pair (even, odd) for each byte;
-    for int4, a pair of low bits and one of high bits for each.
+    """Decode words of four bytes of an even token and of the odd token after it.
 
     A matrix product takes two neighbouring tokens of a channel in one register, while memory holds four channels of a token
-    in one word. PRMT brings bytes of two tokens together before they are widened: that is the whole transposition.
+    in one word. PRMT joins the bytes of two tokens before they are widened, which is all of the transposition.
+
+    Returns:
+        float16 codes: for each byte a pair (even, odd); for int4, for each byte a pair of the low and one of the high bits.
     """
     if PTX and DTYPE == "int4":
         codes = tl.inline_asm_elementwise(
@@ -185,7 +190,7 @@ def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.cons
             pack=1,
         )
     elif PTX:
-        # As in decode_e4m3.
+        # The arithmetic of decode_e4m3.
         codes = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair, sign, factor;

@@ -1,16 +1,16 @@
-"""Split-K decode attention over the quantized pages: the partial sums of one split.
+"""First kernel of the attention, split-K: partial sums of one split of the quantized pages.
 
-Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G as a power of two) columns,
-T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels of a
-chunk of it, S splits, E exact slots.
+Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
+columns, T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels
+of a chunk of it, S splits, E exact slots.
 
 One program attends to the pages of one (split, KV head, sequence). Operands are swapped: scores (T, N) = keys (T, D) x
 query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix instruction's N of 8 and
 nothing is computed for padding when G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
-precision down to 2^-29 of the largest. A value scale is folded into p; it is divided by the largest one seen so far in this
-split, rounded up to a power of two, so that neither tiny nor huge scales leave float16's range.
+precision down to 2^-29 of the largest. A value scale is folded into p, divided by the largest scale of this split so far
+rounded up to a power of two, so that neither tiny nor huge scales leave float16's range.
 """
 
 import triton
@@ -24,24 +24,27 @@ HEADROOM = tl.constexpr(15.0)
 P_MAX = tl.constexpr(32768.0)
 """2^HEADROOM: the weight of the largest score."""
 MIN_SCALE_BITS = tl.constexpr(0x38800000)
-"""2^-14 as float32: no stored scale is smaller."""
+"""Bits of 2^-14 as float32, the smallest stored scale."""
 
 
 @triton.jit
 def _power_above(x):
-    """Positive normal float32 -> bits of the power of two at or above it; 0 -> 0."""
+    """Return the bits of the power of two at or above a positive normal float32; 0 for 0."""
     return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
 
 
 @triton.jit
 def _inverse(bits):
-    """Bits of a power of two -> its inverse, by the exponents."""
+    """Return the inverse of the power of two with these bits, computed from its exponent."""
     return (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """sums (C, N) + values^T (C, T) x p (T, N). bfloat16 takes p as two terms: its 8 bits alone would cost 1e-3."""
+    """Return sums (C, N) + values^T (C, T) x p (T, N).
+
+    bfloat16 takes p as two terms, because its 8 bits alone would cost a relative error of 1e-3.
+    """
     if DTYPE == "bf16":
         if PTX:
             high = p.to(tl.bfloat16)
@@ -56,35 +59,36 @@ def _weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    block, keys, values, key_scales, value_scales, seen, queries, per_column, m, l, unit, sums,
+    block, keys, values, key_scales, value_scales, visible, queries, per_column, m, l, unit, sums,
     T: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr,
     VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `block` of a pool: T tokens of a (page, head). MASKED: only tokens `seen` (T) are read.
+    """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
 
-    `unit`: bits of the float32 power of two that `sums` are multiples of, where value scales are folded into p.
+    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
+    into p, `sums` are in multiples of it.
     """
     STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
     W: tl.constexpr = D // STREAMS
     C: tl.constexpr = W // CHUNKS
     t = tl.arange(0, T)
-    # All loads come first: a tile's latencies then overlap.
-    codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), seen, T, D, MASKED)
-    stored = load_values(values, block, seen, T, D, VALUE, CHUNKS, MASKED)
+    # All loads come first, so that their latencies overlap.
+    codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), visible, T, D, MASKED)
+    stored = load_values(values, block, visible, T, D, VALUE, CHUNKS, MASKED)
     scales = ()
     if VALUE_SCALE == "group":
         for g in tl.static_range(GROUPS):
-            scales = scales + (load_scales(value_scales + block * (T * GROUPS) + (t * GROUPS + g), seen, MASKED),)
+            scales = scales + (load_scales(value_scales + block * (T * GROUPS) + (t * GROUPS + g), visible, MASKED),)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
     if PARTS == 2:
         scores = tl.dot(decoded, queries[1], scores)
     if KEY_SCALE == "token":
-        scores *= load_scales(key_scales + block * T + t, seen, MASKED)[:, None]
+        scores *= load_scales(key_scales + block * T + t, visible, MASKED)[:, None]
     if MASKED:
-        scores = tl.where(seen[:, None], scores, float("-inf"))
+        scores = tl.where(visible[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
     p = tl.math.exp2(scores * per_column[None, :] - m_new[None, :])
     decay = tl.math.exp2(m - m_new)
@@ -110,7 +114,7 @@ def _attend_tile(
 
 @triton.jit
 def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexpr):
-    """scaled (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
+    """Return `scaled` (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
     if KEY != "bf16":
         high = scaled.to(tl.float16)
     elif PTX:
@@ -125,7 +129,7 @@ def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
-    """m, l and sums, in units of `unit`, of the current token alone, or of nothing if not `seeded`."""
+    """Return the initial m, l and sums, in multiples of `unit`: of the current token, or of no token if not `seeded`."""
     STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
     C: tl.constexpr = D // STREAMS // CHUNKS
     m = tl.where(seeded, score - HEADROOM, float("-inf"))
@@ -144,7 +148,7 @@ def _store(
     partial_acc, partial_ml, row, rows, m, l, unit, sums,
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """row (N): which (sequence, query head, split); rows (N): whether there is one."""
+    """Store the results of a split. row (N): number of the (sequence, query head, split); rows (N): query heads that exist."""
     STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
     C: tl.constexpr = D // STREAMS // CHUNKS
     for c in tl.static_range(CHUNKS):
@@ -162,21 +166,21 @@ def _exact_split(
     N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     PTX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """The current token, the sinks and the newest tokens before it, all as they were."""
-    # These rows are few and wide: larger tiles of them would take registers from the whole kernel.
+    """Attend to the current token, the sinks and the recent tokens, all unquantized."""
+    # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
     T: tl.constexpr = 16
     queries = _query_parts(scaled, PARTS, "fp16", PTX)
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     for first in range(0, SINK + RECENT, T):
         slot = first + tl.arange(0, T)
-        seen = slot < tl.minimum(length, SINK)
+        visible = slot < tl.minimum(length, SINK)
         if RECENT > 0:
-            # The slot of residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
+            # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
             age = (length - 1 + RECENT - (slot - SINK)) % RECENT
-            seen = seen | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
+            visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
         m, l, unit, sums = _attend_tile(
-            0, key_exact + first * D, value_exact + first * D, None, None, seen, queries, per_column, m, l, unit, sums,
+            0, key_exact + first * D, value_exact + first * D, None, None, visible, queries, per_column, m, l, unit, sums,
             T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
         )  # fmt: skip
     _store(partial_acc, partial_ml, row, rows, m, l, 1.0, sums, N, D, "fp16", 1)
@@ -191,7 +195,7 @@ def _pool_split(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Positions SINK to length - RECENT, as they are in the pages; and the current token in split 0 if no split is exact."""
+    """Attend to positions SINK to length - RECENT, from the pages, and in split 0 to the current token if no split is exact."""
     queries = _query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
@@ -207,14 +211,14 @@ def _pool_split(
         factor = unit.to(tl.float32, bitcast=True)
     m, l, sums = _seed((SINK + RECENT == 0) & (split == 0), score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
-    # This split's tiles are [low, high), whole ones [whole_low, whole_high): at most one before these and one after is not.
+    # This split has the tiles [low, high). Those in [whole_low, whole_high) are whole; at most one before and one after is not.
     PER: tl.constexpr = 64 // T  # tiles of a page
     FIRST: tl.constexpr = SINK // T
     end = length - RECENT
     tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
-    each = tl.cdiv(tiles, splits)
-    low = FIRST + tl.minimum(split * each, tiles)
-    high = FIRST + tl.minimum((split + 1) * each, tiles)
+    tiles_per_split = tl.cdiv(tiles, splits)
+    low = FIRST + tl.minimum(split * tiles_per_split, tiles)
+    high = FIRST + tl.minimum((split + 1) * tiles_per_split, tiles)
     whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
     whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
     for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
@@ -248,11 +252,23 @@ def decode_partial(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, H, B). query (B, Hq, D), key_new and value_new (B, H, D), pools (pages, H, T, W), page_table (B, table_width)
-    and lengths (B) int32 -> partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2), float32: m and l.
+    """Attend to the pages of one (split, KV head, sequence). Grid (S, H, B).
 
-    *_SCALE: "none", "tensor" or "head" (float32, (1) or (H)), "token" or "group" (float16, (pages, H, T, GROUPS)).
-    With exact tokens, key_exact and value_exact (buffers, H, E, D) float16, the last split reads those and the others pages.
+    With exact tokens, the last split reads the exact buffers and the other splits the pages. Tensors that the layout does not
+    have are None.
+
+    Args:
+        query: (B, Hq, D).
+        key_new, value_new: (B, H, D), the current token.
+        key_pool, value_pool: (pages, H, 64, W).
+        key_scale, value_scale: (1) or (H) float32 for KEY_SCALE, VALUE_SCALE "tensor" or "head"; (pages, H, 64, GROUPS)
+            float16 for "token" or "group"; None for "none".
+        page_table: (B, table_width) int32.
+        lengths: (B) int32, tokens before the current one.
+        key_exact, value_exact: (buffers, H, E, D) float16.
+        exact_slots: (B) int32, exact buffer of each sequence.
+        partial_acc: Output (B, Hq, S, D) float32, sums of weighted values.
+        partial_ml: Output (B, Hq, S, 2) float32, m and l.
     """
     split = tl.program_id(0)
     h = tl.program_id(1)
@@ -267,12 +283,14 @@ def decode_partial(
     table = page_table + b.to(tl.int64) * table_width
     row = (head * G + n).to(tl.int64) * splits + split
 
-    # Over a power of two that brings each row near 1, the query and its products fit float16 whatever its size.
-    real = tl.load(query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
-    real = real.to(tl.float32)
-    power = tl.max(tl.abs(real), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
+    query_columns = tl.load(
+        query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0
+    )
+    query_columns = query_columns.to(tl.float32)
+    power = tl.max(tl.abs(query_columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
-    scaled = real * _inverse(power)[None, :]
+    scaled = query_columns * _inverse(power)[None, :]
     per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
     score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
 

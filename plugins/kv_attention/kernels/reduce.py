@@ -1,6 +1,6 @@
-"""Joins the splits of decode_partial.
+"""Second kernel of the attention: join the splits of decode_partial.
 
-Shapes: B sequences, Hq query heads, S splits, BLOCK = S as a power of two, D head_dim.
+Shapes: B sequences, Hq query heads, S splits, BLOCK = S rounded up to a power of two, D head_dim.
 """
 
 import triton
@@ -11,9 +11,14 @@ CHUNK = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr):
-    """Grid (B * Hq). partial_acc (B, Hq, S, D), partial_ml (B, Hq, S, 2) float32 -> out (B, Hq, D).
+    """Join the splits of one query head. Grid (B * Hq).
 
-    An empty split has l = 0 and m = -inf. ROUND: round to bfloat16 by integers, because Triton's interpreter truncates.
+    Args:
+        partial_acc: (B, Hq, S, D) float32, sums of weighted values.
+        partial_ml: (B, Hq, S, 2) float32, m and l; an empty split has l = 0 and m = -inf.
+        splits: S.
+        out: (B, Hq, D).
+        ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)

@@ -1,7 +1,7 @@
-"""Tiles of the cache as a kernel reads them.
+"""Loads of the cache's tiles, and decoding of value tiles.
 
-Shapes: T tokens of a tile, D head_dim, W stored elements of a value row, C channels of a chunk of one of its streams: int4
-has two, the channels of the low and of the high bits.
+Shapes: T tokens of a tile, D head_dim, W stored elements of a value row, C channels of a chunk of a stream. A value row is one
+stream of channels; int4 has two, the channels of the low and of the high bits.
 """
 
 import triton
@@ -11,19 +11,20 @@ from plugins.kv_attention.kernels.codes import decode, decode_words
 
 
 @triton.jit
-def load_rows(pointers, seen, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr):
-    """A tile (ROWS, LAST); zeros, unread, where not `seen` (ROWS). In whole pages nothing is masked."""
+def load_rows(pointers, visible, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr):
+    """Load a tile (ROWS, LAST). MASKED: rows that are not `visible` (ROWS) are not read, and are zero."""
     if MASKED:
-        tile = tl.load(pointers, mask=tl.broadcast_to(seen[:, None], (ROWS, LAST)), other=0)
+        tile = tl.load(pointers, mask=tl.broadcast_to(visible[:, None], (ROWS, LAST)), other=0)
     else:
         tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def load_scales(pointers, seen, MASKED: tl.constexpr):
+def load_scales(pointers, visible, MASKED: tl.constexpr):
+    """Load the scales of a tile's tokens as float32. MASKED: as in load_rows."""
     if MASKED:
-        scales = tl.load(pointers, mask=seen, other=0.0)
+        scales = tl.load(pointers, mask=visible, other=0.0)
     else:
         scales = tl.load(pointers)
     return scales.to(tl.float32)
@@ -31,29 +32,29 @@ def load_scales(pointers, seen, MASKED: tl.constexpr):
 
 @triton.jit
 def load_values(
-    values, block, seen, T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
+    values, block, visible, T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """A tile's values as they are stored, by chunks: (T, C), or words of four bytes of the even and of the odd tokens.
+    """Load the stored values of a tile, by chunks: (T, C), or words of four bytes of the even and of the odd tokens.
 
-    Whole rows are loaded and chunks cut out of them: a chunk alone may be too little for 16 bytes a thread.
+    Whole rows are loaded and then cut into chunks, because a chunk alone may be less than 16 bytes per thread.
     """
     W: tl.constexpr = D // 2 if VALUE == "int4" else D
     if VALUE == "fp16" or VALUE == "bf16":
         t = tl.arange(0, T)
-        tile = load_rows(values + block * (T * W) + (t[:, None] * W + tl.arange(0, W)[None, :]), seen, T, W, MASKED)
+        tile = load_rows(values + block * (T * W) + (t[:, None] * W + tl.arange(0, W)[None, :]), visible, T, W, MASKED)
         stored = ((tile,),)
     else:
         k = tl.arange(0, T // 2)
-        # Triton forgets alignment at the cast.
+        # The cast drops the alignment that Triton knows of the pointer.
         words = tl.multiple_of(values.to(tl.pointer_type(tl.int32)), 16) + block * (T * W // 4)
-        place = k[:, None] * (W // 2) + tl.arange(0, W // 4)[None, :]
+        offsets = k[:, None] * (W // 2) + tl.arange(0, W // 4)[None, :]
         if MASKED:
-            seen_even, seen_odd = tl.split(tl.reshape(seen, (T // 2, 2)))
+            visible_even, visible_odd = tl.split(tl.reshape(visible, (T // 2, 2)))
         else:
-            seen_even = None
-            seen_odd = None
-        even = _cut(load_rows(words + place, seen_even, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
-        odd = _cut(load_rows(words + W // 4 + place, seen_odd, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+            visible_even = None
+            visible_odd = None
+        even = _cut(load_rows(words + offsets, visible_even, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+        odd = _cut(load_rows(words + W // 4 + offsets, visible_odd, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
         stored = ()
         for c in tl.static_range(CHUNKS):
             stored = stored + ((even[c], odd[c]),)
@@ -62,7 +63,7 @@ def load_values(
 
 @triton.jit
 def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
-    """(ROWS, LAST) -> its 1, 2 or 4 chunks of columns."""
+    """Cut a tile (ROWS, LAST) into its 1, 2 or 4 chunks of columns."""
     if CHUNKS == 1:
         chunks = (tile,)
     else:
@@ -73,7 +74,7 @@ def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """What load_values gives -> its streams (T, C), decoded; bytes have their channels in the order of channels."""
+    """Decode a chunk that load_values loaded to its streams (T, C). Columns are in the order that `channels` returns."""
     STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
     if VALUE == "fp16" or VALUE == "bf16":
         streams = (decode(stored[0], VALUE, PTX, FP8),)
@@ -95,7 +96,7 @@ def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr,
 
 @triton.jit
 def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr):
-    """Bytes 0 to 3 of words (T / 2, C / 4) of even and of odd tokens -> (T, C) in the order of channels."""
+    """Interleave bytes 0 to 3 of words (T / 2, C / 4) of even and odd tokens to (T, C), columns in the order of `channels`."""
     lower = tl.join(tl.join(e0, o0), tl.join(e1, o1))
     upper = tl.join(tl.join(e2, o2), tl.join(e3, o3))
     tile = tl.reshape(tl.join(lower, upper), (T // 2, C // 32, 8, 2, 2, 2))
@@ -104,8 +105,11 @@ def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def channels(VALUE: tl.constexpr, C: tl.constexpr):
-    """Channel of each row of sums (C): eight words' byte 0, then the same words' byte 1, ..., so that the rows of a matrix
-    instruction, eight in different threads and two in one, come from eight words."""
+    """Return the channel of each row of the sums (C).
+
+    The order is byte 0 of eight words, then byte 1 of the same words, and so on: the rows of a matrix instruction, eight in
+    different threads and two in one, then come from eight words.
+    """
     c = tl.arange(0, C)
     if VALUE == "fp16" or VALUE == "bf16":
         channel = c

@@ -1,4 +1,4 @@
-"""Which constexprs and launch options a kernel is compiled with. No torch; shared by launches and ahead-of-time compilation."""
+"""Constexprs and launch options of each kernel, for launches and ahead-of-time compilation alike. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,55 +6,65 @@ from typing import Any
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 FP8_SM = 89
-"""Compute capability, as major * 10 + minor, from which float8 is converted in hardware."""
+"""First compute capability, as major * 10 + minor, that converts float8 in hardware."""
 
 DIRECT_FP8_SM = 90
-"""The same, from which Triton makes float8 of float32 at once: before, it rounds to float16 on the way."""
+"""First compute capability for which Triton converts float32 to float8 directly; below, it rounds to float16 on the way."""
 
 GROUP_LIMIT = 16
+"""Largest number of query heads per KV head."""
 
 APPEND_TILE = 512
-"""Numbers that a warp of the append quantizes at once: 16 a thread, so that a thread's 8-bit codes are one 16-byte store."""
+"""Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
 
 WIDE = ("fp16", "bf16")
+"""Dtypes of 16 bits."""
 
 WIDE_STAGES = 5
 """Software pipeline stages for 16-bit values, with which Triton copies two tiles ahead: the page number, the copy, its use.
 
-Others have 1: Triton would copy the words that bytes are transposed by four bytes at a time.
+Narrower values have 1 stage: Triton would copy the words, by which bytes are transposed, four bytes at a time.
 """
 
-
 MAX_REGISTERS = 255
-"""Said explicitly, or ptxas would rather spill a few bytes than go beyond 168, for an occupancy that decoding does not need."""
+"""Registers per thread of decode_partial. Without it ptxas stays at 168 and spills a few bytes, for an occupancy that decoding
+does not need."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel."""
+    """One specialisation of a kernel: its constexprs and launch options."""
 
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    """Registers that a thread may have; None leaves it to ptxas."""
+    """Largest number of registers per thread; None leaves it to ptxas."""
 
     @property
     def resident(self) -> int:
-        """Programs that one SM of 65536 registers runs at once, if every thread takes all that it may: 8 of one warp."""
+        """Programs that one SM of 65536 registers runs at once when every thread has 256 registers: 8 of one warp."""
         return 65536 // (32 * self.num_warps * 256)
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton takes beside the constexprs, at a launch and ahead of time."""
+        """Options of Triton besides the constexprs, at a launch and ahead of time."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
 def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int | None) -> Variant:
-    """decode_partial for `group` query heads a KV head.
+    """Return the variant of decode_partial.
 
-    query_dtype: "float16", "bfloat16" or "float32". sm: compute capability (90), or None for Triton's interpreter.
+    Args:
+        layout: Format of the cache.
+        group: Query heads per KV head, at most GROUP_LIMIT.
+        query_dtype: "float16", "bfloat16" or "float32".
+        scaling: Factor of the scores before the softmax.
+        sm: Compute capability (90), or None for Triton's interpreter.
+
+    Raises:
+        ValueError: The group or the scaling is out of range.
     """
     if not 1 <= group <= GROUP_LIMIT:
         raise ValueError(f"query heads per KV head must be 1 to {GROUP_LIMIT}, got {group}")
@@ -62,26 +72,27 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         raise ValueError(f"scaling must be positive, got {scaling}")
     value, dim = layout.value, layout.head_dim
     width, groups = value.width(dim), value.groups(dim)
-    # A value row is read in chunks that lie in one group of each of its streams, so that a scale folds into p.
+    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p.
     chunk = min(width, dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     wide = any(side.dtype in WIDE for side in (layout.key, value))
     parts = _query_parts(layout.key, query_dtype, sm)
-    # fp8_e4m3 is taken apart in registers where the hardware does not convert it.
+    # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions.
     software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
-    # Two tiles in flight must fit 48 KB of shared memory, and what a thread holds its registers.
+    # Two tiles in flight must fit 48 KB of shared memory, and a thread's part of them its registers.
     halved = wide or software or (value.dtype != "int4" and columns * dim == 1024)
     warps = 1
     if wide or columns * dim > 1024 or parts > 1 or software:
         warps = 4 if value.dtype in WIDE and columns * dim * parts > 2048 else 2
     if warps > 1 and chunk < width:
-        # Chunks cut between warps cost more than warps hide: one, where sums and query leave its threads enough registers.
+        # Chunks that are split between warps cost more than a second warp hides. Use one warp where the sums and the query
+        # leave its threads enough registers.
         crowded = software or (wide and (dim, columns) == (128, 16)) or (layout.key.dtype == "int8" and dim == 256)
         if parts == 1 and not crowded and columns * dim <= 2048:
             warps = 1
         halved = True
     if columns * dim * parts == 8192 and chunk >= 64:
-        # The largest query, in two terms. Half the rows of a tile must still be 16 bytes for each thread.
+        # The largest query, in two terms. Half the rows of a tile must still give each thread 16 bytes.
         warps, halved = 4, halved and value.dtype != "int4"
     tile = min(64, (4096 if halved else 8192) // dim)
     stages = WIDE_STAGES if value.dtype in WIDE and warps < 4 else 1
@@ -109,7 +120,14 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
 
 
 def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
-    """decode_reduce over `splits` partial results, the exact one included."""
+    """Return the variant of decode_reduce.
+
+    Args:
+        layout: Format of the cache.
+        splits: S, partial results per query head, the one over exact tokens included.
+        out_dtype: "float16", "bfloat16" or "float32".
+        sm: Compute capability (90), or None for Triton's interpreter.
+    """
     constants = {
         "D": layout.head_dim,
         "BLOCK": 1 << (splits - 1).bit_length(),
@@ -119,7 +137,7 @@ def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int 
 
 
 def partial_splits(layout: CacheLayout, splits: int) -> int:
-    """S: `splits` of the pages, and one more for exact tokens."""
+    """Return S: `splits` over the pages, and one more over the exact tokens if there are any."""
     return splits + (1 if layout.exact_tokens else 0)
 
 
@@ -129,15 +147,20 @@ def _scale_kind(side: SideLayout, dynamic: str) -> str:
 
 
 def _query_parts(key: SideLayout, query_dtype: str, sm: int | None) -> int:
-    """Terms of a query, so that its 11 or 24 bits survive in the type that keys are decoded to."""
+    """Terms that a query is split into, so that its 8, 11 or 24 bits fit the type that keys are decoded to."""
     if key.dtype == "bf16" and sm is None:
         return 1
-    held = {"bfloat16": 8, "float16": 11, "float32": 24}[query_dtype]
-    return 1 if held <= (8 if key.dtype == "bf16" else 11) else 2
+    query_bits = {"bfloat16": 8, "float16": 11, "float32": 24}[query_dtype]
+    return 1 if query_bits <= (8 if key.dtype == "bf16" else 11) else 2
 
 
 def append_variant(layout: CacheLayout, *, sm: int | None) -> Variant:
-    """The append of any layers, sequences, and type of what is appended."""
+    """Return the variant of append, for any number of layers and sequences and any type of new keys and values.
+
+    Args:
+        layout: Format of the cache.
+        sm: Compute capability (90), or None for Triton's interpreter.
+    """
     key, value, dim = layout.key, layout.value, layout.head_dim
     static_scales = {"per_tensor": 1, "per_head": layout.kv_heads}
     constants = {

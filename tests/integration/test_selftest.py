@@ -1,4 +1,4 @@
-"""`python -m stages.selftest.__main__`: a verdict a line, whatever happens to the process of a check."""
+"""`python -m stages.selftest`: a verdict a line, whatever happens to the process of a check."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape, Window
 from stages.engines.tensorrt.library import Library
-from stages.selftest import __main__ as first_run
+from stages.selftest import __main__ as selftest
 from stages.selftest.checks import CHECKS, judge
 from stages.selftest.probes import FAR_SHARED, declare_far_shared
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_without_a_gpu_no_check_can_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(first_run, "gpus", list)
-    assert first_run.main([]) == 4
+    monkeypatch.setattr(selftest, "gpus", list)
+    assert selftest.main([]) == 4
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(CHECKS)
     assert all(line.startswith("CANNOT RUN") and "no NVIDIA GPU with a driver here" in line for line in lines)
@@ -38,12 +38,12 @@ def test_without_a_gpu_no_check_can_run(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_the_worst_verdict_is_the_exit_code(
     verdicts: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first_run, "gpus", lambda: [{"name": "NVIDIA L40S"}])
-    given = dict(zip(CHECKS, verdicts + ["PASS"] * len(CHECKS), strict=False))
-    assert first_run.run_all(lambda name: (given[name], f"said {name}")) == code
+    monkeypatch.setattr(selftest, "gpus", lambda: [{"name": "NVIDIA L40S"}])
+    verdict_of = dict(zip(CHECKS, verdicts + ["PASS"] * len(CHECKS), strict=False))
+    assert selftest.run_all(lambda name: (verdict_of[name], f"reason of {name}")) == code
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:11].strip() for line in lines] == list(given.values())
-    assert lines[0].endswith("said plugin load")
+    assert [line[:11].strip() for line in lines] == list(verdict_of.values())
+    assert lines[0].endswith("reason of plugin load")
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_the_worst_verdict_is_the_exit_code(
     ids=["pass", "fail", "cannot_run", "crash", "defect", "silence", "hang"],
 )
 def test_a_check_has_a_process_of_its_own(program: str, expected: tuple[str, str]) -> None:
-    assert first_run.run_apart([sys.executable, "-c", program], seconds=2) == expected
+    assert selftest.run_process([sys.executable, "-c", program], seconds=2) == expected
 
 
 def test_a_check_without_tensorrt_says_how_to_get_it() -> None:
-    command = [sys.executable, "-m", "stages.selftest.__main__", "--check", "launch"]
+    command = [sys.executable, "-m", "stages.selftest", "--check", "launch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 4
     assert "pip install 'tensorrt-cu13>=10.14" in done.stdout.splitlines()[-1]
@@ -76,16 +76,16 @@ def test_what_a_library_throws_is_a_failure_with_its_traceback(
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setattr(selftest, "load", lambda _: None)
     monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=broken))
-    assert first_run.main(["--check", "launch"]) == 3
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
-    assert "Traceback" in said.err
+    assert selftest.main(["--check", "launch"]) == 3
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
+    assert "Traceback" in output.err
 
 
 class _Machine:
-    """A bench that is made of nothing; what it is asked for raises `error`."""
+    """A bench without a machine, whose engine raises `error`."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -94,19 +94,19 @@ class _Machine:
         raise self.error
 
 
-@pytest.mark.parametrize("when", ["made", "used"])
+@pytest.mark.parametrize("when", ["opened", "used"])
 def test_what_tensorrt_refuses_is_a_failure_and_only_a_wrong_option_is_not(
     when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def bench(*_: object) -> Any:
         error = UserError(f"it was {when}: TensorRT cannot load it")
-        if when == "made":
+        if when == "opened":
             raise error
         return _Machine(error)
 
-    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setattr(selftest, "load", lambda _: None)
     monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=bench))
-    assert first_run.main(["--check", "launch"]) == {"made": 4, "used": 3}[when]
+    assert selftest.main(["--check", "launch"]) == {"opened": 4, "used": 3}[when]
     assert f"it was {when}: TensorRT cannot load it" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -114,7 +114,7 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
     from stages.selftest.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
 
     int8, fp16 = Format(dtype="int8", granularity="per_token", scale="dynamic"), Format(dtype="fp16")
-    policy = KVPolicy(name="young", key=int8, value=int8, window=Window(tokens=64, key=fp16))
+    policy = KVPolicy(name="windowed", key=int8, value=int8, window=Window(tokens=64, key=fp16))
     monkeypatch.setattr("stages.selftest.bench.register", lambda: None)
     info = SimpleNamespace(shape=KVShape(2, 2, 64), q_heads=4)
     monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
@@ -122,7 +122,7 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
     bench.config = SimpleNamespace(kv=policy)  # type: ignore[assignment]
     verdict, reason = judge("aliased append", lambda: bench)
     assert verdict == "CANNOT RUN"
-    assert reason.startswith("kv=young: the plugin does not hold this policy (a window keeps a second copy")
+    assert reason.startswith("kv=windowed: the plugin does not hold this policy (a window keeps a second copy")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
 def test_a_model_or_policy_that_is_none_cannot_run(
     option: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first_run, "load", lambda _: None)
+    monkeypatch.setattr(selftest, "load", lambda _: None)
     monkeypatch.setattr("stages.selftest.bench.load", lambda _: None)
-    assert first_run.main(["--check", "launch", *option]) == 4
+    assert selftest.main(["--check", "launch", *option]) == 4
     assert message in capsys.readouterr().out.splitlines()[-1]
 
 

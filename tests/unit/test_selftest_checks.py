@@ -1,4 +1,4 @@
-"""The checks of the first run on a GPU: what each takes for a pass, and what for a failure, on a bench that is made up."""
+"""The self-test's checks on a bench without a GPU: what each of them passes, and what it fails."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from stages.selftest.checks import CHECKS, Failed, judge
 
 
 class Bench:
-    """A machine on which everything is as it should be; `faults` say what is not."""
+    """A machine on which everything works, but for its `faults`."""
 
     def __init__(self, **faults: Any) -> None:
         self.faults = faults
@@ -33,8 +33,8 @@ class Bench:
     def plugin_nodes(self) -> Sequence[str]:
         return self.faults.get("nodes", ["decode_partial.0", "decode_reduce.0"])
 
-    def load_elsewhere(self) -> str:
-        if "elsewhere" in self.faults:
+    def load_without_plugin(self) -> str:
+        if "needs_plugin" in self.faults:
             raise Failed("the plan does not load without the plugin")
         return "30 inputs and outputs"
 
@@ -109,7 +109,7 @@ def test_a_machine_that_does_everything_passes(name: str) -> None:
     [
         ("plugin load", {"operations": True}, "1 of 2 operations are not in TensorRT's registry, first kv::decode_reduce"),
         ("run-time load", {"nodes": []}, "no plugin node"),
-        ("run-time load", {"elsewhere": True}, "does not load without the plugin"),
+        ("run-time load", {"needs_plugin": True}, "does not load without the plugin"),
         ("launch", {"nan": True}, "logits of 3 of 3 sequences are not finite"),
         ("shared memory above 48 KB", {"shared": True}, r"65536 bytes .* read back \[0.0, 0.0, 0.0, 0.0\]"),
         ("FP8 bindings", {"binding": ("UINT8", "linear")}, "key_pool.0 is bound as UINT8"),

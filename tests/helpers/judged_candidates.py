@@ -1,0 +1,90 @@
+"""Candidates with their evidence on disk, as small as registering and promoting them allows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gate_reports import report as make_report
+from gate_reports import row
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.registry.promotion import ReplayedEvidence
+from pipeline.registry.summary import Candidate, Cited, evidence_digest
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Status, Verdict
+
+
+def judged_candidate(
+    folder: Path,
+    policy: str,
+    verdict: Status = "PASS",
+    *,
+    metrics: Mapping[str, float],
+    report: str | None = None,
+) -> Candidate:
+    """A candidate that is not registered yet; `report` takes the place of a report on its engine and baseline."""
+    engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy
+    for path in (engine, baseline, evidence):
+        path.mkdir(parents=True, exist_ok=True)
+    (engine / "bundle.json").write_text(json.dumps({"kv": policy}))
+    (engine / "kv_policy.json").write_text(json.dumps({"name": policy}))
+    (engine / "weights.bin").write_bytes(b"weights")
+    (baseline / "bundle.json").write_text("{}")
+    engine_digest, baseline_digest = (files_digest(tree_files(path)) for path in (engine, baseline))
+    rows = [row("copy", 0)]
+    if report is None:
+        report = make_report(rows, engine_digest=engine_digest, baseline_digest=baseline_digest).model_dump_json()
+    (evidence / REPORT_FILE).write_text(report)
+    (evidence / SAMPLES_FILE).write_text("".join(one.model_dump_json() + "\n" for one in rows))
+    identity = evidence / "identity.json"
+    identity.write_text(json.dumps({"policy": policy}))
+    return Candidate(
+        name=policy,
+        policy=policy,
+        model="tiny",
+        backend="onnxruntime",
+        verdict=verdict,
+        reasons=() if verdict == "PASS" else ("mean KL",),
+        metrics=metrics,
+        engine=Cited(path=engine, digest=engine_digest),
+        baseline=Cited(path=baseline, digest=baseline_digest),
+        report=Cited(path=evidence / REPORT_FILE, digest=evidence_digest(evidence / REPORT_FILE)),
+        identity=Cited(path=identity, digest=file_digest(identity)),
+    )
+
+
+def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
+    """A replay to which everything is the same."""
+    directory = candidate.report.path.parent
+    return ReplayedEvidence((), load_report(directory), load_rows(directory))
+
+
+def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
+    """Gates that everything passes."""
+    return Verdict(status="PASS", reasons=[], checks=[], samples_needed={})
+
+
+class MemoryRegistry:
+    """A registry in memory that records the order of alias moves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lock = folder / "lock"
+        self.aliases: dict[str, str] = {}
+        self.versions: dict[str, dict[str, str]] = {}
+        self.moves: list[tuple[str, str]] = []
+
+    def alias(self, alias: str) -> str | None:
+        return self.aliases.get(alias)
+
+    def set_alias(self, alias: str, version: str) -> None:
+        self.moves.append((alias, version))
+        self.aliases[alias] = version
+
+    def delete_alias(self, alias: str) -> None:
+        del self.aliases[alias]
+
+    def tags(self, version: str) -> dict[str, str] | None:
+        return self.versions.get(version)
+
+    def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
+        self.versions[version].update(tags)

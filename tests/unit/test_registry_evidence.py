@@ -1,0 +1,148 @@
+"""Promotion replays what stage=verify replays, and refuses an alteration that summary.json and the registry go along with."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from gate_reports import GATES, gates
+from judged_candidates import MemoryRegistry
+from judged_engine import config_of, judged_engine
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.store import Store
+from pipeline.core.errors import GateRefusal
+from pipeline.registry.promotion import Move, promote
+from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.run.chain import Chain
+from pipeline.run.evidence import read_evidence
+from pipeline.run.identity import IDENTITY_FILE, read_identity
+from pipeline.run.runner import Run
+from pipeline.run.runner import verify as verify_stage
+from pipeline.run.verify import replay, replay_candidate
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Gates, Verdict
+
+VERSION = "1"
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Candidate:
+    """The candidate of a judged engine, in a store of its own."""
+    store = tmp_path / "store"
+    evidence = judged_engine(store)
+    identity = read_identity(evidence / IDENTITY_FILE)
+    engine, baseline, evaluation = (store / identity.link(role).place for role in ("engine", "baseline", "evaluation"))
+    return cited_anew(
+        Candidate(
+            name="int8",
+            policy="int8",
+            model=identity.model,
+            backend=identity.backend,
+            verdict="PASS",
+            reasons=(),
+            metrics={},
+            engine=Cited(path=engine, digest=""),
+            baseline=Cited(path=baseline, digest=""),
+            report=Cited(path=evaluation / REPORT_FILE, digest=""),
+            identity=Cited(path=evidence / IDENTITY_FILE, digest=""),
+            registration=Registration(run_id="run", model_version=VERSION),
+        )
+    )
+
+
+def cited_anew(candidate: Candidate) -> Candidate:
+    """The candidate with the digests of what lies on disk now, as a forger writes them into summary.json."""
+    digests = {
+        "engine": files_digest(tree_files(candidate.engine.path)),
+        "baseline": files_digest(tree_files(candidate.baseline.path)),
+        "report": evidence_digest(candidate.report.path),
+        "identity": file_digest(candidate.identity.path),
+    }
+    cited = {name: getattr(candidate, name).model_copy(update={"digest": digest}) for name, digest in digests.items()}
+    return candidate.model_copy(update=cited)
+
+
+def promote_it(candidate: Candidate, folder: Path, thresholds: Gates = GATES) -> Move:
+    """Promote with a registry that cites whatever the candidate cites."""
+    registry = MemoryRegistry(folder)
+    registry.versions[VERSION] = dict(candidate.citations)
+
+    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        return decide(report, rows, thresholds)
+
+    return promote([candidate], registry, replay_candidate, decide_again, sweep="s")
+
+
+def first_finding(candidate: Candidate) -> str:
+    """The first line of stage=verify that is not the same."""
+    findings = replay(read_evidence(candidate.identity.path.parent))
+    return next(str(finding) for finding in findings if finding.status != "same")
+
+
+def refusal_of_stage_verify(candidate: Candidate) -> str:
+    config = config_of("stage=verify", f"bundle={candidate.engine.path}")
+    with pytest.raises(GateRefusal) as caught:
+        verify_stage(Run(config, Chain(config, Store(config.work)), "", False, ""))
+    return str(caught.value)
+
+
+def flip_an_answer(report: Path) -> None:
+    samples = report.with_name(SAMPLES_FILE)
+    samples.write_text(samples.read_text().replace('"candidate_correct":true', '"candidate_correct":false', 1))
+
+
+def test_evidence_that_nobody_altered_is_promoted(candidate: Candidate, tmp_path: Path) -> None:
+    assert promote_it(candidate, tmp_path).champion == "int8"
+
+
+@pytest.mark.parametrize(
+    ("altered", "name"),
+    [("engine", "engine: weights.bin"), ("baseline", "baseline: weights.bin"), ("report", "report: samples.jsonl")],
+)
+def test_what_summary_and_registry_cite_anew_but_the_identity_does_not_is_refused_as_stage_verify_says(
+    candidate: Candidate, tmp_path: Path, altered: str, name: str
+) -> None:
+    if altered == "report":
+        for directory in (candidate.report.path.parent, candidate.identity.path.parent):
+            flip_an_answer(directory / REPORT_FILE)
+    else:
+        (getattr(candidate, altered).path / "weights.bin").write_text("altered")
+    forged = cited_anew(candidate)
+    assert forged != candidate
+    with pytest.raises(GateRefusal) as caught:
+        promote_it(forged, tmp_path)
+    assert str(caught.value) == f"int8 is not promoted: {first_finding(candidate)}"
+    assert str(caught.value).startswith(f"int8 is not promoted: {name}: differs, recorded ")
+    assert name in refusal_of_stage_verify(candidate)
+
+
+def test_another_engine_than_the_identitys_is_replayed_where_the_candidate_says_it_is(
+    candidate: Candidate, tmp_path: Path
+) -> None:
+    shutil.copytree(candidate.engine.path, tmp_path / "another")
+    (tmp_path / "another" / "weights.bin").write_text("altered")
+    engine = candidate.engine.model_copy(update={"path": tmp_path / "another"})
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: engine: weights\.bin: differs"):
+        promote_it(cited_anew(candidate.model_copy(update={"engine": engine})), tmp_path)
+
+
+def test_another_report_than_the_one_that_was_replayed_is_refused(candidate: Candidate, tmp_path: Path) -> None:
+    flip_an_answer(candidate.report.path)  # in the evaluation's directory, and not beside the identity
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: .*identity\.json is about another report"):
+        promote_it(cited_anew(candidate), tmp_path)
+
+
+def test_an_edited_identity_is_refused_even_where_everything_cites_it(candidate: Candidate, tmp_path: Path) -> None:
+    identity = json.loads(candidate.identity.path.read_text())
+    identity["binds"]["weights"] = "0" * 64
+    candidate.identity.path.write_text(json.dumps(identity))
+    with pytest.raises(GateRefusal, match="int8 is not promoted: identity: differs"):
+        promote_it(cited_anew(candidate), tmp_path)
+
+
+def test_promotion_decides_with_the_gates_of_its_own_command_line(candidate: Candidate, tmp_path: Path) -> None:
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: decided again from its samples it is FAIL"):
+        promote_it(candidate, tmp_path, gates(max_mean_kl=1e-6))
