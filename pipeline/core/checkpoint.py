@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
-"""Values that transformers 4.57 takes for keys that config.json leaves out, by model_type; only those that are read here."""
+"""Values that transformers takes for keys that config.json leaves out, by model_type; only those that are read here."""
 
 PACKAGED = "pkg://"
 """Begins the path of a checkpoint that ships inside a Python package."""
@@ -189,6 +189,20 @@ def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
             f"the running length; use one of {', '.join(ROPE_TYPES)}"
         )
     return None if kind == "default" else str(kind)
+
+
+def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's content with the rotary parameters as rope_theta and rope_scaling at the top level.
+
+    transformers 5 writes rope_parameters and reads both. transformers 4, which TensorRT-LLM 1.2 has, reads the top level alone.
+    """
+    rope = dict(config.get("rope_parameters") or {})
+    if not rope:
+        return config
+    flat = {key: value for key, value in config.items() if key != "rope_parameters"}
+    flat["rope_theta"] = rope.pop("rope_theta")
+    flat["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return flat
 
 
 def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any], layers: int) -> None:

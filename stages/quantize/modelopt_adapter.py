@@ -4,6 +4,7 @@ Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
+from pipeline.core.checkpoint import rope_at_top_level
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import SideScales
@@ -231,10 +233,16 @@ def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
     """Write the unified Hugging Face checkpoint. Packs the weights in place: the model must not be used afterwards."""
     with quiet(), torch.inference_mode():
         export_hf_checkpoint(model, export_dir=out)
+    config = out / "config.json"
+    written = rope_at_top_level(json.loads(config.read_text(encoding="utf-8")))
+    config.write_text(json.dumps(written, indent=4) + "\n", encoding="utf-8")
 
 
 def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
     """Write the TensorRT-LLM checkpoint of one rank. Changes the model in place: it must not be used afterwards."""
+    # ModelOpt looks for rope_theta at the top level, where transformers 5 has none, and would leave it out without a word.
+    config = cast(Any, model).config
+    config.rope_theta = rope_at_top_level(config.to_dict())["rope_theta"]
     # The default of 0 ("keep the calibration's parallelism") divides by zero without tensorrt_llm installed.
     with quiet(), torch.inference_mode():
         export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=1)

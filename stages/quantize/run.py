@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from transformers.utils.logging import disable_progress_bar
 
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
@@ -106,6 +107,7 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
     Raises:
         UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
     """
+    disable_progress_bar()
     factory: Any = transformers.AutoModelForCausalLM
     model, loading = factory.from_pretrained(
         info.path,

@@ -51,7 +51,7 @@ def prompt_ids(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     if sample.prompt:
         return list(tokenizer(sample.prompt)["input_ids"])
     messages = [{"role": role, "content": content} for role, content in sample.messages]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
 @torch.no_grad()

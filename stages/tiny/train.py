@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.core.checkpoint import rope_at_top_level
 from stages.tiny.batches import MIX, Phase, answer_mask, encode, row
 from stages.tiny.init import structured_start
 from stages.tiny.outliers import plant_outliers
@@ -96,7 +97,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     plant_outliers(half)
     half.save_pretrained(out)
     # transformers 4.57 writes `dtype`, which older readers of checkpoints do not know; all readers know `torch_dtype`.
-    config = json.loads((out / "config.json").read_text())
+    config = rope_at_top_level(json.loads((out / "config.json").read_text()))
     config["torch_dtype"] = config.pop("dtype")
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(out, save_jinja_files=False)

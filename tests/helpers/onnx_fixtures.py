@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.core.formats import Format
@@ -85,7 +86,7 @@ def nothing(*_: object) -> None:
 
 def save_model(config: object, path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    save_checkpoint(AutoModelForCausalLM.from_config(config), path)
     (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
     return path
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from checkpoints import save_checkpoint
 
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation
@@ -80,7 +81,7 @@ def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
         **({"head_dim": 64} if name != "Qwen2" else {}),
         **({"sliding_window": None} if name == "Mistral" else {}),
     )
-    getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(directory)
+    save_checkpoint(getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16), directory)
     for file in tokenizer_from.glob("*token*.json"):
         (directory / file.name).write_bytes(file.read_bytes())
     return directory

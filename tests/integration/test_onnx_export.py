@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from checkpoints import save_checkpoint
 from onnx_fixtures import FP8, INT4, fmt, load_model, make_decoder, make_engine, make_oracle, nothing, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -51,7 +52,7 @@ def randomise_vectors(path: Path) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(path)
+    save_checkpoint(model, path)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import save_checkpoint
 from quantize_fixtures import (
     FP8,
     POLICIES,
@@ -121,6 +122,15 @@ def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path])
     assert (out / "unified_hf" / "tokenizer.json").is_file()
 
 
+def test_the_exports_carry_the_rotary_base_where_tensorrt_llm_reads_it(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8")
+    base = json.loads((out / "checkpoint" / "config.json").read_text())["rope_theta"]
+    unified = json.loads((out / "unified_hf" / "config.json").read_text())
+    assert (unified["rope_theta"], unified["rope_scaling"]) == (base, None)
+    assert "rope_parameters" not in unified
+    assert json.loads((out / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
+
+
 def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
     """One scale for keys and values, never raised to 1 as FP8's are; the unified export refuses INT8."""
     out = run_stage("int8_tensor")
@@ -211,7 +221,7 @@ def test_the_checkpoint_computes_what_modelopt_computes_without_activation_round
 def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
-    model.save_pretrained(sharded, max_shard_size="1MB")
+    save_checkpoint(model, sharded, max_shard_size="1MB")
     for file in tiny_checkpoint.glob("*token*.json"):
         (sharded / file.name).write_bytes(file.read_bytes())
     stage(sharded, tmp_path, "fp16", "fp8")

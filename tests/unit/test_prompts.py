@@ -41,7 +41,7 @@ def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
 def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any) -> None:
     ids = prompt_ids(tokenizer, CHAT)
     turns = [{"role": role, "content": content} for role, content in CHAT.messages]
-    assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == 1
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import onnx
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
@@ -35,6 +36,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     """
     info = inspect_checkpoint(checkpoint)
     progress("export", 0, 3)
+    disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         dtype=getattr(torch, compute_dtype),
