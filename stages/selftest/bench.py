@@ -110,8 +110,8 @@ class GpuBench:
 
     def change_shape(self, times: int) -> None:
         session, limits = self._engine.session("decode"), self.record.limits(self.config.kv)
-        pages, young = limits.sequence_pages, max(1, limits.sequence_young)
-        most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": young}
+        pages, window_pages = limits.sequence_pages, max(1, limits.sequence_window_pages)
+        most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": window_pages}
         with session.device.running():  # their zeros come before the first run, which is on that stream
             tensors = session.bound | {
                 name: session.tensor(tensor, most)

@@ -158,4 +158,4 @@ def pages(engine: OnnxEngine, handle: int) -> list[int]:
     """Pages of a sequence that hold tokens, in order (of one that has older and younger pages if it has a window)."""
     tables = engine.pool.tables([handle])
     older = tables["page_table"][0].tolist()
-    return older if "young_table" not in tables else [*older, *tables["young_table"][0].tolist()]
+    return older if "window_base_table" not in tables else [*older, *tables["window_base_table"][0].tolist()]

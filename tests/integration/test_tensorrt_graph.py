@@ -332,7 +332,7 @@ def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, An
     handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
     engine.pool.reserve(handles, 1)
     tables, spans = engine.pool.view(handles)
-    pool = {name: np.ascontiguousarray(engine.pool.shown(name, spans)) for name in engine.pool.arrays}
+    pool = {name: np.ascontiguousarray(engine.pool.array_view(name, spans)) for name in engine.pool.arrays}
     feeds = {
         "input_ids": np.array([[7], [8], [9]]), "position_ids": tables["lengths"][:, None].astype(np.int64),
         "last": np.zeros(3, np.int64), **tables, **pool, **engine._constants,

@@ -81,7 +81,7 @@ def test_padding_keeps_the_values_in_the_first_corner() -> None:
 @pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])
 def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
-    assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_young
+    assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
     assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
 

@@ -191,7 +191,7 @@ class KernelEngine(ChunkedEngine):
         batch = len(sequences)
         self.cache.reserve(sequences, 1)
         padded = 1 << (batch - 1).bit_length()
-        self.cache.show(sequences, padded)
+        self.cache.fill_tables(sequences, padded)
         step = self._pass(padded)
         step.ids[:batch, 0] = torch.tensor(tokens)
         step.run()

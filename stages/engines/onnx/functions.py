@@ -48,7 +48,7 @@ class AttentionSpec:
         """Inputs that all layers share, int32: dimensions by name."""
         tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
         if self.policy.window is not None:
-            tables |= {"young_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
+            tables |= {"window_base_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
         return tables | ({"exact_slots": ("B",)} if self.policy.exact_tokens else {})
 
     @property
@@ -114,7 +114,7 @@ def _regions(body: Body, spec: AttentionSpec, name: Literal["key", "value"]) -> 
     if window is not None:
         return [(side, _page_index(body, table, side.kv_heads))
                 for side, table in ((base, "page_table"), (window, "window_table"))]  # fmt: skip
-    pages = body.op("Concat", "page_table", "young_table", axis=1)
+    pages = body.op("Concat", "page_table", "window_base_table", axis=1)
     return [(base, _page_index(body, pages, base.kv_heads))]
 
 
