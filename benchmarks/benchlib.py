@@ -76,7 +76,7 @@ def static_scales(policy: KVPolicy, model: Any, tokens: npt.NDArray[np.int64]) -
                 assert (form.granularity, form.symmetric) == ("per_tensor", True), (
                     f"{policy.name} is calibrated by ModelOpt only"
                 )
-                states = layer.keys if side.endswith("key") else layer.values
+                states = layer.keys if side.is_key else layer.values
                 found[side] = {"scale": (states.abs().max().item() / form.code.limit,), "zero": None}
         layers.append(found)
     return KVScales.model_validate({"layers": tuple(layers)})

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pipeline.core.formats import MIN_SCALE, Format
-from pipeline.core.kv import KVPolicy, KVScales, SideName, SideScales
+from pipeline.core.kv import KVPolicy, KVScales, Side, SideScales
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
@@ -65,8 +65,8 @@ def _floats(scale: Tensor) -> tuple[float, ...]:
 
 def kv_scales(policy: KVPolicy, observed: Observed) -> KVScales:
     """The scales of every static side of `policy`."""
-    layers: list[dict[SideName, SideScales]] = []
+    layers: list[dict[Side, SideScales]] = []
     for number, tensors in enumerate(observed.layers):
         sides = policy.sides(number).items()
-        layers.append({name: measured(tensors[name.removeprefix("window_")], form) for name, form in sides if form.static})
+        layers.append({name: measured(tensors[name.base], form) for name, form in sides if form.static})
     return KVScales(layers=tuple(layers))

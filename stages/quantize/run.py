@@ -9,7 +9,7 @@ import transformers
 
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, Side
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
@@ -129,9 +129,9 @@ def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forw
     }
 
 
-def _expressed_by(policy: KVPolicy, layer: int) -> dict[SideName, str]:
+def _expressed_by(policy: KVPolicy, layer: int) -> dict[Side, str]:
     """A window's second copies have no quantizer: a tensor has one, and it stands for the base copy."""
     return {
-        name: "sidecar only" if name.startswith("window") else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
+        name: "sidecar only" if name.in_window else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
         for name, form in policy.sides(layer).items()
     }

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVScales, SideName
+from pipeline.core.kv import KVPolicy, KVScales, Side
 from pipeline.core.weights import WeightsFormat
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 
@@ -134,8 +134,8 @@ def validate_unified_hf(
     prefix = "model.layers.{layer}."
     pre_quant = tuple(f"{linear}.pre_quant_scale" for linear in _HF_PRE_QUANT.get(weights, ()))
     _check_weights(tensors, layout, [prefix.format(layer=layer) for layer in range(layers)], LINEARS, pre_quant)
-    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, "key", scale_floor), layers)
-    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, "value", scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, Side.KEY, scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, Side.VALUE, scale_floor), layers)
 
 
 def validate_tensorrt_llm(
@@ -168,7 +168,7 @@ def validate_tensorrt_llm(
     prefixes = [prefix.format(layer=layer) for layer in range(layers)]
     _check_weights(tensors, layout, prefixes, _TENSORRT_LLM_LINEARS, pre_quant)
     floor = scale_floor if algorithm == "FP8" else 0.0
-    key, value = _side(scales, "key", floor), _side(scales, "value", floor)
+    key, value = _side(scales, Side.KEY, floor), _side(scales, Side.VALUE, floor)
     both = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
     for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", both)):
         _check_kv(tensors, policy, f"{prefix}attention.{tensor}_scaling_factor", expected, layers)
@@ -237,7 +237,7 @@ def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     return _KV_ALGORITHMS.get(_describe(policy.key))
 
 
-def _side(scales: KVScales, side: SideName, floor: float) -> list[float] | None:
+def _side(scales: KVScales, side: Side, floor: float) -> list[float] | None:
     """The one scale of every layer, raised to `floor`; None where the side has none."""
     static = [layer[side].scale[0] for layer in scales.layers if side in layer]
     return [max(scale, floor) for scale in static] or None

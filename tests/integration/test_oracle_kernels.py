@@ -24,6 +24,7 @@ from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.oracle.engine import OracleEngine, load_engine
+from stages.engines.paged.kernel_layout import check_kernels
 
 torch.set_num_threads(1)
 
@@ -182,9 +183,13 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     assert distance(engine.decode(again, [token]), oracle.decode(same, [token])) < CLOSE
 
 
+def make_cache() -> KernelCache:
+    return KernelCache(check_kernels(GUARDED, SHORT, SHORT.kv_heads), static_scales(GUARDED, SHORT), torch.device(DEVICE))
+
+
 def test_a_chunk_is_stored_by_the_kernels_as_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(DEVICE)
-    caches = [KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), device) for _ in range(2)]
+    caches = [make_cache() for _ in range(2)]
     start, new = (torch.randn(2, SHORT.layers, tokens, SHORT.kv_heads, SHORT.head_dim, device=device) for tokens in (62, 3))
     for cache, by_kernel in zip(caches, (True, False), strict=True):
         handle = cache.start()
@@ -274,7 +279,7 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
 def test_where_memory_is_too_small_for_twice_the_pages_there_are_as_many_as_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), torch.device(DEVICE))
+    cache = make_cache()
     handles = [cache.start(), cache.start()]
     cache.reserve(handles[:1], 64 * 8)
     monkeypatch.setattr(torch, "zeros", LittleMemory(size=10))

@@ -114,7 +114,7 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
     from stages.selftest.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
 
     int8, fp16 = Format(dtype="int8", granularity="per_token", scale="dynamic"), Format(dtype="fp16")
-    policy = KVPolicy(name="young", key=int8, value=int8, window=Window(tokens=64, key=fp16))
+    policy = KVPolicy(name="windowed", key=int8, value=int8, window=Window(tokens=64, key=fp16))
     monkeypatch.setattr("stages.selftest.bench.register", lambda: None)
     info = SimpleNamespace(shape=KVShape(2, 2, 64), q_heads=4)
     monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
@@ -122,7 +122,9 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
     bench.config = SimpleNamespace(kv=policy)  # type: ignore[assignment]
     verdict, reason = judge("aliased append", lambda: bench)
     assert verdict == "CANNOT RUN"
-    assert reason.startswith("kv=young: the plugin does not hold this policy (a window keeps a second copy")
+    assert reason.startswith(
+        "kv=windowed: the plugin does not hold this policy (kv.window.tokens=64: the CUDA kernels read one copy"
+    )
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
         length = pool.length(handle)
         tables, first = pool.tables([handle]), WINDOW.window.first_page(length)
         assert tables["window_starts"].tolist() == [64 * first]
-        young = stored(pool, handle, "window_value_pool.0", "window_table")
-        assert young[: length - 64 * first] == list(range(64 * first, length))
+        copies = stored(pool, handle, "window_value_pool.0", "window_table")
+        assert copies[: length - 64 * first] == list(range(64 * first, length))
         assert len(tables["window_table"][0]) == len(tables["window_base_table"][0]) == WINDOW.window_pages(length)
     assert stored(pool, handle) == list(range(192))
     assert "window_key_pool.0" not in pool.arrays

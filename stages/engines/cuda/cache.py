@@ -13,12 +13,11 @@ from torch import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
 from pipeline.core.records import MemoryReport
 from plugins.kv_attention import ops, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.kernel_layout import layer_layouts
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 FIRST_COLUMNS = 16
@@ -61,7 +60,8 @@ class KernelCache(SequencePages):
     Kernels alone read and write what is on the device. The host knows which sequence has which pages, and how long it is.
     """
 
-    def __init__(self, policy: KVPolicy, shape: KVShape, scales: KVScales, device: torch.device) -> None:
+    def __init__(self, layouts: Sequence[CacheLayout], scales: KVScales, device: torch.device) -> None:
+        """`layouts` are those of all layers, as check_kernels returns them; `scales` hold their static scales."""
         super().__init__()
         self.device = device
         self.moves = 0
@@ -75,17 +75,17 @@ class KernelCache(SequencePages):
         self.places: list[tuple[LayerGroup, int]] = []
         """The group of each layer, and its number there."""
         by_layout: dict[CacheLayout, list[int]] = {}
-        for layer, layout in enumerate(layer_layouts(policy, shape)):
+        for layer, layout in enumerate(layouts):
             by_layout.setdefault(layout, []).append(layer)
         for layout, layers in by_layout.items():
             static = {
-                f"{side}_scale": torch.tensor([scales.layers[n][side].scale for n in layers], device=device)  # type: ignore[index]
-                for side, form in (("key", layout.key), ("value", layout.value))
-                if form.static
+                f"{side}_scale": torch.tensor([scales.layers[n][side].scale for n in layers], device=device)
+                for side, stored in ((Side.KEY, layout.key), (Side.VALUE, layout.value))
+                if stored.static
             }
             self.groups.append(LayerGroup(layout, layers, {}, {}, static, static.get("key_scale")))
         by_layer = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
-        self.places = [by_layer[layer] for layer in range(shape.layers)]
+        self.places = [by_layer[layer] for layer in range(len(layouts))]
         self._enlarge(self.pages, 0)
         self._enlarge(self.buffers, 0)
 

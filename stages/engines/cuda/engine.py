@@ -170,9 +170,9 @@ class KernelEngine(ChunkedEngine):
         fit together, and for what the kernels do not hold.
         """
         shape = shape_for(model, policy)
-        check_kernels(policy, shape, model.config.num_attention_heads)
-        scales = scales_for(policy, shape, scales)
-        return cls(model.eval(), policy, shape, KernelCache(policy, shape, scales, model.device), prefill_chunk)
+        layouts = check_kernels(policy, shape, model.config.num_attention_heads)
+        cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
+        return cls(model.eval(), policy, shape, cache, prefill_chunk)
 
     @torch.inference_mode()
     def _start(self) -> int:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, Engine, MemoryReport
 from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, not_finite
 from stages.engines.cuda.device import resolve_device
@@ -60,7 +60,7 @@ class _CachedView:
         _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
         self.new.append((key, value))
         cache = self.caches[layer]
-        return cache.read("key", key, self.engine.key_gain), cache.read("value", value, 1.0)
+        return cache.read(Side.KEY, key, self.engine.key_gain), cache.read(Side.VALUE, value, 1.0)
 
     def store(self) -> None:
         """Append what was computed, once every layer has been: a refused token leaves nothing behind."""
@@ -80,8 +80,8 @@ class _OnePassView:
         _check_finite(key, value, layer, "the sequence", 0)
         policy, storages = self.engine.policy, self.engine.storages[layer]
         return (
-            one_pass(policy, storages, "key", key, self.engine.key_gain),
-            one_pass(policy, storages, "value", value, 1.0),
+            one_pass(policy, storages, Side.KEY, key, self.engine.key_gain),
+            one_pass(policy, storages, Side.VALUE, value, 1.0),
         )
 
 
@@ -161,11 +161,11 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
         return MemoryReport(
-            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.startswith("window")),
+            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.in_window),
             exact_bytes=sum(e.nbytes for c in caches for e in c.exact.values()),
-            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.startswith("window")),
+            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.in_window),
             static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
-            pages=sum(len(sequence[0].pages["key"].pages) for sequence in self.sequences.values()),
+            pages=sum(len(sequence[0].pages[Side.KEY].pages) for sequence in self.sequences.values()),
             live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
         )
 

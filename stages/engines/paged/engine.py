@@ -11,8 +11,8 @@ from pipeline.core.kv import KVScales
 from pipeline.core.records import MemoryReport
 from stages.engines.base import ChunkedEngine, Logits, not_finite
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.formats import layer_sides
 from stages.engines.onnx.functions import Mode
+from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import PagedPool
 
 
@@ -27,8 +27,8 @@ class PagedEngine(ChunkedEngine):
         self._faults: dict[str, float] = {}
         """What `corrupt_key_scale` multiplies arrays of the pool with."""
         for layer in range(self.shape.layers):
-            for side in layer_sides(self.policy, self.shape, layer).values():
-                for name, values in side.parameters(scales, layer).items():
+            for stored in layer_sides(self.policy, self.shape, layer).values():
+                for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
     def _constant(self, values: npt.NDArray[np.float32]) -> Any:
@@ -66,8 +66,8 @@ class PagedEngine(ChunkedEngine):
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply what decoding reads the keys with, of stored and of later tokens; the codes stay right."""
         for layer in range(self.shape.layers):
-            for side in layer_sides(self.policy, self.shape, layer).values():
-                for name in side.fault_targets if side.name.endswith("key") else ():
+            for side, stored in layer_sides(self.policy, self.shape, layer).items():
+                for name in stored.fault_targets if side.is_key else ():
                     target = f"{name}.{layer}"
                     if target in self._constants:
                         self._constants[target] *= factor

@@ -16,8 +16,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
-from stages.engines.onnx.formats import FLOAT16, layer_sides
 from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.layout import FLOAT16, layer_sides
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
@@ -49,9 +49,9 @@ class PagedPool(SequencePages):
         """What numbers the first dimension of each array."""
         self._moves = 0
         for layer in range(shape.layers):
-            for side in layer_sides(policy, shape, layer).values():
-                allocator = self.window_pages if side.name.startswith("window") else self.pages
-                for name, (storage, width) in side.arrays.items():
+            for side, stored in layer_sides(policy, shape, layer).items():
+                allocator = self.window_pages if side.in_window else self.pages
+                for name, (storage, width) in stored.arrays.items():
                     self._add(f"{name}.{layer}", allocator, (PAGE_TOKENS, width), storage.numpy_type)
             if policy.exact_tokens:
                 for name in ("key_exact", "value_exact"):

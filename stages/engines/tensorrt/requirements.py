@@ -18,8 +18,8 @@ def check_inputs(config: Config, info: CheckpointInfo) -> None:
         return
     load("tensorrt")
     gpu = backend.gpu
+    from stages.engines.paged.kernel_layout import choose_layers
     from stages.engines.tensorrt.plugin import check_gpu
-    from stages.engines.tensorrt.surgery import choose_layers
 
     check_gpu(gpu)
     policies = [config.kv] if config.stage == "build" else [config.kv, FP16_POLICY]
