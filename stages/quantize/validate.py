@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, why_not
-from pipeline.core.kv import KVPolicy, KVScales, SideName
+from pipeline.core.kv import KVPolicy, KVScales, Side
 from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
@@ -101,8 +101,8 @@ def validate_unified_hf(
     prefix = "model.layers.{layer}."
     pre_quant = tuple(f"{linear}.pre_quant_scale" for linear in _HF_PRE_QUANT.get(weights, ()))
     _check_weights(tensors, layout, [prefix.format(layer=layer) for layer in range(layers)], LINEARS, pre_quant)
-    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, "key", scale_floor), layers)
-    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, "value", scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, Side.KEY, scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, Side.VALUE, scale_floor), layers)
 
 
 def validate_tensorrt_llm(
@@ -145,13 +145,13 @@ def validate_tensorrt_llm(
     prefixes = [prefix.format(layer=layer) for layer in range(layers)]
     _check_weights(tensors, layout, prefixes, _TENSORRT_LLM_LINEARS, pre_quant)
     floor = scale_floor if algorithm == "FP8" else 0.0
-    key, value = _side(scales, "key", floor), _side(scales, "value", floor)
+    key, value = _side(scales, Side.KEY, floor), _side(scales, Side.VALUE, floor)
     shared = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
     for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", shared)):
         _check_kv(tensors, policy, f"{prefix}attention.{tensor}_scaling_factor", expected, layers)
 
 
-def _side(scales: KVScales, side: SideName, floor: float) -> list[float] | None:
+def _side(scales: KVScales, side: Side, floor: float) -> list[float] | None:
     """Return the scale of every layer's side, raised to `floor`; None where the side has no static scale."""
     static = [layer[side].scale[0] for layer in scales.layers if side in layer]
     return [max(scale, floor) for scale in static] or None

@@ -19,6 +19,7 @@ ROOMS = (
     "pipeline.verdict",
     "pipeline.registry",
     "pipeline.config",
+    "stages.checkpoints",
     "stages.workloads",
     "stages.engines",
     "stages.engines.paged",

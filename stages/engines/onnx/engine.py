@@ -63,7 +63,7 @@ class OnnxEngine(PagedEngine):
             session.put(name, values)
         if self._bound.get(mode) != spans:
             for name in self.pool.arrays:
-                session.bind_input(name, self.pool.shown(name, spans))
+                session.bind_input(name, self.pool.array_view(name, spans))
             self._bound[mode] = spans
         new: dict[str, Array] = {
             name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)

@@ -139,7 +139,7 @@ class PlanEngine(PagedEngine):
             "B": 1 if mode == "prefill" else bucket(batch, limits.max_batch),
             "S": 1 if mode == "decode" else bucket(tokens, limits.chunk),
             "P": bucket(pages, limits.sequence_pages),
-            "Y": max(1, limits.sequence_young),
+            "Y": max(1, limits.sequence_window_pages),
         }
 
 
