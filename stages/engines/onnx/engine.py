@@ -16,9 +16,9 @@ from stages.engines.base import check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph import NUMPY_FLOATS
+from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 
 

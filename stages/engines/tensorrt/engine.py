@@ -13,8 +13,8 @@ from pipeline.core.kv import KVScales, KVShape
 from pipeline.core.records import PREFILL_CHUNK
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.engine import PagedEngine
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool, scaled
