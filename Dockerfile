@@ -5,7 +5,7 @@
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG TRTLLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 
-# Two variables: for what builds a wheel (setuptools) pip 24 heeds the first, pip 26 the second alone.
+# Two variables pin what builds a wheel (setuptools): pip 24 reads the first, pip 26 only the second.
 FROM ${PYTHON_IMAGE} AS wheel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 ENV PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt
@@ -30,15 +30,15 @@ RUN pip install torch==2.13.0 --extra-index-url https://download.pytorch.org/whl
 RUN pip install "$(echo /build/dist/kvgate-*.whl)[postgres]"
 
 FROM ${PYTHON_IMAGE} AS cpu
-# A fresh volume takes over the owner of the directory that it is mounted on; /artifacts is for MLflow's server.
+# A fresh volume gets the owner of the directory that it is mounted on. MLflow's server keeps its files in /artifacts.
 RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work /artifacts
 COPY --from=cpu-venv /opt/kvgate /opt/kvgate
-# HOME and USER for whoever `docker run --user` makes it: a user without an entry in /etc/passwd has neither.
+# `docker run --user` may name a user without an entry in /etc/passwd, who would have neither HOME nor USER.
 ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=kvgate
 USER 10001:10001
 WORKDIR /work
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["python", "-P", "-m", "pipeline", "--version"]
-# -P: a folder of the user's that is named like ours is not ours
+# -P keeps the working directory off the import path: a folder in it may have the name of one of kvgate's packages.
 ENTRYPOINT ["python", "-P", "-m", "pipeline", "workdir=/work"]
 CMD ["--help"]
 

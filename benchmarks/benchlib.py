@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import ROOT, log, version
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from stages.checkpoints import load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
-from stages.workloads.prompts import load_tokenizer, token_ids
+from stages.workloads.prompts import token_ids
 from stages.workloads.prose import collection
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
@@ -82,7 +83,7 @@ def static_scales(policy: KVPolicy, model: Any, tokens: npt.NDArray[np.int64]) -
                 assert (form.granularity, form.symmetric) == ("per_tensor", True), (
                     f"{policy.name} is calibrated by ModelOpt only"
                 )
-                states = layer.keys if side.endswith("key") else layer.values
+                states = layer.keys if side.is_key else layer.values
                 scales[side] = {"scale": (states.abs().max().item() / form.code.limit,), "zero": None}
         layers.append(scales)
     return KVScales.model_validate({"layers": tuple(layers)})

@@ -20,7 +20,7 @@ import mlflow
 
 from pipeline.core.records import Sample
 from stages.engines.onnx.engine import load_engine
-from stages.evaluate import BundleTokenizer
+from stages.evaluate.tokens import BundleTokenizer
 
 
 def fetch(model: str, directory: Path) -> Path:

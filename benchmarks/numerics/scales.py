@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pipeline.core.formats import MIN_SCALE, Format
-from pipeline.core.kv import KVPolicy, KVScales, SideName, SideScales
+from pipeline.core.kv import KVPolicy, KVScales, Side, SideScales
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
@@ -73,10 +73,8 @@ def _floats(scale: Tensor) -> tuple[float, ...]:
 
 def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:
     """Return the scales of every static side of `policy`."""
-    layers: list[dict[SideName, SideScales]] = []
+    layers: list[dict[Side, SideScales]] = []
     for number, tensors in enumerate(states.layers):
         sides = policy.sides(number).items()
-        layers.append(
-            {name: calibrated_scales(tensors[name.removeprefix("window_")], form) for name, form in sides if form.static}
-        )
+        layers.append({side: calibrated_scales(tensors[side.base], form) for side, form in sides if form.static})
     return KVScales(layers=tuple(layers))

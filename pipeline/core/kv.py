@@ -4,7 +4,8 @@ Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantizat
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from enum import StrEnum
+from typing import Annotated, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
@@ -22,8 +23,34 @@ POLICY_FILE = "kv_policy.json"
 SCALES_FILE = "kv_scales.json"
 """A KVPolicy and its KVScales, beside the quantized checkpoint and in every engine bundle."""
 
-SideName = Literal["key", "value", "window_key", "window_value"]
-"""One stored copy of the keys or values of a layer: of every token, or of the tokens in the window only."""
+
+class Side(StrEnum):
+    """One stored copy of a layer's keys or values. Its value is its name in files and in the inputs of graphs."""
+
+    KEY = "key"
+    VALUE = "value"
+    WINDOW_KEY = "window_key"
+    WINDOW_VALUE = "window_value"
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds keys; otherwise it holds values."""
+        return self in (Side.KEY, Side.WINDOW_KEY)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether it holds the tokens in the window only; otherwise it holds every token."""
+        return self in (Side.WINDOW_KEY, Side.WINDOW_VALUE)
+
+    @property
+    def base(self) -> "Side":
+        """The copy of every token."""
+        return Side.KEY if self.is_key else Side.VALUE
+
+    @property
+    def window(self) -> "Side":
+        """The copy of the tokens in the window."""
+        return Side.WINDOW_KEY if self.is_key else Side.WINDOW_VALUE
 
 
 @dataclass(frozen=True)
@@ -36,10 +63,10 @@ class KVShape:
 
 
 class Window(StrictModel):
-    """A finer format for younger tokens. A page is in the window while any of its tokens is among the last `tokens`.
+    """A finer format for the latest tokens. A page is in the window while any of its tokens is among the last `tokens`.
 
-    Pages in the window are stored twice, so that a page leaves it by being forgotten, not by being rounded again. A side
-    without a format of its own reads young tokens like old ones.
+    Pages in the window are stored twice. When a page leaves the window its second copy is freed; the codes that remain are
+    not rounded again. A side without a format for the window is stored once, as outside of the window.
     """
 
     tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
@@ -47,13 +74,13 @@ class Window(StrictModel):
     value: Format | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_a_format(self) -> Self:
         if self.key is None and self.value is None:
             raise ValueError("key and value are both null: give the window a format, or set window=null")
         return self
 
     def first_page(self, length: int) -> int:
-        """First page that is in the window of a cache of `length` tokens."""
+        """Return the first page that is in the window of a cache of `length` tokens."""
         return max(0, length - self.tokens) // PAGE_TOKENS
 
 
@@ -65,15 +92,22 @@ class LayerOverride(StrictModel):
     value: Format | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_a_format(self) -> Self:
         if self.key is None and self.value is None:
             raise ValueError("key and value are both null: give the layers a format")
         return self
 
+    def form(self, side: Side) -> Format | None:
+        """Return the format that it gives keys or values, None when it leaves them as they are."""
+        return self.key if side.is_key else self.value
+
 
 class KVPolicy(StrictModel):
-    """A cache format for keys, one for values, and where another one applies: the first and the latest tokens, which are
-    kept exact (float16), a window of younger tokens, single layers."""
+    """The formats of a cache: one for keys, one for values, and exceptions from them.
+
+    The exceptions are the first and the latest tokens, which are also kept exact (float16), a window of the latest tokens
+    with finer formats, and single layers.
+    """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
     key: Format
@@ -85,41 +119,47 @@ class KVPolicy(StrictModel):
 
     @model_validator(mode="after")
     def _one_override_a_layer(self) -> Self:
-        for side in ("key", "value"):
-            layers = [layer for override in self.overrides if getattr(override, side) for layer in override.layers]
+        for side in (Side.KEY, Side.VALUE):
+            layers = [layer for override in self.overrides if override.form(side) for layer in override.layers]
             twice = sorted({layer for layer in layers if layers.count(layer) > 1})
             if twice:
                 raise ValueError(f"overrides give layer {twice[0]} two {side} formats; name each layer once")
         return self
 
-    def sides(self, layer: int) -> dict[SideName, Format]:
-        """Every stored copy of a layer's keys and values, in the order of SideName."""
-        named: dict[SideName, Format] = {"key": self.key, "value": self.value}
+    def sides(self, layer: int) -> dict[Side, Format]:
+        """Return the format of every stored copy of a layer's keys and values, in the order of Side."""
+        formats: dict[Side, Format] = {Side.KEY: self.key, Side.VALUE: self.value}
         if self.window is not None:
-            named |= {"window_key": self.window.key} if self.window.key is not None else {}
-            named |= {"window_value": self.window.value} if self.window.value is not None else {}
+            formats |= {Side.WINDOW_KEY: self.window.key} if self.window.key is not None else {}
+            formats |= {Side.WINDOW_VALUE: self.window.value} if self.window.value is not None else {}
         for override in self.overrides:
-            if layer in override.layers:
-                if override.key is not None:
-                    named["key"] = override.key
-                    named.pop("window_key", None)
-                if override.value is not None:
-                    named["value"] = override.value
-                    named.pop("window_value", None)
-        return named
+            for side in (Side.KEY, Side.VALUE):
+                form = override.form(side)
+                if layer in override.layers and form is not None:
+                    formats[side] = form
+                    formats.pop(side.window, None)
+        return formats
+
+    def format_key(self, side: Side, layer: int) -> str:
+        """Return the configuration key that gives one layer's format of a side: `kv.overrides.0.key`, say."""
+        for number, override in enumerate(self.overrides):
+            if layer in override.layers and override.form(side) is not None:
+                return f"kv.overrides.{number}.{side.base}"
+        return f"kv.window.{side.base}" if side.in_window else f"kv.{side}"
 
     @property
     def formats(self) -> tuple[tuple[str, Format], ...]:
         """Every format with the configuration key below `kv.` that gives it."""
-        named: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
+        listed: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
         if self.window is not None:
-            named += [("window.key", self.window.key), ("window.value", self.window.value)]
+            listed += [("window.key", self.window.key), ("window.value", self.window.value)]
         for number, override in enumerate(self.overrides):
-            named += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
-        return tuple((name, form) for name, form in named if form is not None)
+            listed += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
+        return tuple((key, form) for key, form in listed if form is not None)
 
     @property
     def quantized(self) -> bool:
+        """Whether any format is not fp16."""
         return any(form.dtype != "fp16" for _, form in self.formats)
 
     @property
@@ -129,10 +169,10 @@ class KVPolicy(StrictModel):
 
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
-        for name, form in self.formats:
+        for key, form in self.formats:
             refusal = form.refuse_head_dim(shape.head_dim)
             if refusal is not None:
-                raise UserError(f"kv.{name}.{refusal}")
+                raise UserError(f"kv.{key}.{refusal}")
         for number, override in enumerate(self.overrides):
             if max(override.layers) >= shape.layers:
                 raise UserError(
@@ -141,42 +181,42 @@ class KVPolicy(StrictModel):
                 )
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        """Bytes that one more token costs for good in the pools of all layers, per-token scales included.
+        """Return the bytes that one more token adds to the pools of all layers for good, per-token scales included.
 
-        What is held of sinks, recent tokens and the window is bounded per sequence: `exact_bytes`, `window_bytes`.
+        The copies of sinks, recent tokens and the window are bounded per sequence: see `exact_bytes` and
+        `window_page_bytes`.
         """
+        return self._token_bytes(shape, in_window=False)
+
+    def pool_bytes(self, shape: KVShape, pages: int) -> int:
+        """Return the bytes of the pools of all layers for `pages` pages."""
+        return pages * PAGE_TOKENS * self.bytes_per_token(shape)
+
+    def window_page_bytes(self, shape: KVShape) -> int:
+        """Return the bytes of the second copies of one page in the window, all layers."""
+        return PAGE_TOKENS * self._token_bytes(shape, in_window=True)
+
+    def _token_bytes(self, shape: KVShape, *, in_window: bool) -> int:
+        """Bytes of one token of all layers, in the window's pools or in the others."""
         return shape.kv_heads * sum(
             form.token_bytes(shape.head_dim)
             for layer in range(shape.layers)
             for side, form in self.sides(layer).items()
-            if not side.startswith("window")
+            if side.in_window == in_window
         )
 
-    def pool_bytes(self, shape: KVShape, pages: int) -> int:
-        """Bytes of the pools of all layers for `pages` pages."""
-        return pages * PAGE_TOKENS * self.bytes_per_token(shape)
-
-    def window_page_bytes(self, shape: KVShape) -> int:
-        """Bytes of the second copies of one page in the window, all layers."""
-        return PAGE_TOKENS * shape.kv_heads * sum(
-            form.token_bytes(shape.head_dim)
-            for layer in range(shape.layers)
-            for side, form in self.sides(layer).items()
-            if side.startswith("window")
-        )  # fmt: skip
-
     def window_pages(self, length: int) -> int:
-        """Pages in the window of a cache of `length` tokens, 0 without a window."""
+        """Return the pages in the window of a cache of `length` tokens, 0 without a window."""
         if self.window is None:
             return 0
         return -(-length // PAGE_TOKENS) - self.window.first_page(length)
 
     def exact_bytes(self, shape: KVShape, sequences: int) -> int:
-        """Bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""
+        """Return the bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""
         return sequences * self.exact_tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * EXACT_BYTES
 
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
-        """Bytes that one sequence of `tokens` tokens really occupies: whole pages, its window and its exact buffers."""
+        """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers."""
         pages = -(-tokens // PAGE_TOKENS)
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
@@ -186,8 +226,10 @@ Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SideScales(StrictModel):
-    """Static scales of one side of one layer, 1, H or H * D of them (head-major), and the zeros of an asymmetric format:
-    x ~ code * scale + zero, where asymmetric codes start at 0."""
+    """Static scales of one side of one layer, and the zeros of an asymmetric format.
+
+    There are 1, H or H * D of each (head-major). x ~ code * scale + zero, where asymmetric codes start at 0.
+    """
 
     scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
     zero: tuple[FiniteFloat, ...] | None = None
@@ -196,25 +238,25 @@ class SideScales(StrictModel):
 class KVScales(StrictModel):
     """Static scales by layer; a side that has none (dynamic or exact) is absent."""
 
-    layers: tuple[dict[SideName, SideScales], ...]
+    layers: tuple[dict[Annotated[Side, Field(strict=False)], SideScales], ...]
 
     def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
         """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
         if len(self.layers) != shape.layers:
             raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
-        for layer, found in enumerate(self.layers):
-            wanted = {side: form for side, form in policy.sides(layer).items() if form.static}
-            for side in wanted.keys() ^ found.keys():
-                problem = "has no static scale" if side in found else "has static scales, which are missing"
+        for layer, scales in enumerate(self.layers):
+            static = {side: form for side, form in policy.sides(layer).items() if form.static}
+            for side in static.keys() ^ scales.keys():
+                problem = "has no static scale" if side in scales else "has static scales, which are missing"
                 raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")
-            for side, form in wanted.items():
+            for side, form in static.items():
                 count = form.static_scales(shape.kv_heads, shape.head_dim)
                 zeros = None if form.symmetric else count
-                stored = found[side].zero
-                if (len(found[side].scale), None if stored is None else len(stored)) != (count, zeros):
+                stored = scales[side].zero
+                if (len(scales[side].scale), None if stored is None else len(stored)) != (count, zeros):
                     raise UserError(
                         f"{source}: layer {layer}: {side} must hold {count} scales and {zeros or 'no'} zeros for "
-                        f"{form.dtype} {form.granularity}, got {len(found[side].scale)} and {len(stored or ())}"
+                        f"{form.dtype} {form.granularity}, got {len(scales[side].scale)} and {len(stored or ())}"
                     )
 
 
@@ -223,6 +265,10 @@ FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype
 
 
 def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
-    """Most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long."""
+    """Return the most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
+
+    >>> live_tokens(FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=64), budget_bytes=1 << 20, sequence_tokens=100)
+    1600
+    """
     sequences = budget_bytes // policy.sequence_bytes(shape, sequence_tokens)
     return sequences * sequence_tokens

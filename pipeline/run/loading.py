@@ -115,29 +115,32 @@ class Plots(Protocol):
 
 def calibration() -> Calibration:
     """Load the module that writes calibration texts."""
-    return cast(Calibration, import_module("stages.quantize.calibration"))
+    return cast(Calibration, _load("stages.quantize.calibration"))
 
 
 def quantization() -> Quantization:
     """Load the quantize stage."""
-    return cast(Quantization, import_module("stages.quantize.run"))
+    return cast(Quantization, _load("stages.quantize.run"))
 
 
 def evaluation() -> Evaluation:
     """Load the evaluate stage."""
-    return cast(Evaluation, import_module("stages.evaluate"))
+    return cast(Evaluation, _load("stages.evaluate"))
 
 
 def plots() -> Plots:
     """Load `stages.evaluate.plots`, which imports matplotlib."""
-    return cast(Plots, import_module("stages.evaluate.plots"))
+    return cast(Plots, _load("stages.evaluate.plots"))
 
 
 def open_backend(config: BackendConfig) -> Backend:
     """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
-    module: Any = import_module(f"stages.engines.{config.folder}.backend")
-    backend: Backend = module.open_backend(config)
+    backend: Backend = _load(f"stages.engines.{config.folder}.backend").open_backend(config)
     return backend
+
+
+def _load(module: str) -> Any:
+    return import_module(module)
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from typing import Protocol
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
+from stages.checkpoints import load_tokenizer
 from stages.evaluate.samples import load_samples
-from stages.workloads.prompts import load_tokenizer, prompt_ids
+from stages.workloads.prompts import prompt_ids
 
 
 class Tokenizer(Protocol):

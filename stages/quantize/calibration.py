@@ -5,8 +5,9 @@ from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
+from stages.checkpoints import load_tokenizer
 from stages.workloads import WORKLOADS, generate
-from stages.workloads.prompts import load_tokenizer, render
+from stages.workloads.prompts import render
 
 TEXTS = "texts.json"
 

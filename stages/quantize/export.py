@@ -11,18 +11,15 @@ from typing import Any
 import torch
 
 from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import source_dtype
 from stages.quantize.validate import (
-    TENSORRT_LLM_KV,
-    UNIFIED_HF_KV,
     validate_tensorrt_llm,
     validate_unified_hf,
-    why_not,
-    why_not_tensorrt_llm,
 )
 
 Report = dict[str, Any]

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from pipeline.artifacts.files import link_or_copy
 from pipeline.core.checkpoint import INDEX, CheckpointInfo
-from stages.engines.files import link_or_copy
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:

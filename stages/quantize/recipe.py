@@ -7,10 +7,10 @@ repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.core.formats import Format, Granularity, Rotation
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side, SideScales
 from pipeline.core.weights import WeightsFormat
 
 Attributes = dict[str, Any]
@@ -40,11 +40,10 @@ per input channel, and with FP8 one weight scale."""
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight scale."""
 
-Side = Literal["key", "value"]
-SIDES: tuple[Side, ...] = ("key", "value")
+SIDES = (Side.KEY, Side.VALUE)
 Place = tuple[int, Side]
 """(layer, side): the keys or the values of a layer, which are the input of one quantizer."""
-KV_QUANTIZER: dict[Side, str] = {"key": "k_bmm_quantizer", "value": "v_bmm_quantizer"}
+KV_QUANTIZER: dict[Side, str] = {Side.KEY: "k_bmm_quantizer", Side.VALUE: "v_bmm_quantizer"}
 
 AXES: dict[Granularity, tuple[int, ...] | None] = {
     "per_tensor": None,
@@ -132,7 +131,7 @@ def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Gr
         for name, form in policy.sides(layer).items():
             if form.scale == "calibrated":
                 places = by_rotation.setdefault(form.rotation, {})
-                place = layer, side_of(name)
+                place = layer, name.base
                 places[place] = max(places.get(place, "per_tensor"), form.granularity, key=STATIC.index)
     return by_rotation
 
@@ -201,11 +200,6 @@ def expressed_by(form: Format, *, backend: bool) -> str:
     if native(form):
         return "modelopt"
     return "modelopt with kvgate's arithmetic" if backend else "sidecar only"
-
-
-def side_of(name: SideName) -> Side:
-    """Return which states a stored side is a copy of: the copies of a window are of keys and values, too."""
-    return "key" if name.endswith("key") else "value"
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:

@@ -2,24 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
-from transformers.utils.logging import disable_progress_bar
 
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, SideName
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, Side
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
+from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 from stages.quantize.tokens import tokenize
-from stages.workloads.prompts import load_tokenizer
 
 
 def quantize(
@@ -107,17 +106,7 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
     Raises:
         UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
     """
-    disable_progress_bar()
-    factory: Any = transformers.AutoModelForCausalLM
-    model, loading = factory.from_pretrained(
-        info.path,
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True)
     missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
     if missing:
         raise UserError(
@@ -157,12 +146,12 @@ def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forw
     }
 
 
-def _expressed_by(policy: KVPolicy, layer: int) -> dict[SideName, str]:
+def _expressed_by(policy: KVPolicy, layer: int) -> dict[Side, str]:
     """Name who rounds each side of a layer in ModelOpt's model.
 
     The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
     """
     return {
-        name: "sidecar only" if name.startswith("window") else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
+        name: "sidecar only" if name.in_window else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
         for name, form in policy.sides(layer).items()
     }

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Rotation
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, SideName, SideScales
-from stages.quantize.recipe import Place, side_of
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side, SideScales
+from stages.quantize.recipe import Place
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32; static scales are applied as float32."""
@@ -47,18 +47,18 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
     Raises:
         UserError: A layer's keys or values are all zero, which means that the checkpoint itself computes nonsense.
     """
-    layers: list[dict[SideName, SideScales]] = []
+    layers: list[dict[Side, SideScales]] = []
     for layer in range(shape.layers):
-        static: dict[SideName, SideScales] = {}
+        static: dict[Side, SideScales] = {}
         for name, form in policy.sides(layer).items():
             count = form.static_scales(shape.kv_heads, shape.head_dim)
             if form.scale == "uncalibrated":
                 static[name] = SideScales(scale=(1.0,) * count)
             elif form.scale == "calibrated":
-                extremes = measured[form.rotation][layer, side_of(name)]
+                extremes = measured[form.rotation][layer, name.base]
                 if max(extremes.amax) == 0:
                     raise UserError(
-                        f"model.path={checkpoint}: the {side_of(name)}s of layer {layer} are all 0 on the calibration texts, "
+                        f"model.path={checkpoint}: the {name.base}s of layer {layer} are all 0 on the calibration texts, "
                         "which makes no scale; check the checkpoint"
                     )
                 static[name] = _calibrated(form, count, extremes)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import CheckpointInfo
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVScales, SideName
+from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, why_not
+from pipeline.core.kv import KVPolicy, KVScales, Side
 from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
@@ -63,44 +62,6 @@ _SCALE_SUFFIXES = (
     ".prequant_scaling_factor",
 )
 _FLOATS = ("F16", "BF16", "F32")
-_KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
-UNIFIED_HF_KV = ("FP8",)
-TENSORRT_LLM_KV = ("FP8", "INT8")
-"""Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
-
-
-def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """Return why an export cannot carry the policy, None when it can.
-
-    Args:
-        policy: Formats of the stored keys and values.
-        algorithms: The algorithms of the cache that the export can declare, for example UNIFIED_HF_KV.
-    """
-    formats = {name: _describe(form) for name, form in policy.formats}
-    if policy.exact_tokens:
-        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
-    if policy.window is not None:
-        return f"other formats for the last {policy.window.tokens} tokens cannot be declared"
-    if len(set(formats.values())) > 1:
-        listed = ", ".join(f"{name} {description}" for name, description in formats.items())
-        return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
-    if policy.key.dtype == "fp16" or _KV_ALGORITHMS.get(formats["key"]) in algorithms:
-        return None
-    return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
-
-
-def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
-    """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
-    if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
-    if info.rope_scaling is not None:
-        return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
-    return None
-
-
-def _describe(form: Format) -> str:
-    rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
-    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}"
 
 
 def validate_unified_hf(
@@ -140,8 +101,8 @@ def validate_unified_hf(
     prefix = "model.layers.{layer}."
     pre_quant = tuple(f"{linear}.pre_quant_scale" for linear in _HF_PRE_QUANT.get(weights, ()))
     _check_weights(tensors, layout, [prefix.format(layer=layer) for layer in range(layers)], LINEARS, pre_quant)
-    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, "key", scale_floor), layers)
-    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, "value", scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.k_proj.k_scale", _side(scales, Side.KEY, scale_floor), layers)
+    _check_kv(tensors, policy, prefix + "self_attn.v_proj.v_scale", _side(scales, Side.VALUE, scale_floor), layers)
 
 
 def validate_tensorrt_llm(
@@ -184,23 +145,13 @@ def validate_tensorrt_llm(
     prefixes = [prefix.format(layer=layer) for layer in range(layers)]
     _check_weights(tensors, layout, prefixes, _TENSORRT_LLM_LINEARS, pre_quant)
     floor = scale_floor if algorithm == "FP8" else 0.0
-    key, value = _side(scales, "key", floor), _side(scales, "value", floor)
+    key, value = _side(scales, Side.KEY, floor), _side(scales, Side.VALUE, floor)
     shared = None if key is None or value is None else [max(pair) for pair in zip(key, value, strict=True)]
     for tensor, expected in (("k_cache", key), ("v_cache", value), ("kv_cache", shared)):
         _check_kv(tensors, policy, f"{prefix}attention.{tensor}_scaling_factor", expected, layers)
 
 
-def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """Return the name under which an export declares the policy's cache; ExportMismatch when there is none."""
-    reason = why_not(policy, algorithms)
-    if reason is not None:
-        raise ExportMismatch(
-            f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"
-        )
-    return _KV_ALGORITHMS.get(_describe(policy.key))
-
-
-def _side(scales: KVScales, side: SideName, floor: float) -> list[float] | None:
+def _side(scales: KVScales, side: Side, floor: float) -> list[float] | None:
     """Return the scale of every layer's side, raised to `floor`; None where the side has no static scale."""
     static = [layer[side].scale[0] for layer in scales.layers if side in layer]
     return [max(scale, floor) for scale in static] or None
@@ -261,3 +212,13 @@ def _check_kv(tensors: ExportTensors, policy: KVPolicy, template: str, expected:
         stored = tensors.scale(name)
         if stored.size != 1 or abs(float(stored.reshape(-1)[0]) - value) > RELATIVE_TOLERANCE * value:
             raise ExportMismatch(f"{tensors.files[name]}: {name} is {stored.reshape(-1)[:4]}, calibration gave {value}")
+
+
+def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
+    """Return the name under which an export declares the policy's cache; ExportMismatch when there is none."""
+    reason = why_not(policy, algorithms)
+    if reason is not None:
+        raise ExportMismatch(
+            f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"
+        )
+    return KV_ALGORITHMS.get(describe_format(policy.key))

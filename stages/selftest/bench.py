@@ -21,11 +21,12 @@ from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.engines.oracle.engine import load_engine as load_oracle
+from stages.engines.paged.kernel_layout import KernelRefusal, layer_layout
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plugin import register
-from stages.engines.tensorrt.surgery import PLUGIN_VERSION, plugin_layout
+from stages.engines.tensorrt.surgery import PLUGIN_VERSION
 from stages.selftest.checks import Failed
 from stages.selftest.probes import append_in_place, far_shared_memory
 
@@ -112,18 +113,17 @@ class GpuBench:
     def append_in_place(self) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
         register()
         info, policy = self.record.model, self.config.kv
-        try:
-            layout = plugin_layout(policy, info.shape, 0, info.q_heads)
-        except ValueError as error:
+        layout = layer_layout(policy, info.shape, 0, info.q_heads)
+        if isinstance(layout, KernelRefusal):
             hint = "choose another with --kv, fp8k_int4v for one"
-            raise MissingRequirement(f"kv={policy.name}: the plugin does not hold this policy ({error}); {hint}") from error
+            raise MissingRequirement(f"kv={policy.name}: the plugin does not hold this policy ({layout}); {hint}")
         major, minor = torch.cuda.get_device_capability()
         return append_in_place(self.library, layout, 10 * major + minor)
 
     def change_shape(self, times: int) -> None:
         session, limits = self._engine.session("decode"), self.record.limits(self.config.kv)
-        pages, young = limits.sequence_pages, max(1, limits.sequence_young)
-        most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": young}
+        pages, window_pages = limits.sequence_pages, max(1, limits.sequence_window_pages)
+        most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": window_pages}
         with session.device.running():  # The zeros are written before the first run, which is on that stream.
             tensors = session.bound | {
                 name: session.tensor(tensor, most)

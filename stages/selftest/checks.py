@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import Engine
 from stages.evaluate.distance import log_softmax
 
@@ -137,7 +137,7 @@ def shared_memory(bench: Bench) -> str:
 
 def fp8_bindings(bench: Bench) -> str:
     """Check that the pool of FP8 keys is bound as FP8 in linear layout, and read: other scales must give other logits."""
-    dtype = bench.policy.sides(0)["key"].dtype
+    dtype = bench.policy.sides(0)[Side.KEY].dtype
     if dtype != "fp8_e4m3":
         raise MissingRequirement(
             f"kv={bench.policy.name}: keys of layer 0 are {dtype}, not fp8_e4m3; choose another with --kv, fp8k_int4v for one"

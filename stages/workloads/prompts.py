@@ -4,7 +4,6 @@ Calibration, evaluation and benchmarks all use these functions, so that they see
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,14 +11,6 @@ from jinja2 import TemplateError
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.workloads.conversation import Message
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a checkpoint or bundle, from local files only and without running the checkpoint's code."""
-    from transformers import AutoTokenizer
-
-    load: Any = AutoTokenizer.from_pretrained  # untyped in transformers
-    return load(directory, local_files_only=True, trust_remote_code=False)
 
 
 def render(tokenizer: Any, sample: Sample) -> str:

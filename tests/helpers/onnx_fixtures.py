@@ -156,7 +156,7 @@ def load_model(checkpoint: Path) -> AutoModelForCausalLM:
 
 
 def pages(engine: OnnxEngine, handle: int) -> list[int]:
-    """Pages of a sequence that hold tokens, in order (of one that has older and younger pages if it has a window)."""
+    """Pages of a sequence that hold tokens, in order: with a window, those before it and those in it."""
     tables = engine.pool.tables([handle])
-    older = tables["page_table"][0].tolist()
-    return older if "young_table" not in tables else [*older, *tables["young_table"][0].tolist()]
+    before = tables["page_table"][0].tolist()
+    return before if "window_base_table" not in tables else [*before, *tables["window_base_table"][0].tolist()]

@@ -1,4 +1,4 @@
-"""The benchmarks run, and write what a reader of their results relies on. Their speed is nobody's assertion here."""
+"""The benchmarks run and write the fields of their results files. No test asserts a speed."""
 
 import json
 from pathlib import Path
@@ -20,22 +20,22 @@ def _one_thread() -> None:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Quanto's quanto::unpack in plain torch."""
+    """Unpack codes as quanto::unpack does, in plain torch."""
     return torch.cat([(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)])
 
 
 def test_forced_decode_reports_every_contender_ratios_against_the_fastest_quantized_cache_and_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Quanto would compile its unpacking first, which takes a C++ compiler and a minute.
+    # Quanto would first compile its unpacking, which needs a C++ compiler and a minute.
     monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpack))
     file = tmp_path / "results.json"
     small = ["--contexts", "128", "--batch", "2", "--rounds", "1", "--slope-contexts", "64,128,192"]
     forced_decode.main(["--json", str(file), *small, "--policies", "int4_g64,fp8"])
     content = json.loads(file.read_text())
     assert {"date", "machine", "versions", "command", "results", "slope", "bytes_per_token"} <= content.keys()
-    found = [(row["context"], row["batch"], row["policy"]) for row in content["results"]]
-    assert found == [(128, 2, policy) for policy in ("int4_g64", "fp8")]
+    cases = [(row["context"], row["batch"], row["policy"]) for row in content["results"]]
+    assert cases == [(128, 2, policy) for policy in ("int4_g64", "fp8")]
     for row in content["results"]:
         assert all(row[f"{name}_tokens_per_s"] > 0 for name in RATES)
         best = max(row["quanto_tokens_per_s"], row["hqq_tokens_per_s"])
@@ -45,11 +45,11 @@ def test_forced_decode_reports_every_contender_ratios_against_the_fastest_quanti
     slope = content["slope"]["int4_g64"]
     assert len(slope["step_us"]) == 3
     assert slope["r_squared"] <= 1
-    held = content["bytes_per_token"]
-    assert held["int4_g64"] == 4 * 2 * 2 * (32 + 2)  # layers, heads, sides; codes and one float16 scale
+    bytes_per_token = content["bytes_per_token"]
+    assert bytes_per_token["int4_g64"] == 4 * 2 * 2 * (32 + 2)  # layers, heads, sides; codes and one float16 scale
     for name in peers.QUANTIZED:
-        assert held[name]["codes"] == 4 * 2 * 2 * 32
-        assert held["int4_g64"] <= held[name]["float16_parameters"] <= held[name]["allocated"]
+        assert bytes_per_token[name]["codes"] == 4 * 2 * 2 * 32
+        assert bytes_per_token["int4_g64"] <= bytes_per_token[name]["float16_parameters"] <= bytes_per_token[name]["allocated"]
 
 
 def a_run(peak_rss_gib: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
 from stages.engines.onnx.engine import OnnxEngine
-from stages.engines.paged.allocator import Numbers
+from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.pool import PagedPool
 
 torch.set_num_threads(1)
@@ -58,16 +58,16 @@ def alone(engine: OnnxEngine, prompt: list[int], fed: list[int]) -> np.ndarray:
     return logits
 
 
-def renumber(pool: PagedPool, numbers: Numbers, seed: int) -> None:
+def renumber(pool: PagedPool, allocator: PageAllocator, seed: int) -> None:
     """Move every page of a kind to another number, as if they had been handed out in another order."""
-    order = np.random.default_rng(seed).permutation(numbers.capacity).tolist()
-    for array in pool._of(numbers):
+    order = np.random.default_rng(seed).permutation(allocator.capacity).tolist()
+    for array in pool._numbered_by(allocator):
         array[order] = array.copy()
-    numbers._users = {order[page]: users for page, users in numbers._users.items()}
-    numbers._free = [order[page] for page in numbers._free]
-    heapq.heapify(numbers._free)
-    for row in pool._sequences.values():
-        held = row.pages if numbers is pool._pages else row.young
+    allocator._users = {order[page]: users for page, users in allocator._users.items()}
+    allocator._free = [order[page] for page in allocator._free]
+    heapq.heapify(allocator._free)
+    for row in pool.sequences.values():
+        held = row.pages if allocator is pool.pages else row.window_pages
         held[:] = [order[page] for page in held]
 
 
@@ -80,8 +80,8 @@ def test_any_permutation_of_page_numbers_gives_the_same_logits(
     engine, prompt = engine_of(name), prompt_of(length)
     expected = alone(engine, prompt, fed)
     (handle, other), _ = engine.prefill([prompt, prompt_of(150, seed)])
-    for numbers in (engine.pool._pages, engine.pool._young):
-        renumber(engine.pool, numbers, seed)
+    for allocator in (engine.pool.pages, engine.pool.window_pages):
+        renumber(engine.pool, allocator, seed)
     try:
         np.testing.assert_array_equal(decoded(engine, handle, fed), expected)
     finally:

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.compose import plan
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SMALL = [
@@ -88,16 +86,6 @@ def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
     assert list(steps()).index("Judge") < list(steps()).index("Promote")
     for step in steps().values():
         assert not re.search(r"\|\||set \+e|continue-on-error", json.dumps(step))
-
-
-def test_every_command_of_the_examples_readme_composes() -> None:
-    commands = re.findall(r"`python -m pipeline (.*?)`", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
-    assert len(commands) == 2
-    for command in commands:
-        arguments = shlex.split(command)
-        if arguments[0] == "--config-dir":
-            arguments = [*arguments[2:], f"hydra.searchpath=[file://{ROOT / arguments[1]}]"]
-        assert plan(arguments, multirun=False).jobs
 
 
 def test_the_readme_names_every_example() -> None:

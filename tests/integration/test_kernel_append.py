@@ -1,7 +1,7 @@
-"""The append kernel against the reference, bit for bit: on a GPU, or in Triton's interpreter where there is none.
+"""The append kernel against the reference, bit for bit: on a GPU, or in Triton's interpreter without one.
 
-Whole pools are compared, so that what must not be written is held as well as what must. Legend: L layers, B sequences, H KV
-heads, D head_dim, P columns of the page table, T tokens.
+Whole pools are compared, so that writes beyond the new token fail too. Legend: L layers, B sequences, H KV heads, D head_dim,
+P columns of the page table, T tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, Cac
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
-    # numpy, which the interpreter computes with, warns of what the tests are about.
+    # The interpreter computes with numpy, which warns of the infinities and NaNs that these tests use on purpose.
     "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
     "ignore::DeprecationWarning:triton.runtime.interpreter",
 )
@@ -40,7 +40,7 @@ EDGES = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 448.0, -448.0, 4
 
 
 def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Noise whose size varies from head to head, with edges strewn in; the first row is zero, the last NaN."""
+    """Return noise whose size varies from head to head, with EDGES strewn in. The first row is zero, the last NaN."""
     rng = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-24, 16, (*shape[:-1], 1), generator=rng).float())
     x = torch.randn(shape, generator=rng) * sizes
@@ -51,7 +51,7 @@ def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: int) -> dict[str, Tensor]:
-    """Pools and buffers of L layers that were never written, and static scales, of which the first is 1."""
+    """Return unwritten pools and buffers of L layers, and static scales of which the first is 1."""
     rng = torch.Generator().manual_seed(seed)
     stored = layout.pools(pages) | layout.exact_buffers(buffers)
     cache = {name: poison(spec, layers) for name, spec in stored.items()}
@@ -62,7 +62,7 @@ def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: i
 
 
 def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Append key and value (L, B, H, D) at `positions` with the kernel, hold the whole cache to the reference's, return it."""
+    """Append key and value (L, B, H, D) at `positions` with the kernel and compare the whole cache; return it."""
     rng = torch.Generator().manual_seed(seed)
     batch, columns = len(positions), max(positions) // PAGE_TOKENS + 1
     numbers = torch.randperm(batch + 2, generator=rng).int()
@@ -78,13 +78,13 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     for layer in range(key.shape[0]):
         one = {name: tensor[layer] for name, tensor in expected.items()}
         reference.append(layout, key[layer], value[layer], one, **tables)  # type: ignore[arg-type]
-    got = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
-    launch.append(layout, key.to(DEVICE), value.to(DEVICE), got, **on_device(tables))  # type: ignore[arg-type]
+    appended = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
+    launch.append(layout, key.to(DEVICE), value.to(DEVICE), appended, **on_device(tables))  # type: ignore[arg-type]
     for name, tensor in expected.items():
-        wrong = differing(got[name], tensor)
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} differ, at {wrong.nonzero()[0].tolist()}"
+        unequal = differing(appended[name], tensor)
+        assert not unequal.any(), f"{name}: {int(unequal.sum())} differ, at {unequal.nonzero()[0].tolist()}"
         assert not name.endswith("pool") or differing(tensor, cache[name]).any()
-    return got
+    return appended
 
 
 @pytest.mark.parametrize("number", range(len(VALUES)))
@@ -108,7 +108,7 @@ def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> N
 def test_numbers_of_every_size_are_stored_bit_for_bit(
     key: str, value: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All numbers of 16 bits, and for float32 all upper halves with random lower ones."""
+    """All numbers of 16 bits; for float32, all upper halves with random lower ones."""
     if DEVICE == "cpu":
         # The interpreter takes as long for a small tile as for a large one.
         monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)
@@ -116,13 +116,13 @@ def test_numbers_of_every_size_are_stored_bit_for_bit(
     low = np.random.default_rng(0).integers(0, 1 << 16, len(halves), dtype=np.uint32)
     bits = (halves << 16 | low).view(np.int32) if dtype == torch.float32 else halves.astype(np.uint16).view(np.int16)
     numbers = torch.from_numpy(bits).view(dtype).reshape(1, 8, 32, 256)
-    # Neighbours in magnitude share a scale in one, unlike numbers do in the other.
+    # In `numbers`, numbers of similar magnitude share a scale; in `shuffled`, numbers of different magnitude do.
     shuffled = numbers.reshape(256, 256).T.contiguous().reshape(1, 8, 32, 256)
     check(CacheLayout(32, 256, side(key), side(value), 0, 1), numbers, shuffled, [0] * 8)
 
 
 def neighbours(x: Tensor) -> Tensor:
-    """Every number, the float32 above and the one below it, and their opposites."""
+    """Return every number, the float32 above and below it, and the negatives of all."""
     near = torch.cat([x, torch.nextafter(x, torch.tensor(math.inf)), torch.nextafter(x, torch.tensor(0.0))])
     return torch.cat([near, -near])
 
@@ -141,14 +141,14 @@ def test_ties_of_every_code_go_to_even_and_their_neighbours_to_the_nearest() -> 
 
 
 def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Numbers exactly halfway between codes, or between scales: products of few bits, so that division alone finds them."""
+    """Return numbers exactly halfway between codes or between scales; only a correctly rounded division finds these ties."""
     form, rng = side(name), torch.Generator().manual_seed(seed)
     groups = form.groups(shape[-1])
     grouped = (*shape[:-1], groups, shape[-1] // groups)
     floats = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (floats[1:] + floats[:-1]) / 2 if form.dtype == "fp8_e4m3" else torch.arange(0.5, form.limit)
     signs = torch.randint(0, 2, grouped, generator=rng) * 2 - 1
-    # A float16 scale, and in the second half of the sequences one halfway to the next.
+    # Scales are float16 numbers; in the second half of the sequences, halfway between two float16 numbers.
     steps = torch.randint(0, 1024, (*grouped[:-1], 1), generator=rng).float()
     steps[:, shape[1] // 2 :] += 0.5
     scale = (1 + steps / 1024) * torch.exp2(torch.randint(-9, 4, steps.shape, generator=rng))
@@ -170,16 +170,16 @@ def test_scales_stay_between_their_floor_and_float16s_largest() -> None:
     x[..., 32:64] = torch.linspace(-1e-6, 1e-6, 32)
     x[..., 64:96] = torch.linspace(-3e38, 3e38, 32)
     x[..., 96:] = torch.tensor([math.nan, -math.inf] * 16)
-    got = check(layout, x, x, [9])
-    scales = got["value_scale_pool"].cpu()
+    appended = check(layout, x, x, [9])
+    scales = appended["value_scale_pool"].cpu()
     assert scales[~scales.isnan()].tolist() == [2.0**-14, 2.0**-14, 65504.0, 65504.0]
 
 
 def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
     layout = CacheLayout(1, 64, side("bf16"), side("fp8_e4m3 token"), 4, 5)
     positions = [0, 3, 4, 8, 9, 63, 64, 129]
-    got = check(layout, *torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0)), positions)
-    written = ~got["key_exact"].cpu().isnan().all(-1).squeeze(2)
+    appended = check(layout, *torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0)), positions)
+    written = ~appended["key_exact"].cpu().isnan().all(-1).squeeze(2)
     assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
 
 
@@ -203,15 +203,15 @@ def test_one_kernel_reads_what_another_appended() -> None:
         tables["lengths"] += 1
     new = [torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64))]
     one = {name: tensor[1] for name, tensor in cache.items()}
-    got = launch.decode_attention(layout, *(x.to(DEVICE) for x in new), one, scaling=0.125, splits=2, **tables).cpu()
+    out = launch.decode_attention(layout, *(x.to(DEVICE) for x in new), one, scaling=0.125, splits=2, **tables).cpu()
     on_host = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables)]
     expected = reference.attend(layout, *new, on_host[0], scaling=0.125, **on_host[1])
-    assert (got - expected).norm() < 2e-3 * expected.norm()
+    assert (out - expected).norm() < 2e-3 * expected.norm()
 
 
 @st.composite
 def appends(draw: st.DrawFn) -> tuple[CacheLayout, Tensor, Tensor, list[int], int]:
-    """A random layout, and numbers of numpy's whole range or noise with a few such numbers in it."""
+    """Draw a random layout, new keys and values, their positions, and a seed."""
     dim = draw(st.sampled_from(HEAD_DIMS))
     value = draw(st.sampled_from([name for name in VALUES if not (dim == 64 and name == "int4 128")]))
     sink, recent = draw(st.integers(0, 5)), draw(st.integers(0, 70))
@@ -266,17 +266,17 @@ for case in json.load(sys.stdin):
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = Counter(re.findall(r"\\b((?:LDG|STG|LDL|STL)[.\\w]*)", text))
+    accesses = Counter(re.findall(r"\\b((?:LDG|STG|LDL|STL)[.\\w]*)", text))
     rounded = sorted(set(re.findall(r"cvt[.\\w]*e4m3x2[.\\w]*|div[.]\\w+[.]f32|\\w+[.\\w]*[.]ftz[.\\w]*", kernel.ptx)))
-    print(json.dumps({"spills": kernel.spill_bytes, "accesses": found, "rounded": rounded,
+    print(json.dumps({"spills": kernel.spill_bytes, "accesses": accesses, "rounded": rounded,
                       "parameters": [name for name, _ in kernel.parameters]}))
 """
 FP8 = ["fp8_e4m3", "per_token"]
 FP8_INT4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["int4", "per_group", 64], "exact": [4, 64]}
 INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "per_token"], "exact": [0, 0]}
 BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
-# A thread has 16 numbers of keys and 16 of values. Narrow loads are of tables and static scales, narrow stores of scales; the
-# 64 bytes of an int4 row are 8 a thread.
+# A thread has 16 numbers of keys and 16 of values. Narrow loads read tables and static scales, narrow stores write scales; the
+# 64 bytes of an int4 row are 8 bytes per thread.
 COMPILED = [
     (FP8_INT4 | {"dtype": "bfloat16", "sm": sm}, {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 9, "STG.E.64": 1, "STG.E.U16": 3})
     for sm in (80, 89, 90, 100)
@@ -287,17 +287,17 @@ COMPILED = [
 
 
 def test_the_append_compiles_to_16_byte_accesses_on_every_target() -> None:
-    """By a process that does not interpret."""
+    """Compiles in a process whose kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = json.dumps([case for case, _ in COMPILED])
+    cases = json.dumps([case for case, _ in COMPILED])
     result = subprocess.run(
-        [sys.executable, "-c", COMPILE], input=given, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", COMPILE], input=cases, env=environment, capture_output=True, text=True, check=True
     )
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     for (case, accesses), kernel in zip(COMPILED, kernels, strict=True):
         assert kernel["spills"] == 0
         assert kernel["accesses"] == accesses, case
-        # By way of float16, as Triton converts for sm_89, a number would be rounded twice.
+        # On sm_89 Triton converts through float16, which would round a number twice.
         hardware = FP8 in case.values() and case["sm"] >= 90
         assert kernel["rounded"] == [*(["cvt.rn.satfinite.e4m3x2.f32"] if hardware else []), "div.rn.f32"]
     written = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]

@@ -1,4 +1,4 @@
-"""The kernels compile for every target without a GPU. One subprocess compiles them all: this one interprets."""
+"""The kernels compile for every target without a GPU, in one subprocess, because kernels are interpreted in this process."""
 
 import json
 import os
@@ -63,7 +63,7 @@ CHOSEN = (
     Case("int8 per_tensor", "int8 per_head", 128, 4, "float32", 90),
     Case("fp16", "fp8_e4m3 per_head", 256, 2, "bfloat16", 89, (4, 0)),
     Case("fp8_e4m3 per_tensor", "bf16", 256, 16, "bfloat16", 90),
-    # Groups of channels narrower than what a thread loads.
+    # Groups that are narrower than the channels that a thread loads.
     Case("fp8_e4m3 per_tensor", "int4 per_group 32", 256, 8, "bfloat16", 90),
     Case("bf16", "int4 per_group 32", 128, 8, "bfloat16", 90),
     Case("fp16", "int4 per_group 32", 256, 8, "float16", 80),
@@ -73,7 +73,7 @@ CHOSEN = (
 
 
 def sample(count: int) -> tuple[Case, ...]:
-    """Variants drawn from all of them, the same ones every time: benchmarks/sass_report.py --all compiles the rest."""
+    """Draw variants from all of them, the same ones every time; benchmarks/sass_report.py --all compiles the rest."""
     draw = random.Random(4).choice
     plain = ("fp16", "bf16", "fp8_e4m3 per_head", "fp8_e4m3 per_token", "int8 per_tensor", "int8 per_token")
     values = (*plain, "int4 per_token", "int4 per_group 32", "int4 per_group 64")
@@ -98,13 +98,13 @@ def described(kernel, **more):
     return {"name": kernel.name, "ptx": kernel.ptx, "cubin": len(kernel.cubin), "shared_bytes": kernel.shared_bytes,
             "spill_bytes": kernel.spill_bytes, "parameters": kernel.parameters, **more}
 
-found = []
+decode = []
 for case in CASES:
     arguments = dict(group=case.group, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm)
     kernel = aot.compile_decode(case.layout, **arguments)
     tokens = decode_variant(case.layout, **arguments).constants["T"]
     cost = loop_cost(kernel.cubin, num_warps=kernel.num_warps, tokens=tokens)
-    found.append(described(kernel, tokens=tokens, wide_bytes=cost.wide_bytes(kernel.num_warps), cycles=cost.bound))
+    decode.append(described(kernel, tokens=tokens, wide_bytes=cost.wide_bytes(kernel.num_warps), cycles=cost.bound))
 exact = CASES[1].layout
 others = {
     "reduce": described(aot.compile_reduce(HEADLINE.layout, splits=7, out_dtype="bfloat16", sm=90)),
@@ -112,7 +112,7 @@ others = {
     "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
     "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
 }
-print(json.dumps({"decode": found, "others": others}))
+print(json.dumps({"decode": decode, "others": others}))
 """
 
 
@@ -129,7 +129,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def entry_parameters(ptx: str) -> list[str]:
-    """Types of what a launch must pass."""
+    """Return the PTX types of the parameters that a launch must pass."""
     entry = re.search(r"\.visible \.entry \w+\((.*?)\)", ptx, re.DOTALL)
     assert entry is not None
     return re.findall(r"\.param \.(\w+)", entry[1])

@@ -1,4 +1,4 @@
-"""The decode kernels against the reference: on a GPU, or in Triton's interpreter where there is none.
+"""The decode kernels against the reference: on a GPU, or in Triton's interpreter without one.
 
 Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, Hq query
 heads, D head_dim, S splits.
@@ -23,14 +23,14 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 
 TOLERANCE = 2e-3
-"""Relative L2 of a sequence's output."""
+"""Largest relative L2 error of a sequence's output."""
 
 BOUNDARIES = [0, 1, 63, 64, 65, 127, 128, 129]
 
 
 @pytest.fixture(autouse=True)
 def _new_memory_is_nan() -> Iterator[None]:
-    """torch fills what it allocates for an output with NaN, so that a kernel must write all of it."""
+    """Fill new tensors with NaN, so that a kernel must write all of its output."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -38,7 +38,7 @@ def _new_memory_is_nan() -> Iterator[None]:
 
 
 def check(case: Case, splits: int, scaling: float | None = None) -> None:
-    """Run both kernels on a case, and hold what they write to the reference."""
+    """Run both kernels on a case, and compare their output with the reference's."""
     scaling = case.layout.head_dim**-0.5 if scaling is None else scaling
     step = [tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new)]
     cache, tables = on_device(case.cache), on_device(case.tables)
@@ -54,13 +54,13 @@ def check(case: Case, splits: int, scaling: float | None = None) -> None:
     assert (partial_acc[empty] == 0.0).all()
     out = launch.reduce_partials(case.layout, partial_acc, partial_ml, case.dtype)
     assert out.dtype == case.dtype
-    for length, got, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
-        error = (got - expected).norm() / expected.norm()
+    for length, actual, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
+        error = (actual - expected).norm() / expected.norm()
         assert error < TOLERANCE, f"length {length}: relative L2 {error:.1e}"
 
 
 def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
-    """`more`: sink and recent tokens, and fields of Case."""
+    """Return a case. `more`: `sink` and `recent` tokens, and fields of Case."""
     layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
     return Case(layout, lengths, **more)
 
@@ -74,7 +74,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def matrix() -> list[tuple[str, str, int]]:
-    """Every value format twice and every key format thrice, no pair twice; what else varies follows from the number."""
+    """Return every value format twice and every key format thrice, no pair twice, each with a number that varies the rest."""
     pairs = [(KEYS[(5 * i + j) % len(KEYS)], value) for j in (0, 3) for i, value in enumerate(VALUES)]
     return [(key, value, number) for number, (key, value) in enumerate(pairs)]
 
@@ -130,15 +130,15 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
 def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the addresses of all loads. Poison does not tell: codes that are poison are finite, and so vanish when a weight of
-    zero multiplies them."""
+    """Compares the addresses of all loads. Poison cannot show such reads: codes of poison are finite, and a weight of zero
+    removes them from the sums."""
     case = case_of(key, value, 2, 128, [1, 70, 200], sink=sink, recent=recent)
     loads: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 
     def recorded(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].ravel().astype(np.int64)
-        loads.append(np.stack([at, np.full_like(at, pointers.get_element_ty().primitive_bitwidth // 8)]))
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].ravel().astype(np.int64)
+        loads.append(np.stack([addresses, np.full_like(addresses, pointers.get_element_ty().primitive_bitwidth // 8)]))
         return load(builder, pointers, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
@@ -146,27 +146,29 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     launch.decode_partials(case.layout, *step, case.cache, scaling=0.1, splits=2, **case.tables)  # type: ignore[arg-type]
     addresses, sizes = np.concatenate(loads, axis=1)
     for name, tensor in case.cache.items():
-        # A row is what is stored of one token of one head: (pages or buffers, H, tokens).
+        # A row holds one token of one head; rows (pages or buffers, H, tokens) counts the bytes that are read of each.
         rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
         row_bytes = tensor.shape[3] * tensor.itemsize
         first = tensor.data_ptr()
         inside = (addresses >= first) & (addresses < first + tensor.nbytes)
         np.add.at(rows.view(-1).numpy(), (addresses[inside] - first) // row_bytes, sizes[inside])
-        seen = torch.zeros_like(rows, dtype=torch.bool)
+        visible = torch.zeros_like(rows, dtype=torch.bool)
         for b, length in enumerate(case.lengths):
             if name.endswith("exact"):
                 assert case.exact_slots is not None
-                seen[case.exact_slots[b], :, reference.exact_places(case.layout, length)[1]] = True
+                visible[case.exact_slots[b], :, reference.exact_places(case.layout, length)[1]] = True
             else:
                 positions = torch.arange(sink, max(sink, length - recent))
-                seen[case.page_table[b, positions // PAGE_TOKENS].long(), :, positions % PAGE_TOKENS] = True
-        assert (rows[~seen] == 0).all(), f"{name}: rows {(rows * ~seen).nonzero()[:3].tolist()} are read"
-        assert (rows[seen] >= row_bytes).all(), f"{name}: rows {((rows < row_bytes) & seen).nonzero()[:3].tolist()} are not"
+                visible[case.page_table[b, positions // PAGE_TOKENS].long(), :, positions % PAGE_TOKENS] = True
+        assert (rows[~visible] == 0).all(), f"{name}: rows {(rows * ~visible).nonzero()[:3].tolist()} are read"
+        assert (rows[visible] >= row_bytes).all(), (
+            f"{name}: rows {((rows < row_bytes) & visible).nonzero()[:3].tolist()} are not"
+        )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, int]:
-    """A random layout, random lengths and pages, and a number of splits."""
+    """Draw a random layout, random lengths and pages, and a number of splits."""
     dim = draw(st.sampled_from(HEAD_DIMS))
     fitting = [value for value in VALUES if not (dim == 64 and value == "int4 128")]
     case = case_of(

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.recipe import SIDES, Side, quantizer_name
+from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model
 
 torch.set_num_threads(1)

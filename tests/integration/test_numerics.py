@@ -1,4 +1,4 @@
-"""The report on the literature: its central claims on a small sample, and the committed pages as what a run gives."""
+"""The report on the literature: its central claims on a small sample, and the consistency of the committed report."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ COUNTS = {"prose": 3, "retrieval": 2, "copy": 4}
 
 
 def silent(*_: object) -> None:
-    """No progress."""
+    """Discard progress."""
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,11 @@ def test_check_fails_when_a_verdict_changed(
     assert command.main(arguments) == 0
     section = next(section for section in committed.sections if section.claims)
     claim = section.claims[0]
-    other = claim.model_copy(update={"verdict": "HOLDS" if claim.verdict != "HOLDS" else "UNDECIDED"})
-    turned = section.model_copy(update={"claims": (other, *section.claims[1:])})
-    fresh = committed.model_copy(update={"sections": tuple(turned if s is section else s for s in committed.sections)})
+    changed_claim = claim.model_copy(update={"verdict": "HOLDS" if claim.verdict != "HOLDS" else "UNDECIDED"})
+    changed_section = section.model_copy(update={"claims": (changed_claim, *section.claims[1:])})
+    sections = tuple(changed_section if s is section else s for s in committed.sections)
+    fresh = committed.model_copy(update={"sections": sections})
     monkeypatch.setattr(command, "measure", lambda _report: fresh)
     assert command.main(arguments) == 3
-    assert f"{claim.verdict} -> {other.verdict}" in capsys.readouterr().out.replace("\n", " ")
+    assert f"{claim.verdict} -> {changed_claim.verdict}" in capsys.readouterr().out.replace("\n", " ")
     assert len(changed_verdicts(committed, fresh)) == 1

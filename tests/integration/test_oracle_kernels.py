@@ -25,6 +25,7 @@ from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.oracle.engine import OracleEngine
+from stages.engines.paged.kernel_layout import check_kernels
 
 torch.set_num_threads(1)
 
@@ -183,9 +184,13 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     assert distance(engine.decode(again, [token]), oracle.decode(same, [token])) < CLOSE
 
 
+def make_cache() -> KernelCache:
+    return KernelCache(check_kernels(GUARDED, SHORT, SHORT.kv_heads), static_scales(GUARDED, SHORT), torch.device(DEVICE))
+
+
 def test_a_chunk_is_stored_by_the_kernels_as_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(DEVICE)
-    caches = [KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), device) for _ in range(2)]
+    caches = [make_cache() for _ in range(2)]
     start, new = (torch.randn(2, SHORT.layers, tokens, SHORT.kv_heads, SHORT.head_dim, device=device) for tokens in (62, 3))
     for cache, by_kernel in zip(caches, (True, False), strict=True):
         handle = cache.start()
@@ -208,14 +213,14 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     cache = engine.cache
     handles = [cache.start()]
     cache.reserve(handles, 64)
-    cache.show(handles, 1)
+    cache.fill_tables(handles, 1)
     before = engine._pass(1)
-    cache.show(handles, 1)
+    cache.fill_tables(handles, 1)
     assert engine._pass(1) is before
     for move in (
-        lambda: cache.show(handles, 2),  # more rows of the tables
+        lambda: cache.fill_tables(handles, 2),  # more rows of the tables
         lambda: cache.reserve(handles, 64 * (len(cache.page_table[0]) + 1)),  # more pages
-        lambda: cache.show(handles, 1),  # more columns
+        lambda: cache.fill_tables(handles, 1),  # more columns
         cache.start,  # more exact buffers
         lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
     ):
@@ -223,7 +228,7 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
         move()
         assert engine._pass(1) is not held
     read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
-    cache.show(handles, 1)
+    cache.fill_tables(handles, 1)
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
 
 
@@ -275,7 +280,7 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
 def test_where_memory_is_too_small_for_twice_the_pages_there_are_as_many_as_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = KernelCache(GUARDED, SHORT, static_scales(GUARDED, SHORT), torch.device(DEVICE))
+    cache = make_cache()
     handles = [cache.start(), cache.start()]
     cache.reserve(handles[:1], 64 * 8)
     monkeypatch.setattr(torch, "zeros", LittleMemory(size=10))

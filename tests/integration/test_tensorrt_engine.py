@@ -84,7 +84,7 @@ def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: 
 
 def test_prompts_longer_than_a_chunk_attend_over_the_pool(pairs: dict[str, Pair]) -> None:
     engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
-    engine._chunk = expected._chunk = 100
+    engine.prefill_chunk = expected.prefill_chunk = 100
     prompt = np.random.default_rng(1).integers(0, 256, 250).tolist()
     np.testing.assert_allclose(engine.prefill([prompt])[1], expected.prefill([prompt])[1], atol=2e-4)
 

@@ -1,6 +1,7 @@
 """The decode graph with the attention plugin in it, against NVIDIA's own reading of the plugin's declarations: no GPU."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,22 +19,25 @@ from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, nothing, shared_decoder
 from tensorrt_stubs_builder import Plan, Tensor
 
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of
+from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_twin
 from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.bundle import open_bundle
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
 from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import kernel_digests
+from stages.engines.tensorrt.plugin import kernel_digests, write_plugin_graph
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import PLUGIN_VERSION, Replaced, use_plugin
+from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_plugin
 
 SPLITS, SM = 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
@@ -45,6 +49,8 @@ AGED = KVPolicy(
 )  # fmt: skip
 """Sinks and recent tokens; keys of the second layer in a format that the kernels do not hold."""
 
+INT4_KEYS = "kv.overrides.0.key.dtype=int4: the CUDA kernels hold keys as fp16, bf16, fp8_e4m3 or int8"
+
 Run = Callable[..., Any]
 
 
@@ -55,7 +61,7 @@ class Surgery:
     twin: Path
     bundle: Bundle
     model: onnx.ModelProto
-    replaced: Replaced
+    layers: KernelLayers
     limits: Limits
 
     def node(self, name: str) -> onnx.NodeProto:
@@ -92,8 +98,8 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
     twin = make_bundle(decoder, root / policy.name, policy)
     described, _, _ = open_twin(twin)
     model = onnx.load(twin / "decode.onnx", load_external_data=False)
-    replaced = use_plugin(model, described.model, policy, splits=SPLITS, sm=SM)
-    return Surgery(twin, described, model, replaced, Limits(policy, 4, 512))
+    layers = use_plugin(model, described.model, policy, splits=SPLITS, sm=SM)
+    return Surgery(twin, described, model, layers, Limits(policy, 4, 512))
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +121,13 @@ def tensorrt() -> Iterator[Run]:
 
 def test_layers_that_the_kernels_hold_get_two_plugins_and_the_others_keep_their_function(graphs: dict[str, Surgery]) -> None:
     both, one = graphs["fp8k_int4v"], graphs["aged"]
-    assert (list(both.replaced.layouts), both.replaced.native) == ([0, 1], {})
-    assert list(one.replaced.layouts) == [0]
-    assert one.replaced.native == {1: "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"}
+    assert (list(both.layers.layouts), both.layers.refusals) == ([0, 1], {})
+    assert list(one.layers.layouts) == [0]
+    assert {layer: str(refusal) for layer, refusal in one.layers.refusals.items()} == {1: INT4_KEYS}
     for surgery in (both, one):
         functions = {function.name for function in surgery.model.functions}
         for layer in range(LAYERS):
-            taken = layer in surgery.replaced.layouts
+            taken = layer in surgery.layers.layouts
             assert (f"PagedAttention_{layer}" in functions) == (not taken)
             assert any(node.op_type == f"PagedAttention_{layer}" for node in surgery.model.graph.node) == (not taken)
             assert f"QuantizeKey_{layer}" in functions
@@ -130,10 +136,16 @@ def test_layers_that_the_kernels_hold_get_two_plugins_and_the_others_keep_their_
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (BY_NAME["fp8k_int4v_aged"], "a window keeps a second copy"),
-        (BY_NAME["int4_hadamard"], "the kernels do not rotate keys"),
-        (BY_NAME["int8_asym"], "the kernels have no zero points of keys"),
-        (BY_NAME["int8_channel"], "granularity of dtype int8 must be one of"),
+        (
+            BY_NAME["fp8k_int4v_aged"],
+            "kv.window.tokens=8192: the CUDA kernels read one copy of a token, so window must be null",
+        ),
+        (BY_NAME["int4_hadamard"], "kv.key.rotation=hadamard: the CUDA kernels do not rotate"),
+        (BY_NAME["int8_asym"], "kv.key.symmetric=false: the CUDA kernels have no zero points"),
+        (
+            BY_NAME["int8_channel"],
+            "kv.key.granularity=per_channel: the CUDA kernels hold int8 per_tensor, per_head or per_token",
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, KVPolicy) else "",
 )
@@ -141,8 +153,8 @@ def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
     policy: KVPolicy, reason: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     surgery = operate(tmp_path, shared_decoder(tmp_path_factory, "float32"), policy)
-    assert surgery.replaced.layouts == {}
-    assert all(said.startswith(reason) for said in surgery.replaced.native.values())
+    assert surgery.layers.layouts == {}
+    assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
     assert surgery.model == onnx.load(surgery.twin / "decode.onnx", load_external_data=False)
 
 
@@ -151,7 +163,7 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
     """Name, namespace, version, attributes and the number of tensors, as the parser looks them up."""
     surgery, declared = graphs[name], tensorrt(builder.declared)
     nodes = [n for n in surgery.model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)]
-    assert len(nodes) == 2 * len(surgery.replaced.layouts)
+    assert len(nodes) == 2 * len(surgery.layers.layouts)
     for node in nodes:
         said = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
         assert said == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
@@ -169,7 +181,7 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
 ) -> None:
     surgery = graphs[name]
     info = surgery.bundle.model
-    for layer, layout in surgery.replaced.layouts.items():
+    for layer, layout in surgery.layers.layouts.items():
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         partial: Plan = tensorrt(
             builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, {}), surgery.attributes(attend)
@@ -184,8 +196,8 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
         batch = tuple(surgery.limits.ranges("decode")["B"].model_dump().values())
         assert reduced.outputs == [(REAL[info.compute_dtype], (batch, (1,) * 3, (info.q_heads,) * 3, (info.head_dim,) * 3))]
         if layer == 0:
-            digests = tensorrt(kernel_digests, surgery.model, surgery.replaced.layouts, info)
-            assert set(digests) == {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.replaced.layouts}
+            digests = tensorrt(kernel_digests, surgery.model, surgery.layers.layouts, info)
+            assert set(digests) == {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.layers.layouts}
         assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
 
@@ -197,7 +209,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.model)
     dtype = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
-    for layer in surgery.replaced.layouts:
+    for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         model.graph.node.remove(attend)
         model.graph.node.remove(join)
@@ -233,7 +245,7 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr(build_module, "parse", parse_like_tensorrt)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.splits_here", lambda *_: SPLITS)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
     twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", AGED)
@@ -245,7 +257,7 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
     assert record.plugins == {"decode_partial.0": "a1"}
-    assert record.native == {"1": "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"}
+    assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]
     assert "decode_partial_kstatic_vdynamic_exact" in given["decode.onnx"]
     assert "PagedAttention_0" in given["prefill.onnx"]
@@ -266,7 +278,7 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     )
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.splits_here", none)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", none)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", none)
     policy = BY_NAME["int8_asym"]
     twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", policy)
@@ -280,6 +292,19 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     assert set(open_bundle(out, "tensorrt")[0].native) == {"0", "1"}
 
 
+def test_a_bundle_that_does_not_say_the_scaling_loads_and_must_be_built_again_for_the_plugin(
+    graphs: dict[str, Surgery], tmp_path: Path
+) -> None:
+    surgery = graphs["aged"]
+    older = json.loads((surgery.twin / BUNDLE_FILE).read_text())
+    del older["model"]["scaling"]
+    info = Bundle.model_validate_json(json.dumps(older)).model
+    assert (info.scaling, surgery.bundle.model.scaling) == (None, pytest.approx(info.head_dim**-0.5))
+    with pytest.raises(UserError, match=r"aged/bundle\.json: model\.scaling is missing, .*: build the engine again"):
+        write_plugin_graph(surgery.twin / "decode.onnx", tmp_path, info=info, limits=surgery.limits, sm=SM)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
 def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
     name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
@@ -288,7 +313,7 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
     surgery = graphs[name]
     info = surgery.bundle.model
     feeds, activations = forced(surgery, tmp_path)
-    for layer, layout in surgery.replaced.layouts.items():
+    for layer, layout in surgery.layers.layouts.items():
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         order = node_of("decode_partial", layout).inputs
         given = {role: (feeds | activations)[taken] for role, taken in zip(order, attend.input, strict=True)}
@@ -332,7 +357,7 @@ def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, An
     handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
     engine.pool.reserve(handles, 1)
     tables, spans = engine.pool.view(handles)
-    pool = {name: np.ascontiguousarray(engine.pool.shown(name, spans)) for name in engine.pool.arrays}
+    pool = {name: np.ascontiguousarray(engine.pool.array_view(name, spans)) for name in engine.pool.arrays}
     feeds = {
         "input_ids": np.array([[7], [8], [9]]), "position_ids": tables["lengths"][:, None].astype(np.int64),
         "last": np.zeros(3, np.int64), **tables, **pool, **engine._constants,

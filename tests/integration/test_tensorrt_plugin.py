@@ -37,8 +37,9 @@ from plugins.kv_attention.tensorrt_nodes import (
     node_of,
     reduce_attributes,
 )
+from stages.engines.onnx.formats import onnx_type
 from stages.engines.onnx.functions import AttentionSpec
-from stages.engines.paged.kernel_layout import layer_layouts
+from stages.engines.paged.kernel_layout import check_kernels
 
 CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
@@ -199,7 +200,7 @@ def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: 
     policy = policy.model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
     shape = KVShape(layers=1, kv_heads=2, head_dim=128)
     spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
-    (layout,) = layer_layouts(policy, shape)
+    (layout,) = check_kernels(policy, shape, q_heads=8)
     node = node_of("decode_partial", layout)
     taken = input_specs(node, layout, "fp16", spec.q_heads, 1)
     assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *spec.cache])
@@ -207,7 +208,7 @@ def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: 
         assert taken[table] == ("INT32", dims)
     for side in spec.sides.values():
         for array, (storage, width) in side.arrays.items():
-            assert taken[array] == (TENSORRT_TYPES[storage.onnx_type], ("N", 2, 64, width))
+            assert taken[array] == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
         for constant, dims in side.constants.items():
             assert taken[constant] == ("FLOAT", dims)
     if policy.exact_tokens:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.engines.files import link_or_copy
+from pipeline.artifacts.files import link_or_copy
 
 
 def test_a_link_shares_the_file_and_not_a_symlink_to_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
-from stages.engines.paged.kernel_layout import check_kernels, layer_layouts
+from stages.engines.paged.kernel_layout import check_kernels
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 CONF = Path(__file__).parents[2] / "conf" / "kv"
@@ -35,8 +35,7 @@ HELD = {
 @pytest.mark.parametrize("name", sorted(HELD))
 def test_a_policy_that_is_held_takes_as_many_bytes_as_it_says(name: str) -> None:
     policy = SHIPPED[name]
-    check_kernels(policy, SHAPE, 8)
-    layouts = layer_layouts(policy, SHAPE)
+    layouts = check_kernels(policy, SHAPE, 8)
     assert sum(layout.token_bytes for layout in layouts) == policy.bytes_per_token(SHAPE)
     assert len(set(layouts)) == 1
 
@@ -89,7 +88,7 @@ def test_a_model_that_the_kernels_do_not_take_is_refused(shape: KVShape, q_heads
 
 def test_overridden_layers_have_a_layout_of_their_own() -> None:
     policy = SHIPPED["fp8"].model_copy(update={"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int8"].key),)})
-    first, second, third = layer_layouts(policy, SHAPE)
+    first, second, third = check_kernels(policy, SHAPE, 8)
     assert (first, first.key.dtype, second.key.dtype) == (third, "fp8_e4m3", "int8")
 
 

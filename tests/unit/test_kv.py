@@ -80,13 +80,13 @@ def test_a_sequence_pays_for_whole_pages_and_its_exact_tokens() -> None:
 @pytest.mark.parametrize(
     ("tokens", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (191, 3), (192, 2), (193, 3), (256, 2), (1000, 3)]
 )
-def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_young_enough(tokens: int, pages: int) -> None:
-    young = policy("fp8k_int4v").model_copy(update={"window": Window(tokens=128, value=policy("fp8").value)})
-    assert young.window is not None
-    first = young.window.first_page(tokens)
-    assert young.window_pages(tokens) == pages == -(-tokens // 64) - first
+def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_recent_enough(tokens: int, pages: int) -> None:
+    windowed = policy("fp8k_int4v").model_copy(update={"window": Window(tokens=128, value=policy("fp8").value)})
+    assert windowed.window is not None
+    first = windowed.window.first_page(tokens)
+    assert windowed.window_pages(tokens) == pages == -(-tokens // 64) - first
     newest_outside, oldest_inside = tokens - 64 * first, tokens - (64 * first + 63)
-    assert first == 0 or newest_outside >= 128  # tokens that are younger than the youngest one outside
+    assert first == 0 or newest_outside >= 128  # tokens after the newest one outside
     assert oldest_inside <= 128
 
 
@@ -188,9 +188,9 @@ def test_a_rotation_of_a_head_that_is_no_power_of_two_is_refused() -> None:
 
 def test_a_wrong_group_below_a_window_is_named_with_its_key() -> None:
     group = Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")
-    young = policy("fp8").model_copy(update={"window": Window(tokens=64, value=group)})
+    windowed = policy("fp8").model_copy(update={"window": Window(tokens=64, value=group)})
     with pytest.raises(UserError, match=r"kv\.window\.value\.group_size=128 does not divide"):
-        young.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
+        windowed.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
 
 
 def test_scales_survive_their_file() -> None:

@@ -11,8 +11,8 @@ import torch
 from onnx import helper
 
 from pipeline.core.formats import CODES, MIN_SCALE, Code, Format
-from pipeline.core.kv import KVScales, SideScales
-from stages.engines.onnx.formats import Side
+from pipeline.core.kv import KVScales, Side, SideScales
+from stages.engines.onnx.formats import SideCodec, onnx_type
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
 from stages.engines.oracle import formats as oracle
@@ -24,13 +24,13 @@ FLOAT = onnx.TensorProto.FLOAT
 def quantize(
     x: np.ndarray, form: Format, static: SideScales | None = None, compute: Literal["float32", "float16"] = "float32"
 ) -> list[np.ndarray]:
-    """What is stored of x (B, H, S, D), in the order of Side.arrays, through the function's graph."""
-    side = Side("key", form, x.shape[1], x.shape[3])
-    function = quantize_function(0, side, compute)
+    """What is stored of x (B, H, S, D), in the order of SideCodec.arrays, through the function's graph."""
+    codec = SideCodec(Side.KEY, form, x.shape[1], x.shape[3])
+    function = quantize_function(0, codec, compute)
     inputs = [helper.make_tensor_value_info("x", FLOAT_TYPES[compute], x.shape)]
-    inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in side.constants.items()]
-    outputs = [helper.make_tensor_value_info(name, storage.onnx_type, [*x.shape[:3], width])
-               for name, (storage, width) in side.arrays.items()]  # fmt: skip
+    inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in codec.constants.items()]
+    outputs = [helper.make_tensor_value_info(name, onnx_type(storage), [*x.shape[:3], width])
+               for name, (storage, width) in codec.arrays.items()]  # fmt: skip
     node = helper.make_node(function.name, [i.name for i in inputs], [o.name for o in outputs], domain=DOMAIN)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(
@@ -41,11 +41,11 @@ def quantize(
     binding = session.io_binding()
     binding.bind_cpu_input("x", x.astype(NUMPY_FLOATS[compute]))
     if static is not None:
-        for name, values in side.parameters(KVScales(layers=({"key": static},)), 0).items():
+        for name, values in codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0).items():
             binding.bind_cpu_input(name, values)
-    stored = [np.zeros((*x.shape[:3], width), storage.numpy_type) for storage, width in side.arrays.values()]
-    for (name, (storage, _)), array in zip(side.arrays.items(), stored, strict=True):
-        binding.bind_output(name, "cpu", 0, storage.onnx_type, array.shape, array.ctypes.data)
+    stored = [np.zeros((*x.shape[:3], width), storage.numpy_type) for storage, width in codec.arrays.values()]
+    for (name, (storage, _)), array in zip(codec.arrays.items(), stored, strict=True):
+        binding.bind_output(name, "cpu", 0, onnx_type(storage), array.shape, array.ctypes.data)
     session.run_with_iobinding(binding)
     return stored
 

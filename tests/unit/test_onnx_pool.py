@@ -39,7 +39,7 @@ def test_pages_are_taken_lowest_first_and_reused_after_release() -> None:
     c = pool.start()
     fill(pool, c, 130)
     assert pool.tables([c])["page_table"].tolist() == [[0, 1, 3]]
-    assert pool.shown("key_pool.0", pool.view([c])[1]).shape == (4, 3, 64, 4)
+    assert pool.array_view("key_pool.0", pool.view([c])[1]).shape == (4, 3, 64, 4)
 
 
 def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
@@ -48,11 +48,11 @@ def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
     for handle, count in ((a, 200), (b, 100), (c, 130)):
         fill(pool, handle, count)
     tables, spans = pool.view([b, c])
-    assert (spans.pages, spans.young) == ((4, 9), (2, 6))
-    assert np.concatenate([tables["page_table"], tables["young_table"]], 1).min() == 0
-    for name, table in (("value_pool.1", "young_table"), ("window_value_pool.1", "window_table")):
+    assert (spans.pages, spans.window_pages) == ((4, 9), (2, 6))
+    assert np.concatenate([tables["page_table"], tables["window_base_table"]], 1).min() == 0
+    for name, table in (("value_pool.1", "window_base_table"), ("window_value_pool.1", "window_table")):
         absolute = pool.arrays[name][pool.tables([b, c])[table]]
-        np.testing.assert_array_equal(pool.shown(name, spans)[tables[table]], absolute)
+        np.testing.assert_array_equal(pool.array_view(name, spans)[tables[table]], absolute)
 
 
 def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
@@ -127,9 +127,9 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
         length = pool.length(handle)
         tables, first = pool.tables([handle]), WINDOW.window.first_page(length)
         assert tables["window_starts"].tolist() == [64 * first]
-        young = stored(pool, handle, "window_value_pool.0", "window_table")
-        assert young[: length - 64 * first] == list(range(64 * first, length))
-        assert len(tables["window_table"][0]) == len(tables["young_table"][0]) == WINDOW.window_pages(length)
+        copies = stored(pool, handle, "window_value_pool.0", "window_table")
+        assert copies[: length - 64 * first] == list(range(64 * first, length))
+        assert len(tables["window_table"][0]) == len(tables["window_base_table"][0]) == WINDOW.window_pages(length)
     assert stored(pool, handle) == list(range(192))
     assert "window_key_pool.0" not in pool.arrays
     pool.release(handle)

@@ -9,10 +9,11 @@ import pytest
 from pipeline.config.config import CalibrationConfig
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
+from stages.checkpoints import load_tokenizer
 from stages.evaluate import open_tokenizer
 from stages.quantize.calibration import calibration_texts
 from stages.quantize.tokens import tokenize
-from stages.workloads.prompts import load_tokenizer, prompt_ids, render, token_ids
+from stages.workloads.prompts import prompt_ids, render, token_ids
 
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",

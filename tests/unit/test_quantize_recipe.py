@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import UserError
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.quantize.recipe import (
@@ -21,7 +22,6 @@ from stages.quantize.recipe import (
 )
 from stages.quantize.scales import Extremes, Measured, static_scales
 from stages.quantize.tokens import tokenize
-from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not
 
 SMALL = KVShape(layers=2, kv_heads=2, head_dim=16)
 

@@ -13,13 +13,13 @@ from pipeline.config.compose import plan
 from pipeline.core.backends import TensorRTConfig, TensorRTRTXConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, LayerOverride, Window
+from pipeline.core.kv import KVPolicy, LayerOverride, Side, Window
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Refused
 from stages.engines.tensorrt.plugin import check_gpu
-from stages.engines.tensorrt.refusal import policy_key, refusal
+from stages.engines.tensorrt.refusal import refusal
 from stages.engines.tensorrt.shapes import Limits, bucket, padded
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
@@ -83,7 +83,7 @@ def test_padding_keeps_the_values_in_the_first_corner() -> None:
 @pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])
 def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
-    assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_young
+    assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
     assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
 
@@ -98,7 +98,7 @@ def test_the_chunk_of_a_prefill_is_no_longer_than_a_sequence() -> None:
     [("key", 0, "kv.key"), ("window_key", 1, "kv.window.key"), ("value", 2, "kv.overrides.0.value"), ("value", 1, "kv.value")],
 )
 def test_a_refused_input_is_traced_to_the_key_that_chose_its_format(side: str, layer: int, key: str) -> None:
-    assert policy_key(LAYERED, side, layer)[0] == key  # type: ignore[arg-type]
+    assert LAYERED.format_key(Side(side), layer) == key
     name = f"{side}_scale_pool.{layer}" if side == "window_key" else f"{side}_pool.{layer}"
     said = str(refusal(LIBRARY, LAYERED, Refused("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
     assert said.startswith(f"{key}.dtype=")

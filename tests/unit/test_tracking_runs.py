@@ -136,8 +136,9 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     assert len({registered(candidate).run_id for candidate in (first, again, another_sweep)}) == 3
     models = store.client.search_logged_models([store.experiment_id], "name = 'once'")
     assert len(models) == 1
-    linked = store.client.get_run(registered(another_sweep).run_id).outputs.model_outputs
-    assert [output.model_id for output in linked] == [models[0].model_id]
+    outputs = store.client.get_run(registered(another_sweep).run_id).outputs
+    assert outputs is not None
+    assert [output.model_id for output in outputs.model_outputs] == [models[0].model_id]
 
 
 def test_the_same_engine_with_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -> None:

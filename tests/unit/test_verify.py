@@ -55,7 +55,7 @@ def code(directory: Path) -> int:
     return 0
 
 
-def edit(path: Path, change: Callable[[Any], None]) -> None:
+def edit(path: Path, change: Callable[[Any], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))

@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport
 from plugins.kv_attention import ops
-from stages.engines.base import check_positive, check_step, check_tokens, greedy, not_finite
+from stages.checkpoints import load_causal_lm
+from stages.engines.base import ChunkedEngine, Logits, check_positive, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.oracle.build import open_bundle
-from stages.engines.oracle.model import hidden_states, load_model, refuse_options, scales_for, shape_for
+from stages.engines.oracle.model import hidden_states, refuse_options, scales_for, shape_for
 from stages.engines.paged.kernel_layout import check_kernels
 
 ATTENTION = "kvgate_kernels"
@@ -33,8 +31,6 @@ SCORE_BYTES = 1 << 28
 
 WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
-
-Logits = npt.NDArray[np.float32]
 
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "KernelEngine":
@@ -55,7 +51,9 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     info = inspect_checkpoint(bundle)
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
-    return KernelEngine.from_model(load_model(bundle).to(device), policy, scales, prefill_chunk=prefill_chunk)
+    return KernelEngine.from_model(
+        load_causal_lm(bundle, dtype=torch.float32).to(device), policy, scales, prefill_chunk=prefill_chunk
+    )
 
 
 class Pass(Protocol):
@@ -173,7 +171,7 @@ class PrefillPass:
         return out.transpose(1, 2)
 
 
-class KernelEngine:
+class KernelEngine(ChunkedEngine):
     """pipeline.core.records.Engine over the attention kernels.
 
     It has no `forced` on purpose: forced decode of a whole sequence at once would compute what the kernels should give.
@@ -181,9 +179,8 @@ class KernelEngine:
     """
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
-        self.policy, self.shape, self.model, self.cache = policy, shape, model, cache
-        self.vocab_size = int(model.config.vocab_size)
-        self._chunk = chunk
+        super().__init__(policy, shape, int(model.config.vocab_size), chunk)
+        self.model, self.cache = model, cache
         self._passes: dict[int, DecodePass] = {}
         """By padded batch size."""
         self._seen_moves = -1
@@ -201,37 +198,28 @@ class KernelEngine:
         fit together, and for what the kernels do not hold.
         """
         shape = shape_for(model, policy)
-        check_kernels(policy, shape, model.config.num_attention_heads)
-        scales = scales_for(policy, shape, scales)
-        return cls(model.eval(), policy, shape, KernelCache(policy, shape, scales, model.device), prefill_chunk)
+        layouts = check_kernels(policy, shape, model.config.num_attention_heads)
+        cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
+        return cls(model.eval(), policy, shape, cache, prefill_chunk)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        handles: list[int] = []
-        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
-        try:
-            for i, prompt in enumerate(prompts):
-                handles.append(self.cache.start())
-                self.cache.reserve(handles[-1:], len(prompt))
-                for begin in range(0, len(prompt), self._chunk):
-                    last = PrefillPass(self.model, self.cache, handles[-1]).run(prompt[begin : begin + self._chunk])
-                logits[i] = last.cpu().numpy()
-        except UserError:
-            self.release(handles)
-            raise
-        return handles, logits
+    def _start(self) -> int:
+        return self.cache.start()
 
     @torch.inference_mode()
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
+    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
+        self.cache.reserve([sequence], len(prompt))
+        for chunk in self._chunks(prompt):
+            logits = PrefillPass(self.model, self.cache, sequence).run(chunk)
+        last: Logits = logits.cpu().numpy()
+        return last
+
+    @torch.inference_mode()
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         batch = len(sequences)
-        check_step(sequences, tokens, self.vocab_size)
         self.cache.reserve(sequences, 1)
         padded = 1 << (batch - 1).bit_length()
-        self.cache.show(sequences, padded)
+        self.cache.fill_tables(sequences, padded)
         step = self._pass(padded)
         step.ids[:batch, 0] = torch.tensor(tokens)
         step.run()
@@ -241,16 +229,8 @@ class KernelEngine:
         logits: Logits = step.logits[:batch].cpu().numpy()
         return logits
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
-    ) -> list[list[int]]:
-        """Greedy continuations without the stop token."""
-        return greedy(self, prompts, max_new_tokens, stop_token)
-
-    def release(self, sequences: Sequence[int]) -> None:
-        """Free the sequences' pages and exact buffers."""
-        for handle in sequences:
-            self.cache.release(handle)
+    def _release(self, sequence: int) -> None:
+        self.cache.release(sequence)
 
     def memory(self) -> MemoryReport:
         return self.cache.memory()

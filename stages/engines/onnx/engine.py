@@ -16,9 +16,9 @@ from stages.engines.base import check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph import NUMPY_FLOATS
+from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 
 
@@ -63,7 +63,7 @@ class OnnxEngine(PagedEngine):
             session.put(name, values)
         if self._bound.get(mode) != spans:
             for name in self.pool.arrays:
-                session.bind_input(name, self.pool.shown(name, spans))
+                session.bind_input(name, self.pool.array_view(name, spans))
             self._bound[mode] = spans
         new: dict[str, Array] = {
             name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import onnx
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.records import Progress
+from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.graph import DOMAIN
 
@@ -36,22 +36,16 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     """
     info = inspect_checkpoint(checkpoint)
     progress("export", 0, 3)
-    disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint,
-        dtype=getattr(torch, compute_dtype),
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
     model.eval()
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     model.config._attn_implementation = _ATTENTION
     progress("export", 1, 3)
-    _write_graph(_Decoder(model), out)
+    scaling = _write_graph(_Decoder(model), out)
     progress("export", 2, 3)
-    (out / "model.json").write_text(json.dumps(_describe(info, out, compute_dtype), indent=1, sort_keys=True) + "\n")
+    described = _describe(info, out, compute_dtype, scaling)
+    (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
     for name in info.other_files:
         if name in TOKENIZER_FILES:
             shutil.copyfile(checkpoint / name, out / name)
@@ -101,13 +95,14 @@ class _Decoder(torch.nn.Module):
         return logits
 
 
-def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
+def _write_graph(decoder: torch.nn.Module, out: Path) -> float:
+    """Write `decoder.onnx` and `weights.bin`: the scaling of the attention, which all layers share."""
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
     rows = {0: batch, 1: length}
     shapes = {"input_ids": rows, "position_ids": rows, "last": {0: batch}}
-    # It would tell the user that torchvision's operators are not registered, and of deprecations inside torch.
+    # The exporter warns that torchvision's operators are not registered, and of deprecations inside torch.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -133,6 +128,14 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> None:
     del model.graph.metadata_props[:], model.metadata_props[:]
     _divide(model.graph)
     onnx.save(model, graph)
+    return _scaling(model.graph)
+
+
+def _scaling(graph: onnx.GraphProto) -> float:
+    nodes = (node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE))
+    factors = {attribute.f for node in nodes for attribute in node.attribute if attribute.name == "scaling"}
+    assert len(factors) == 1, f"layers of the supported architectures scale their scores alike, got {sorted(factors)}"
+    return float(factors.pop())
 
 
 def _divide(graph: onnx.GraphProto) -> None:
@@ -150,8 +153,8 @@ def _divide(graph: onnx.GraphProto) -> None:
             graph.node.remove(node)
 
 
-def _describe(info: CheckpointInfo, out: Path, compute_dtype: str) -> dict[str, Any]:
-    """What ModelInfo reads."""
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, scaling: float) -> dict[str, Any]:
+    """The fields of ModelInfo."""
     return {
         "model_type": ARCHITECTURES[info.architecture],
         "compute_dtype": compute_dtype,
@@ -162,4 +165,5 @@ def _describe(info: CheckpointInfo, out: Path, compute_dtype: str) -> dict[str, 
         "vocab_size": info.vocab_size,
         "max_position_embeddings": info.max_positions,
         "weights_sha256": file_digest(out / WEIGHTS_FILE),
+        "scaling": scaling,
     }

@@ -2,7 +2,7 @@
 
 Shapes: B sequences, S new tokens each, Hq query heads on H KV heads (G = Hq / H), R = G * S query rows of a KV head, D
 head_dim, P pages of a sequence, T = 64 * P pool positions, E = sink_tokens + recent_tokens exact slots, M exact buffers.
-With a window: P older pages and Y younger ones, which a side may have a second copy of.
+With a window: P pages before it and Y pages in it, of which a side may have a second copy.
 
 What a query sees: new tokens exactly (causal), sinks and the last `recent_tokens` before the chunk from float16 buffers,
 everything else from the quantized pool. Every token is in the pool too; positions that are seen exactly are masked there.
@@ -15,8 +15,8 @@ from typing import Literal
 
 import onnx
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, SideName
-from stages.engines.onnx.formats import Side, layer_sides
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from stages.engines.onnx.formats import SideCodec, layer_codecs
 from stages.engines.onnx.graph import Body
 from stages.engines.onnx.reading import read_scores, read_values
 
@@ -40,21 +40,22 @@ class AttentionSpec:
     mode: Mode
 
     @property
-    def sides(self) -> dict[SideName, Side]:
-        return layer_sides(self.policy, self.shape, self.layer)
+    def sides(self) -> dict[Side, SideCodec]:
+        """Every stored copy of the layer's keys and values."""
+        return layer_codecs(self.policy, self.shape, self.layer)
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:
         """Inputs that all layers share, int32: dimensions by name."""
         tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
         if self.policy.window is not None:
-            tables |= {"young_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
+            tables |= {"window_base_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
         return tables | ({"exact_slots": ("B",)} if self.policy.exact_tokens else {})
 
     @property
     def cache(self) -> list[str]:
         """Inputs of this layer alone, without its number."""
-        names = [name for side in self.sides.values() for name in (*side.arrays, *side.constants)]
+        names = [name for codec in self.sides.values() for name in (*codec.arrays, *codec.constants)]
         return [*names, *(["key_exact", "value_exact"] if self.policy.exact_tokens else [])]
 
 
@@ -63,12 +64,12 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
     group = spec.q_heads // heads
     q = body.op("Mul", body.reshape("query", 0, heads, -1, dim), body.real(spec.scaling))
-    keys, values = (_regions(body, spec, name) for name in ("key", "value"))
+    keys, values = (_regions(body, spec, side) for side in (Side.KEY, Side.VALUE))
     seen = _pool_masks(body, spec)
     exact = spec.policy.exact_tokens
 
     masked = body.real(MASKED[spec.compute])
-    scores = _join(body, [read_scores(body, side, q, index) for side, index in keys])
+    scores = _join(body, [read_scores(body, codec, q, index) for codec, index in keys])
     parts = [body.op("Where", _join(body, seen), scores, masked)]
     if exact:
         scores = _dot(body, q, _exact_rows(body, "key_exact"))
@@ -84,8 +85,8 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     out = body.op("MatMul", pieces[-1], "value")
     if exact:
         out = body.op("Add", out, body.op("MatMul", pieces[-2], _exact_rows(body, "value_exact")))
-    for (side, index), piece in zip(values, pieces, strict=False):
-        out = body.op("Add", out, read_values(body, side, piece, index))
+    for (codec, index), piece in zip(values, pieces, strict=False):
+        out = body.op("Add", out, read_values(body, codec, piece, index))
     if spec.mode == "decode":
         body.op("Reshape", out, body.ints([0, 1, spec.q_heads, dim]), out="attended")
     else:
@@ -95,26 +96,31 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     return body.function("PagedAttention", spec.layer, inputs, ["attended"])
 
 
-def quantize_function(layer: int, side: Side, compute: str) -> onnx.FunctionProto:
-    """kv.Quantize<Side>: x (B, H, S, D), its static parameters -> codes and float16 parameters, as Side.arrays."""
+def quantize_function(layer: int, codec: SideCodec, compute: str) -> onnx.FunctionProto:
+    """Return kv.Quantize<Side>: x (B, H, S, D), its static parameters -> codes and float16 parameters, as `codec.arrays`."""
     body = Body(compute)
-    return body.function(quantize_name(side), layer, ["x", *side.constants], side.encode(body, "x"))
+    return body.function(quantize_name(codec.side), layer, ["x", *codec.constants], codec.encode(body, "x"))
 
 
 def quantize_name(side: Side) -> str:
-    return "Quantize" + "".join(word.capitalize() for word in side.name.split("_"))
+    """Return the function's name without its layer: QuantizeWindowKey, say."""
+    return "Quantize" + "".join(word.capitalize() for word in side.split("_"))
 
 
-def _regions(body: Body, spec: AttentionSpec, name: Literal["key", "value"]) -> list[tuple[Side, str]]:
-    """The copies that keys or values are read from, with the blocks (page, head) of each, int32 (B, H, pages), oldest
-    pages first."""
-    base, window = spec.sides[name], spec.sides.get("window_key" if name == "key" else "window_value")
+def _regions(body: Body, spec: AttentionSpec, side: Side) -> list[tuple[SideCodec, str]]:
+    """The copies that keys or values are read from, oldest pages first, with the blocks (page, head) of each.
+
+    Blocks are int32 (B, H, pages).
+    """
+    base, window = spec.sides[side], spec.sides.get(side.window)
     if spec.policy.window is None:
         return [(base, _page_index(body, "page_table", base.kv_heads))]
     if window is not None:
-        return [(side, _page_index(body, table, side.kv_heads))
-                for side, table in ((base, "page_table"), (window, "window_table"))]  # fmt: skip
-    pages = body.op("Concat", "page_table", "young_table", axis=1)
+        return [
+            (codec, _page_index(body, table, codec.kv_heads))
+            for codec, table in ((base, "page_table"), (window, "window_table"))
+        ]
+    pages = body.op("Concat", "page_table", "window_base_table", axis=1)
     return [(base, _page_index(body, pages, base.kv_heads))]
 
 
@@ -130,17 +136,17 @@ def _positions_of(body: Body, pages: str) -> str:
 
 
 def _pool_masks(body: Body, spec: AttentionSpec) -> list[str]:
-    """Whether a position of the pages is seen through the pool, bool (B, 1, 1, T): one, or older and younger pages."""
+    """Whether a position is attended to in the pool, bool (B, 1, 1, T): of all pages, or of those before and in the window."""
     end = _per_sequence(body, "lengths")
     if spec.policy.recent_tokens:
         end = body.op("Sub", end, body.const(spec.policy.recent_tokens, "int32"))
-    older = _steps(body, _positions_of(body, "page_table"))
+    positions_before = _steps(body, _positions_of(body, "page_table"))
     if spec.policy.window is None:
-        regions = [(older, end)]
+        regions = [(positions_before, end)]
     else:
         start = _per_sequence(body, "window_starts")
-        younger = _steps(body, _positions_of(body, "window_table"))
-        regions = [(older, body.op("Min", end, start)), (body.op("Add", younger, start), end)]
+        positions_inside = _steps(body, _positions_of(body, "window_table"))
+        regions = [(positions_before, body.op("Min", end, start)), (body.op("Add", positions_inside, start), end)]
     masks = []
     for positions, limit in regions:
         seen = body.op("Less", positions, limit)

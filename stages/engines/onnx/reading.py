@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.kv import PAGE_TOKENS
-from stages.engines.onnx.formats import Side
+from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.graph import Body
 
 
@@ -26,15 +26,15 @@ class Stream:
     nested: bool = False
 
 
-def read_scores(body: Body, side: Side, q: str, index: str) -> str:
+def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
     """q . k for q (B, H, R, D) and every position of the pages `index` (B, H, P): (B, H, R, T)."""
-    q = side.rotated(body, q)
-    pieces = [body.op("Mul", q, body.to_compute(f"{side.name}_scale")) if side.form.static else q]
-    parts, rows = _scaled(body, side, index)
-    mixing = _mixing(side, parts)
+    q = codec.rotated(body, q)
+    pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
+    parts, rows = _scaled(body, codec, index)
+    mixing = _mixing(codec, parts)
     if mixing is not None:
         pieces = [body.op("MatMul", pieces[0], body.real(mixing))]
-    sizes = [side.head_dim // len(parts)] * len(parts) + [1 for part in parts if part.offset]
+    sizes = [codec.head_dim // len(parts)] * len(parts) + [1 for part in parts if part.offset]
     if len(sizes) > 1:
         pieces = body.ops("Split", len(sizes), *pieces, body.ints(sizes), axis=-1)
     biases = iter(pieces[len(parts) :])
@@ -47,20 +47,20 @@ def read_scores(body: Body, side: Side, q: str, index: str) -> str:
             product = body.op("Mul", product, rows[i])
         total = body.op("Add", total, product) if total else product
     total = body.op("Mul", total, rows[0]) if len(rows) == 1 else total
-    if side.form.symmetric:
+    if codec.form.symmetric:
         return total
-    if side.form.static:
-        bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{side.name}_zero")), body.ints([-1]), keepdims=1)
+    if codec.form.static:
+        bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{codec.side}_zero")), body.ints([-1]), keepdims=1)
     else:
-        sums = body.op("MatMul", q, body.op("Transpose", _spread(body, side), perm=[1, 0]))
-        bias = body.op("MatMul", sums, body.op("Transpose", _stored(body, side, "zero", index), perm=[0, 1, 3, 2]))
+        sums = body.op("MatMul", q, body.op("Transpose", _spread(body, codec), perm=[1, 0]))
+        bias = body.op("MatMul", sums, body.op("Transpose", _stored(body, codec, "zero", index), perm=[0, 1, 3, 2]))
     return body.op("Add", total, bias)
 
 
-def read_values(body: Body, side: Side, p: str, index: str) -> str:
+def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
     """Sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
-    parts, rows = _scaled(body, side, index)
-    mixing = _mixing(side, parts)
+    parts, rows = _scaled(body, codec, index)
+    mixing = _mixing(codec, parts)
     weights = [body.op("Mul", p, row) for row in rows] or [p]
     weights = weights if len(weights) > 1 else weights * len(parts)
     outs = [body.op("MatMul", weight, part.x) for weight, part in zip(weights, parts, strict=True)]
@@ -70,68 +70,68 @@ def read_values(body: Body, side: Side, p: str, index: str) -> str:
     out = outs[0] if len(outs) == 1 else body.op("Concat", *outs, axis=-1)
     if mixing is not None:
         out = body.op("MatMul", out, body.real(mixing.T))
-    if side.form.static:
-        out = body.op("Mul", out, body.to_compute(f"{side.name}_scale"))
-    if not side.form.symmetric:
-        if side.form.static:
+    if codec.form.static:
+        out = body.op("Mul", out, body.to_compute(f"{codec.side}_scale"))
+    if not codec.form.symmetric:
+        if codec.form.static:
             mass = body.op("ReduceSum", p, body.ints([-1]), keepdims=1)
-            bias = body.op("Mul", mass, body.to_compute(f"{side.name}_zero"))
+            bias = body.op("Mul", mass, body.to_compute(f"{codec.side}_zero"))
         else:
-            bias = body.op("MatMul", body.op("MatMul", p, _stored(body, side, "zero", index)), _spread(body, side))
+            bias = body.op("MatMul", body.op("MatMul", p, _stored(body, codec, "zero", index)), _spread(body, codec))
         out = body.op("Add", out, bias)
-    return side.rotated(body, out)
+    return codec.rotated(body, out)
 
 
-def _streams(body: Body, side: Side, index: str, nested: bool) -> list[Stream]:
+def _streams(body: Body, codec: SideCodec, index: str, nested: bool) -> list[Stream]:
     """The pages' codes, widened to the compute dtype but not scaled; together they hold the channels in order."""
-    pool, code = f"{side.name}_pool", side.form.code
-    _, width = side.arrays[pool]
+    pool, code = f"{codec.side}_pool", codec.form.code
+    _, width = codec.arrays[pool]
     if code.kind == "float":
         # Gather is not defined on float8, so the bound part of the pool is widened before it.
         wide = body.op("DequantizeLinear", pool, body.real(1.0))
-        return [Stream(gather_pages(body, wide, index, side.kv_heads, width))]
-    codes = gather_pages(body, pool, index, side.kv_heads, width)
+        return [Stream(gather_pages(body, wide, index, codec.kv_heads, width))]
+    codes = gather_pages(body, pool, index, codec.kv_heads, width)
     if code.kind == "exact":
         return [Stream(body.to_compute(codes))]
     # Split by floor and fraction of byte / 2 ** (8 - bits), which is exact in float16 too.
     step = 2.0**code.bits
     x = body.op("DequantizeLinear", codes, body.real(2.0 ** (code.bits - 8)))
     streams: list[Stream] = []
-    for offset in reversed(side.packing[1:]):
+    for offset in reversed(codec.packing[1:]):
         x = body.op("Mul", x, body.real(step)) if streams else x
         whole = body.op("Floor", x)
         x = x if nested else body.op("Sub", x, whole)
         streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
-    return [Stream(x, step if streams else 1.0, side.packing[0], nested and bool(streams)), *streams]
+    return [Stream(x, step if streams else 1.0, codec.packing[0], nested and bool(streams)), *streams]
 
 
-def _mixing(side: Side, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
+def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
     """The linear map from streams to codes, (D, D + one for every part with an offset); None when they are the same.
 
     codes = (streams, one sum of weights for every offset) @ its transpose, hence q . codes = (q @ it) . streams + biases.
     """
     if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
         return None
-    channels = np.eye(side.head_dim // len(parts))
+    channels = np.eye(codec.head_dim // len(parts))
     nested = np.eye(len(parts), k=1) * [[part.nested] for part in parts]
-    gains = np.diag([part.gain for part in parts]) - 2.0**side.form.code.bits * nested
+    gains = np.diag([part.gain for part in parts]) - 2.0**codec.form.code.bits * nested
     ones = np.kron(np.eye(len(parts)), np.ones((len(channels), 1)))
     biases = [ones[:, [i]] * part.offset for i, part in enumerate(parts) if part.offset]
     return np.hstack([np.kron(gains, channels), *biases])
 
 
-def _scaled(body: Body, side: Side, index: str) -> tuple[list[Stream], list[str]]:
+def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
     """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a
     part. Scales that vary within a part can't be folded and are multiplied in."""
-    groups = side.groups
+    groups = codec.groups
     # Nesting spares a pass over the codes, but its sums are of numbers 2 ** bits as large: too much for float16, which has
     # 11 bits, and for more than two parts.
-    parts = _streams(body, side, index, nested=groups <= 1 and len(side.packing) == 2 and body.compute == "float32")
+    parts = _streams(body, codec, index, nested=groups <= 1 and len(codec.packing) == 2 and body.compute == "float32")
     if not groups:
         return parts, []
     if groups == 1:
-        return parts, [_stored(body, side, "scale", index, rows=True)]
-    scales = _stored(body, side, "scale", index)
+        return parts, [_stored(body, codec, "scale", index, rows=True)]
+    scales = _stored(body, codec, "scale", index)
     if groups == len(parts):
         rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
         return parts, body.ops("Split", groups, rows, axis=2, num_outputs=groups)
@@ -152,15 +152,15 @@ def _scaled(body: Body, side: Side, index: str) -> tuple[list[Stream], list[str]
     return out, []
 
 
-def _stored(body: Body, side: Side, parameter: str, index: str, rows: bool = False) -> str:
+def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
     """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
-    blocks = gather_pages(body, f"{side.name}_{parameter}_pool", index, side.kv_heads, side.groups)
+    blocks = gather_pages(body, f"{codec.side}_{parameter}_pool", index, codec.kv_heads, codec.groups)
     return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
 
 
-def _spread(body: Body, side: Side) -> str:
+def _spread(body: Body, codec: SideCodec) -> str:
     """(g, D), 1 where a channel is in a group: x @ its transpose sums by group, x @ it repeats for every channel."""
-    return body.real(np.eye(side.groups).repeat(side.head_dim // side.groups, axis=1))
+    return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
 
 
 def gather_pages(body: Body, pool: str, index: str, kv_heads: int, width: int) -> str:

@@ -10,9 +10,10 @@ from onnx import helper, numpy_helper
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
-from stages.engines.onnx.formats import FLOAT16, Side
+from stages.engines.onnx.formats import SideCodec, onnx_type
 from stages.engines.onnx.functions import AttentionSpec, Mode, attention_function, quantize_function, quantize_name
 from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+from stages.engines.paged.layout import FLOAT16
 
 IR_VERSION = 10
 INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
@@ -28,11 +29,12 @@ Dims = list[int | str]
 def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
     """Turn the skeleton into the prefill or the decode graph, in place."""
     graph = model.graph
-    nodes = {_attribute(n, "layer").i: n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
+    nodes = {_layer(n): n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
+    assert info.scaling is not None, "the exporter writes the scaling"
     specs = {
-        layer: AttentionSpec(policy, info.shape, layer, info.q_heads, _attribute(node, "scaling").f, info.compute_dtype, mode)
-        for layer, node in sorted(nodes.items())
+        layer: AttentionSpec(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode)
+        for layer in range(info.layers)
     }
     length: int | str = 1 if mode == "decode" else "S"
     _rename_dims(graph, length)
@@ -42,13 +44,13 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
     for layer, spec in specs.items():
         query, key, value = nodes[layer].input
         sources += [key, value]
-        for side in spec.sides.values():
-            graph.input.extend(_side_inputs(side, layer))
-            graph.initializer.extend(_write_constants(side, layer, static))
+        for codec in spec.sides.values():
+            graph.input.extend(_side_inputs(codec, layer))
+            graph.initializer.extend(_write_constants(codec, layer, static))
         if policy.exact_tokens:
             buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
             for name in ("key_exact", "value_exact"):
-                graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", FLOAT16.onnx_type, buffers))
+                graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(FLOAT16), buffers))
         attention = helper.make_node(
             layer_function("PagedAttention", layer),
             [query, key, value, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
@@ -57,16 +59,16 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
             domain=DOMAIN,
         )
         nodes[layer].CopyFrom(attention)
-        for side in spec.sides.values():
-            source = key if side.name.endswith("key") else value
-            _append_quantize(graph, side, layer, source, length)
-            model.functions.append(quantize_function(layer, side, info.compute_dtype))
+        for codec in spec.sides.values():
+            source = key if codec.side.is_key else value
+            _append_quantize(graph, codec, layer, source, length)
+            model.functions.append(quantize_function(layer, codec, info.compute_dtype))
         if policy.exact_tokens:
             for name, source in (("key_exact", key), ("value_exact", value)):
                 copy = f"new_{name}.{layer}"
-                graph.node.append(helper.make_node("Cast", [source], [copy], to=FLOAT16.onnx_type))
+                graph.node.append(helper.make_node("Cast", [source], [copy], to=onnx_type(FLOAT16)))
                 new: Dims = ["B", info.kv_heads, length, info.head_dim]
-                graph.output.append(helper.make_tensor_value_info(copy, FLOAT16.onnx_type, new))
+                graph.output.append(helper.make_tensor_value_info(copy, onnx_type(FLOAT16), new))
         model.functions.append(attention_function(spec))
     _append_check(graph, info, sources, length)
     for imported in model.opset_import:
@@ -88,37 +90,40 @@ def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
                 dim.dim_param = name
 
 
-def _side_inputs(side: Side, layer: int) -> list[onnx.ValueInfoProto]:
+def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
     """Pools and static parameters that attention reads of one side of one layer."""
-    pages = "NW" if side.name.startswith("window") else "N"
+    pages = "NW" if codec.side.in_window else "N"
     pools = [
-        helper.make_tensor_value_info(f"{name}.{layer}", storage.onnx_type, [pages, side.kv_heads, PAGE_TOKENS, width])
-        for name, (storage, width) in side.arrays.items()
+        helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(storage), [pages, codec.kv_heads, PAGE_TOKENS, width])
+        for name, (storage, width) in codec.arrays.items()
     ]
-    return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in side.constants.items()]
+    return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in codec.constants.items()]
 
 
-def _write_constants(side: Side, layer: int, static: KVScales) -> list[onnx.TensorProto]:
+def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
     """The writer's own static parameters: the reader's are inputs (the canary corrupts what reading uses)."""
-    return [numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in side.parameters(static, layer).items()]
+    return [
+        numpy_helper.from_array(values, f"write_{name}.{layer}")
+        for name, values in codec.constant_values(static, layer).items()
+    ]
 
 
-def _append_quantize(graph: onnx.GraphProto, side: Side, layer: int, source: str, length: int | str) -> None:
+def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
     """What is stored of the new tokens of one side of one layer, as outputs."""
-    function = layer_function(quantize_name(side), layer)
-    inputs = [source, *(f"write_{name}.{layer}" for name in side.constants)]
-    outputs = [f"new_{name}.{layer}" for name in side.arrays]
-    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{side.name}.{layer}", domain=DOMAIN))
-    for output, (storage, width) in zip(outputs, side.arrays.values(), strict=True):
-        dims: Dims = ["B", side.kv_heads, length, width]
-        graph.output.append(helper.make_tensor_value_info(output, storage.onnx_type, dims))
+    function = layer_function(quantize_name(codec.side), layer)
+    inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
+    outputs = [f"new_{name}.{layer}" for name in codec.arrays]
+    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{codec.side}.{layer}", domain=DOMAIN))
+    for output, (storage, width) in zip(outputs, codec.arrays.values(), strict=True):
+        dims: Dims = ["B", codec.kv_heads, length, width]
+        graph.output.append(helper.make_tensor_value_info(output, onnx_type(storage), dims))
 
 
 def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
     """The output NOT_FINITE over the new keys and values `sources`: 0 * x summed over channels is NaN unless x is finite."""
     dtype = NUMPY_FLOATS[info.compute_dtype]
     graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
-    graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=FLOAT16.onnx_type))
+    graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=onnx_type(FLOAT16)))
     graph.node.append(helper.make_node("Cast", ["half_states"], ["checked_states"], to=FLOAT_TYPES[info.compute_dtype]))
     graph.initializer.append(numpy_helper.from_array(np.zeros((info.head_dim, 1), dtype), "zeros"))
     graph.node.append(helper.make_node("MatMul", ["checked_states", "zeros"], [NOT_FINITE]))
@@ -127,6 +132,7 @@ def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], l
     graph.output.append(helper.make_tensor_value_info(NOT_FINITE, kind, dims))
 
 
-def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
-    found: onnx.AttributeProto = next(attribute for attribute in node.attribute if attribute.name == name)
-    return found
+def _layer(node: onnx.NodeProto) -> int:
+    """The number of the layer that a skeleton's attention node stands for."""
+    (layer,) = (attribute.i for attribute in node.attribute if attribute.name == "layer")
+    return int(layer)

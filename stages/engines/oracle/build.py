@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import link_or_copy
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
 from pipeline.core.records import Progress
 from stages.engines.bundle import BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
-from stages.engines.files import link_or_copy
 
 BACKEND = "torch"
 

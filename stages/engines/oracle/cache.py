@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, SideName
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, Side
 from stages.engines.oracle.attention import Copies, Sources
 from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, static_scales
 
@@ -31,15 +31,15 @@ class Storage:
         return x if gain == 1 else x * gain
 
 
-LayerStorage = dict[SideName, Storage]
+LayerStorage = dict[Side, Storage]
 
 
 def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales) -> list[LayerStorage]:
-    """The copies that every layer keeps. `scales` has been checked against the policy."""
+    """Return the copies that every layer keeps. `scales` has been checked against the policy."""
 
-    def storage(layer: int, side: SideName, form: Format) -> Storage:
-        found = scales.layers[layer].get(side)
-        return Storage(form, None if found is None else static_scales(found, form, shape.kv_heads, shape.head_dim))
+    def storage(layer: int, side: Side, form: Format) -> Storage:
+        static = scales.layers[layer].get(side)
+        return Storage(form, None if static is None else static_scales(static, form, shape.kv_heads, shape.head_dim))
 
     return [{side: storage(n, side, form) for side, form in policy.sides(n).items()} for n in range(shape.layers)]
 
@@ -119,33 +119,31 @@ class LayerCache:
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
         self.policy = policy
         self.pages = {side: Pages(storage) for side, storage in storages.items()}
-        self.exact = {side: Exact(policy, shape) for side in ("key", "value")}
+        self.exact = {side: Exact(policy, shape) for side in (Side.KEY, Side.VALUE)}
 
     @property
     def length(self) -> int:
-        return self.exact["key"].length
+        return self.exact[Side.KEY].length
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store new keys and values (H, S, D), then free the window's pages that left it."""
         for side, pages in self.pages.items():
-            pages.append(key if side.endswith("key") else value)
-            if side.startswith("window") and self.policy.window is not None:
+            pages.append(key if side.is_key else value)
+            if side.in_window and self.policy.window is not None:
                 pages.forget(self.policy.window.first_page(pages.length))
-        self.exact["key"].append(key)
-        self.exact["value"].append(value)
+        self.exact[Side.KEY].append(key)
+        self.exact[Side.VALUE].append(value)
 
-    def read(self, side: str, own: Tensor, gain: float) -> Sources:
-        """What the tokens after the cached ones see; `own` (H, S, D) are they themselves."""
+    def read(self, side: Side, new: Tensor, gain: float) -> Sources:
+        """Return what new tokens attend to: the cache, and `new` (H, S, D), their own keys or values."""
         sinks, recent = self.exact[side].read()
-        window = self.pages.get("window_key" if side == "key" else "window_value")
-        base = self.pages["key" if side == "key" else "value"].read(gain)
-        return sinks, base, None if window is None else window.read(gain), recent, Copies(own, self.length)
+        base, window = self.pages[side].read(gain), self.pages.get(side.window)
+        return sinks, base, None if window is None else window.read(gain), recent, Copies(new, self.length)
 
 
-def one_pass(policy: KVPolicy, storages: LayerStorage, side: str, x: Tensor, gain: float) -> Sources:
-    """Every copy that any of the tokens x (H, T, D) of a whole sequence sees: what a cache would have given back."""
-    base = storages["key" if side == "key" else "value"]
-    window = storages.get("window_key" if side == "key" else "window_value")
+def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: float) -> Sources:
+    """Return every copy that any of the tokens x (H, T, D) of a whole sequence attends to, as a cache would return it."""
+    base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None
     second = None if window is None else Copies(window.read(window.write(x), gain))
     return exact, Copies(base.read(base.write(x), gain)), second, exact, Copies(x)

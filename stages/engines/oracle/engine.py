@@ -4,21 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport
-from stages.engines.base import check_forced, check_positive, check_step, check_tokens, greedy, not_finite
+from stages.checkpoints import load_causal_lm
+from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive, not_finite
 from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
-from stages.engines.oracle.model import hidden_states, load_model, scales_for, shape_for
-
-Logits = npt.NDArray[np.float32]
+from stages.engines.oracle.model import hidden_states, scales_for, shape_for
 
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
@@ -35,7 +31,7 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
     torch.set_num_threads(threads)
-    return OracleEngine.from_model(load_model(bundle), policy, scales, prefill_chunk=prefill_chunk)
+    return OracleEngine.from_model(load_causal_lm(bundle, dtype=torch.float32), policy, scales, prefill_chunk=prefill_chunk)
 
 
 class _CachedView:
@@ -52,7 +48,7 @@ class _CachedView:
         _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
         self.new.append((key, value))
         cache = self.caches[layer]
-        return cache.read("key", key, self.engine.key_gain), cache.read("value", value, 1.0)
+        return cache.read(Side.KEY, key, self.engine.key_gain), cache.read(Side.VALUE, value, 1.0)
 
     def store(self) -> None:
         """Append what was computed, once every layer has been: a refused token leaves nothing behind."""
@@ -72,8 +68,8 @@ class _OnePassView:
         _check_finite(key, value, layer, "the sequence", 0)
         policy, storages = self.engine.policy, self.engine.storages[layer]
         return (
-            one_pass(policy, storages, "key", key, self.engine.key_gain),
-            one_pass(policy, storages, "value", value, 1.0),
+            one_pass(policy, storages, Side.KEY, key, self.engine.key_gain),
+            one_pass(policy, storages, Side.VALUE, value, 1.0),
         )
 
 
@@ -86,18 +82,15 @@ def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_r
             raise not_finite(side, layer, first_row + row, sequence)
 
 
-class OracleEngine:
+class OracleEngine(ChunkedEngine, OnePassBase):
     """pipeline.core.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
-        self.policy, self.shape, self.storages = policy, shape, storages
-        self.vocab_size = int(model.config.vocab_size)
-        self.model = model
-        self.sequences: dict[int, list[LayerCache]] = {}
-        """Handle -> caches of all layers."""
+        super().__init__(policy, shape, int(model.config.vocab_size), chunk)
+        self.model, self.storages = model, storages
+        self.sequences: SequenceTable[list[LayerCache]] = SequenceTable()
+        """Caches of all layers, by handle."""
         self.key_gain = 1.0
-        self._chunk = chunk
-        self._next_handle = 0
 
     @classmethod
     def from_model(
@@ -112,32 +105,23 @@ class OracleEngine:
         scales = scales_for(policy, shape, scales)
         return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
 
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Start one sequence a prompt: handles, and logits (len(prompts), vocab_size) of each prompt's last token."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        handles: list[int] = []
-        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
-        try:
-            for i, prompt in enumerate(prompts):
-                handles.append(self._start())
-                for begin in range(0, len(prompt), self._chunk):
-                    end = min(begin + self._chunk, len(prompt))
-                    blocks = self._plan([Span(begin, end, begin)])
-                    view = _CachedView(self, handles[-1], blocks)
-                    hidden = self._hidden([prompt[begin:end]], torch.arange(begin, end)[None], [view])
-                    view.store()
-                logits[i] = self.model.lm_head(hidden[0, -1]).numpy()
-        except UserError:
-            self.release(handles)
-            raise
-        return handles, logits
+    def _start(self) -> int:
+        return self.sequences.add([LayerCache(self.policy, self.shape, storages) for storages in self.storages])
 
     @torch.inference_mode()
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size)."""
-        check_step(sequences, tokens, self.vocab_size)
+    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
+        begin = 0
+        for chunk in self._chunks(prompt):
+            end = begin + len(chunk)
+            view = _CachedView(self, sequence, self._plan([Span(begin, end, begin)]))
+            hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
+            view.store()
+            begin = end
+        logits: Logits = self.model.lm_head(hidden[0, -1]).numpy()
+        return logits
+
+    @torch.inference_mode()
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         lengths = [self.sequences[handle][0].length for handle in sequences]
         views = [
             _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
@@ -150,48 +134,32 @@ class OracleEngine:
         return logits
 
     @torch.inference_mode()
-    def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, as prefill of the others and then decode
-        of these, one by one, would give them. No sequence stays behind."""
-        check_forced(tokens, first, self.vocab_size)
-        chunks = [Span(begin, min(begin + self._chunk, first), begin) for begin in range(0, first, self._chunk)]
+    def _forced(self, tokens: Sequence[int], first: int) -> Logits:
+        chunks = [Span(begin, min(begin + self.prefill_chunk, first), begin) for begin in range(0, first, self.prefill_chunk)]
         view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None)]))
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
         logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
         return logits
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
-    ) -> list[list[int]]:
-        """Greedy continuations without the stop token."""
-        return greedy(self, prompts, max_new_tokens, stop_token)
-
-    def release(self, sequences: Sequence[int]) -> None:
-        """Free the sequences' caches."""
-        for handle in sequences:
-            del self.sequences[handle]
+    def _release(self, sequence: int) -> None:
+        del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
         """Bytes of the tensors that hold the cache now: pages are allocated one by one, so nothing is spare."""
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
         return MemoryReport(
-            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.startswith("window")),
+            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.in_window),
             exact_bytes=sum(e.nbytes for c in caches for e in c.exact.values()),
-            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.startswith("window")),
+            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.in_window),
             static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
-            pages=sum(len(sequence[0].pages["key"].pages) for sequence in self.sequences.values()),
+            pages=sum(len(sequence[0].pages[Side.KEY].pages) for sequence in self.sequences.values()),
             live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
         )
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply what the pool's keys are read with, of stored and of later tokens; the codes stay right."""
         self.key_gain *= factor
-
-    def _start(self) -> int:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self.sequences[handle] = [LayerCache(self.policy, self.shape, storages) for storages in self.storages]
-        return handle
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end

@@ -1,22 +1,12 @@
 """transformers' own causal language model, as both engines of backend=torch use it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
-
-
-def load_model(directory: Path) -> Any:
-    """Load a checkpoint's causal language model in float32: local safetensors alone, no code of the checkpoint's."""
-    disable_progress_bar()
-    load: Any = AutoModelForCausalLM.from_pretrained
-    return load(directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False)
 
 
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:

@@ -1,42 +1,47 @@
-"""Numbers of pages or buffers, handed out lowest first and shared by counting their users."""
+"""Numbers of pages, handed out lowest first and shared by counting their users."""
 
 import heapq
 
 
-class Numbers:
-    """Numbers below `capacity`. Lowest first, so that what a few sequences use stays together: a graph is shown the span."""
+class PageAllocator:
+    """Which of `capacity` pages are in use. What else is numbered, such as exact buffers, is a page here as well.
+
+    The lowest free page comes first, so that the pages of a few sequences stay close together: a graph reads their whole span.
+    """
 
     def __init__(self) -> None:
         self.capacity = 0
         self._users: dict[int, int] = {}
         self._free: list[int] = []
 
-    def grow(self, capacity: int) -> None:
-        for number in range(self.capacity, capacity):
-            heapq.heappush(self._free, number)
-        self.capacity = max(self.capacity, capacity)
-
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         return len(self._free)
 
     @property
-    def used(self) -> int:
+    def used_count(self) -> int:
         return len(self._users)
 
-    def take(self) -> int:
-        number = heapq.heappop(self._free)
-        self._users[number] = 1
-        return number
+    def grow(self, capacity: int) -> None:
+        """Add the pages up to `capacity`; a smaller capacity changes nothing."""
+        for page in range(self.capacity, capacity):
+            heapq.heappush(self._free, page)
+        self.capacity = max(self.capacity, capacity)
 
-    def share(self, number: int) -> int:
-        """One more user of a number in use."""
-        self._users[number] += 1
-        return number
+    def allocate(self) -> int:
+        """Return the lowest free page, which has one user from now on. Raises IndexError when none is free."""
+        page = heapq.heappop(self._free)
+        self._users[page] = 1
+        return page
 
-    def give(self, number: int) -> None:
-        """One user less; free when it was the last."""
-        self._users[number] -= 1
-        if not self._users[number]:
-            del self._users[number]
-            heapq.heappush(self._free, number)
+    def share(self, page: int) -> int:
+        """Add a user to a page in use, and return the page."""
+        self._users[page] += 1
+        return page
+
+    def free(self, page: int) -> None:
+        """Remove a user; the page is free when that was the last one."""
+        self._users[page] -= 1
+        if not self._users[page]:
+            del self._users[page]
+            heapq.heappush(self._free, page)

@@ -1,10 +1,15 @@
-"""Which KV policies the CUDA kernels hold, and as what: a KVPolicy to the kernels' CacheLayout. No torch: checked early."""
+"""What the attention kernels hold: a KVPolicy to the kernels' CacheLayout of each layer, or the reason why there is none.
 
-from typing import NoReturn
+The kernels serve backend=torch on CUDA, which needs all layers, and the TensorRT plugin, which takes the layers that they
+hold. No torch: policies are checked before anything is loaded.
+"""
+
+from dataclasses import dataclass
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import (
     GRANULARITIES,
     GROUP_SIZES,
@@ -14,57 +19,112 @@ from plugins.kv_attention.layout import (
     SideLayout,
 )
 
-MAX_GROUP = 16
-"""Query heads that share a KV head: what one program of the decode kernel takes."""
-
-FIX = "set backend.device=cpu, or choose another policy"
+POLICY_FIX = "set backend.device=cpu, or choose another policy"
+MODEL_FIX = "set backend.device=cpu"
 
 
-def layer_layouts(policy: KVPolicy, shape: KVShape) -> list[CacheLayout]:
-    """One a layer; layers of equal formats have equal layouts. `check_kernels` has accepted the policy."""
-    layouts = []
+@dataclass(frozen=True)
+class KernelRefusal:
+    """Why the kernels do not hold a layer's cache."""
+
+    key: str
+    """The configuration's key, `kv.key.rotation`."""
+    value: object
+    reason: str
+    fix: str = POLICY_FIX
+    """What to do about it with backend=torch."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class KernelLayers:
+    """What becomes of a model's layers."""
+
+    layouts: dict[int, CacheLayout]
+    """By layer: those that the kernels hold. Layers of equal formats have equal layouts."""
+    refusals: dict[int, KernelRefusal]
+    """By layer: why the kernels do not hold it."""
+
+
+def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
+    """Return the layouts of the layers that the kernels hold, and the reasons for the others.
+
+    Args:
+        policy: Any policy, whether its formats fit the model or not.
+        shape: The model's shape.
+        q_heads: The model's query heads.
+    """
+    layers = KernelLayers({}, {})
     for layer in range(shape.layers):
-        sides = policy.sides(layer)
-        key, value = _side(sides["key"]), _side(sides["value"])
-        layouts.append(CacheLayout(shape.kv_heads, shape.head_dim, key, value, policy.sink_tokens, policy.recent_tokens))
-    return layouts
+        layout = layer_layout(policy, shape, layer, q_heads)
+        if isinstance(layout, KernelRefusal):
+            layers.refusals[layer] = layout
+        else:
+            layers.layouts[layer] = layout
+    return layers
 
 
-def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> None:
-    """Raise UserError, naming the key, the value and the fix, for what the CUDA kernels do not hold."""
+def layer_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> CacheLayout | KernelRefusal:
+    """Return the layout of one layer's cache, or why the kernels do not hold it."""
     if policy.window is not None:
-        _refuse("kv.window.tokens", policy.window.tokens, "the CUDA kernels read one copy of a token, so window must be null")
-    for name, form in policy.formats:
-        _check_format(f"kv.{name}", form)
-    if shape.head_dim not in HEAD_DIMS:
-        _refuse("model.path: head_dim", shape.head_dim, f"the CUDA kernels take {_listed(HEAD_DIMS)}", "set backend.device=cpu")
-    if q_heads > MAX_GROUP * shape.kv_heads:
-        reason = f"the CUDA kernels take up to {MAX_GROUP} for each of the {shape.kv_heads} KV heads"
-        _refuse("model.path: num_attention_heads", q_heads, reason, "set backend.device=cpu")
+        reason = "the CUDA kernels read one copy of a token, so window must be null"
+        return KernelRefusal("kv.window.tokens", policy.window.tokens, reason)
+    sides: dict[Side, SideLayout] = {}
+    for side, form in policy.sides(layer).items():
+        refusal = _refuse_format(policy.format_key(side, layer), side, form)
+        if refusal is not None:
+            return refusal
+        sides[side] = SideLayout(form.dtype, form.granularity, form.group_size)  # type: ignore[arg-type]  # just narrowed
+    refusal = _refuse_model(shape, q_heads)
+    if refusal is not None:
+        return refusal
+    key, value = sides[Side.KEY], sides[Side.VALUE]
+    if value.group_size is not None and shape.head_dim % value.group_size:
+        reason = f"does not divide the model's head_dim {shape.head_dim}"
+        return KernelRefusal(f"{policy.format_key(Side.VALUE, layer)}.group_size", value.group_size, reason)
+    return CacheLayout(shape.kv_heads, shape.head_dim, key, value, policy.sink_tokens, policy.recent_tokens)
 
 
-def _check_format(name: str, form: Format) -> None:
+def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheLayout]:
+    """Return the layout of every layer's cache.
+
+    Raises:
+        UserError: The kernels do not hold some layer's cache; names the key, the value and the fix.
+    """
+    layers = choose_layers(policy, shape, q_heads)
+    for refusal in layers.refusals.values():
+        raise UserError(f"{refusal}; {refusal.fix}")
+    return list(layers.layouts.values())
+
+
+def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
+    """Why the kernels do not hold one side's format, which the configuration's `key` gives."""
     if form.rotation != "none":
-        _refuse(f"{name}.rotation", form.rotation, "the CUDA kernels do not rotate")
+        return KernelRefusal(f"{key}.rotation", form.rotation, "the CUDA kernels do not rotate")
     if not form.symmetric:
-        _refuse(f"{name}.symmetric", "false", "the CUDA kernels have no zero points")
-    side = "keys" if name.endswith("key") else "values"
-    dtypes = KEY_DTYPES if side == "keys" else tuple(GRANULARITIES)
+        return KernelRefusal(f"{key}.symmetric", "false", "the CUDA kernels have no zero points")
+    plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(GRANULARITIES))
     if form.dtype not in dtypes:
-        _refuse(f"{name}.dtype", form.dtype, f"the CUDA kernels hold {side} as {_listed(dtypes)}")
+        return KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
     granularities = GRANULARITIES[form.dtype]
     if form.granularity not in granularities:
-        _refuse(f"{name}.granularity", form.granularity, f"the CUDA kernels hold {form.dtype} {_listed(granularities)}")
+        reason = f"the CUDA kernels hold {form.dtype} {_listed(granularities)}"
+        return KernelRefusal(f"{key}.granularity", form.granularity, reason)
     if form.granularity == "per_group" and form.group_size not in GROUP_SIZES:
-        _refuse(f"{name}.group_size", form.group_size, f"the CUDA kernels take {_listed(GROUP_SIZES)}")
+        return KernelRefusal(f"{key}.group_size", form.group_size, f"the CUDA kernels take {_listed(GROUP_SIZES)}")
+    return None
 
 
-def _side(form: Format) -> SideLayout:
-    return SideLayout(form.dtype, form.granularity, form.group_size)  # type: ignore[arg-type]  # check_kernels has narrowed it
-
-
-def _refuse(key: str, value: object, reason: str, fix: str = FIX) -> NoReturn:
-    raise UserError(f"{key}={value}: {reason}; {fix}")
+def _refuse_model(shape: KVShape, q_heads: int) -> KernelRefusal | None:
+    """Why the kernels do not hold the model's heads."""
+    if shape.head_dim not in HEAD_DIMS:
+        return KernelRefusal("model.path: head_dim", shape.head_dim, f"the CUDA kernels take {_listed(HEAD_DIMS)}", MODEL_FIX)
+    if q_heads > GROUP_LIMIT * shape.kv_heads:
+        reason = f"the CUDA kernels take up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
+        return KernelRefusal("model.path: num_attention_heads", q_heads, reason, MODEL_FIX)
+    return None
 
 
 def _listed(values: tuple[object, ...]) -> str:

@@ -6,8 +6,7 @@ each. Every array belongs to one layer and is named like the graph's input: `key
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,239 +16,224 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
-from stages.engines.onnx.formats import FLOAT16, layer_sides
-from stages.engines.paged.allocator import Numbers
+from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.layout import FLOAT16, layer_sides
+from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int64]
-
-
-@dataclass
-class _Sequence:
-    exact_slot: int
-    length: int = 0
-    pages: list[int] = field(default_factory=list)
-    young: list[int] = field(default_factory=list)
-    """Window pages, the first of them for page `first_young` of the sequence."""
-    first_young: int = 0
+Places = tuple[Indices, Indices, Indices]
+"""Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """First and one past the last exact buffer, page and window page that a graph is shown."""
+    """First and one past the last exact buffer, page and window page that a graph reads."""
 
     moves: int
-    """How often arrays had been allocated anew."""
-    slots: tuple[int, int]
+    """How often arrays had been allocated anew: each time their addresses changed."""
+    buffers: tuple[int, int]
     pages: tuple[int, int]
-    young: tuple[int, int]
+    window_pages: tuple[int, int]
 
 
-class PagedPool:
+class PagedPool(SequencePages):
     """Storage of the quantized cache of all sequences, of its second copies in the window, and of exact tokens."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, max_pages: int) -> None:
+        super().__init__()
         self.policy, self.shape, self.max_pages = policy, shape, max_pages
-        self._pages, self._young, self._slots = Numbers(), Numbers(), Numbers()
-        self._sequences: dict[int, _Sequence] = {}
-        self._handles = count()
+        self.window_pages = PageAllocator()
         self.arrays: dict[str, Array] = {}
-        self._numbers: dict[str, Numbers] = {}
+        self._allocators: dict[str, PageAllocator] = {}
         """What numbers the first dimension of each array."""
         self._moves = 0
-        """How often arrays were allocated anew."""
         for layer in range(shape.layers):
-            for side in layer_sides(policy, shape, layer).values():
-                numbers = self._young if side.name.startswith("window") else self._pages
-                for name, (storage, width) in side.arrays.items():
-                    self._add(f"{name}.{layer}", numbers, (PAGE_TOKENS, width), storage.numpy_type)
+            for side, stored in layer_sides(policy, shape, layer).items():
+                allocator = self.window_pages if side.in_window else self.pages
+                for name, (storage, width) in stored.arrays.items():
+                    self._add(f"{name}.{layer}", allocator, (PAGE_TOKENS, width), storage.numpy_type)
             if policy.exact_tokens:
                 for name in ("key_exact", "value_exact"):
-                    self._add(f"{name}.{layer}", self._slots, (policy.exact_tokens, shape.head_dim), FLOAT16.numpy_type)
+                    self._add(f"{name}.{layer}", self.buffers, (policy.exact_tokens, shape.head_dim), FLOAT16.numpy_type)
 
-    def _add(self, name: str, numbers: Numbers, dims: tuple[int, int], dtype: npt.DTypeLike) -> None:
-        self.arrays[name], self._numbers[name] = self._zeros((0, self.shape.kv_heads, *dims), np.dtype(dtype)), numbers
+    def _add(self, name: str, allocator: PageAllocator, dims: tuple[int, int], dtype: npt.DTypeLike) -> None:
+        self.arrays[name] = self._zeros((0, self.shape.kv_heads, *dims), np.dtype(dtype))
+        self._allocators[name] = allocator
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array of the pool; torch's on another device."""
+        """An array of the pool; a subclass on another device returns torch's."""
         return np.zeros(shape, dtype)
 
-    def start(self) -> int:
-        """A new, empty sequence's handle."""
-        if not self._slots.free:
-            self._grow(self._slots, max(1, 2 * self._slots.capacity))
-        handle = next(self._handles)
-        self._sequences[handle] = _Sequence(self._slots.take())
-        return handle
-
     def fork(self, handle: int) -> int:
-        """A new sequence with the same tokens. Full pages are shared; what either will write to is copied."""
+        """Start a sequence with the same tokens and return its handle.
+
+        Full pages are shared; those that either of the two will write to are copied. Raises UserError when there is no room
+        for the copies.
+        """
         full = self.length(handle) // PAGE_TOKENS
-        source = self._sequences[handle]
+        source = self.sequences[handle]
         partial = source.length % PAGE_TOKENS != 0
-        self._make_room(int(partial))
+        self._make_room(self.pages, int(partial))
         child = self.start()
-        row = self._sequences[child]
-        row.length, row.first_young = source.length, source.first_young
-        row.pages = [self._pages.share(page) for page in source.pages[:full]]
+        fork = self.sequences[child]
+        fork.length, fork.first_window_page = source.length, source.first_window_page
+        fork.pages = [self.pages.share(page) for page in source.pages[:full]]
         if partial:
-            row.pages.append(self._copy(self._pages, source.pages[full]))
-        for number, page in enumerate(source.young, start=source.first_young):
-            row.young.append(self._young.share(page) if number < full else self._copy(self._young, page))
-        for array in self._of(self._slots):
-            array[row.exact_slot] = array[source.exact_slot]
+            fork.pages.append(self._copy(self.pages, source.pages[full]))
+        for number, page in enumerate(source.window_pages, start=source.first_window_page):
+            copy = self.window_pages.share(page) if number < full else self._copy(self.window_pages, page)
+            fork.window_pages.append(copy)
+        for array in self._numbered_by(self.buffers):
+            array[fork.buffer] = array[source.buffer]
         return child
 
-    def _copy(self, numbers: Numbers, page: int) -> int:
-        if not numbers.free:
-            self._grow(numbers, 2 * numbers.capacity)
-        copy = numbers.take()
-        for array in self._of(numbers):
+    def _copy(self, allocator: PageAllocator, page: int) -> int:
+        """Copy a page and return the copy's number."""
+        copy = self._allocate(allocator)
+        for array in self._numbered_by(allocator):
             array[copy] = array[page]
         return copy
 
     def release(self, handle: int) -> None:
-        sequence = self._sequences.pop(handle)
-        self._slots.give(sequence.exact_slot)
-        for page in sequence.pages:
-            self._pages.give(page)
-        for page in sequence.young:
-            self._young.give(page)
+        window_pages = self.sequences[handle].window_pages
+        super().release(handle)
+        for page in window_pages:
+            self.window_pages.free(page)
 
-    def length(self, handle: int) -> int:
-        if handle not in self._sequences:
-            raise KeyError(f"sequence {handle} was released or never started")
-        return self._sequences[handle].length
+    def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
+        """Double the capacity, or more if that is not enough; UserError beyond `max_pages`."""
+        capacity = max(needed, 2 * allocator.capacity)
+        if allocator is self.pages:
+            if needed > self.max_pages:
+                raise UserError(
+                    f"max_pages={self.max_pages} is too small: {needed} pages of {PAGE_TOKENS} tokens are needed; "
+                    "raise max_pages or run fewer or shorter sequences at once"
+                )
+            capacity = min(self.max_pages, capacity)
+        self._resize(allocator, capacity)
 
-    def reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """Give each sequence the pages for `tokens` more tokens, or raise UserError and give none a page."""
-        wanted = {h: -(-(self.length(h) + tokens) // PAGE_TOKENS) - len(self._sequences[h].pages) for h in handles}
-        self._make_room(sum(wanted.values()))
-        for handle, pages in wanted.items():
-            self._sequences[handle].pages.extend(self._pages.take() for _ in range(pages))
-
-    def _make_room(self, pages: int) -> None:
-        needed = self._pages.capacity + pages - self._pages.free
-        if needed > self.max_pages:
-            raise UserError(
-                f"max_pages={self.max_pages} is too small: {needed} pages of {PAGE_TOKENS} tokens are needed; "
-                "raise max_pages or run fewer or shorter sequences at once"
-            )
-        if needed > self._pages.capacity:
-            self._grow(self._pages, min(self.max_pages, max(needed, 2 * self._pages.capacity)))
-
-    def _grow(self, numbers: Numbers, capacity: int) -> None:
-        """Enlarge what is numbered, keeping what is stored."""
-        numbers.grow(capacity)
+    def _resize(self, allocator: PageAllocator, capacity: int) -> None:
+        """Allocate the arrays of `allocator` anew for `capacity` pages or buffers, keeping what is stored."""
+        allocator.grow(capacity)
         for name, old in self.arrays.items():
-            if self._numbers[name] is numbers:
+            if self._allocators[name] is allocator:
                 new = self._zeros((capacity, *old.shape[1:]), old.dtype)
                 new[: len(old)] = old
                 self.arrays[name] = new
         self._moves += 1
 
-    def _of(self, numbers: Numbers) -> Iterator[Array]:
-        return (array for name, array in self.arrays.items() if self._numbers[name] is numbers)
+    def _numbered_by(self, allocator: PageAllocator) -> Iterator[Array]:
+        return (array for name, array in self.arrays.items() if self._allocators[name] is allocator)
 
     @property
     def in_use(self) -> tuple[int, int]:
         """Pages and window pages that some sequence holds."""
-        return self._pages.used, self._young.used
+        return self.pages.used_count, self.window_pages.used_count
 
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
-        """Tables whose pages count from the first one that any of these sequences uses, and the pages that they span: what
-        a graph is shown, since it may have to widen all of that before it gathers."""
+        """Return the tables of some sequences, and the spans of the arrays that they refer to.
+
+        Pages in these tables count from the first of their span. A graph reads only the spans, since it may have to widen all
+        of what it reads before it gathers.
+        """
         tables = self.tables(handles)
-        spans = [(0, self._slots.capacity)]
-        for names in (("page_table", "young_table"), ("window_table",)):
-            held = [tables[name] for name in names if name in tables]
-            low = min((int(table.min()) for table in held), default=0)
-            spans.append((low, 1 + max((int(table.max()) for table in held), default=low)))
+        spans = [(0, self.buffers.capacity)]
+        for names in (("page_table", "window_base_table"), ("window_table",)):
+            present = [tables[name] for name in names if name in tables]
+            low = min((int(table.min()) for table in present), default=0)
+            spans.append((low, 1 + max((int(table.max()) for table in present), default=low)))
             tables |= {name: tables[name] - low for name in names if name in tables}
         return tables, Spans(self._moves, *spans)
 
-    def shown(self, name: str, spans: Spans) -> Array:
-        """The part of an array that a graph sees."""
-        numbers = self._numbers[name]
-        span = spans.slots if numbers is self._slots else spans.young if numbers is self._young else spans.pages
-        return self.arrays[name][slice(*span)]
+    def array_view(self, name: str, spans: Spans) -> Array:
+        """Return the span of an array that a graph reads."""
+        allocator = self._allocators[name]
+        if allocator is self.buffers:
+            return self.arrays[name][slice(*spans.buffers)]
+        return self.arrays[name][slice(*(spans.pages if allocator is self.pages else spans.window_pages))]
 
     def tables(self, handles: Sequence[int]) -> dict[str, npt.NDArray[np.int32]]:
-        """The attention's tables (AttentionSpec.tables). Unused entries name the lowest page, which lengths or starts mask."""
-        rows = [self._sequences[handle] for handle in handles]
+        """Return the attention's tables, as AttentionSpec.tables names them.
+
+        Unused entries name the lowest page, which lengths or starts mask.
+        """
+        rows = [self.sequences[handle] for handle in handles]
         lengths = [row.length for row in rows]
         # Pages that hold no token yet need not be gathered.
-        used = [-(-length // PAGE_TOKENS) for length in lengths]
-        out = {"lengths": np.array(lengths, np.int32)}
-        low = min((page for row, end in zip(rows, used, strict=True) for page in row.pages[:end]), default=0)
+        ends = [-(-length // PAGE_TOKENS) for length in lengths]
+        tables = {"lengths": np.array(lengths, np.int32)}
+        low = min((page for row, end in zip(rows, ends, strict=True) for page in row.pages[:end]), default=0)
         window = self.policy.window
         if window is None:
-            out["page_table"] = _table([row.pages[:end] for row, end in zip(rows, used, strict=True)], low)
+            tables["page_table"] = _table([row.pages[:end] for row, end in zip(rows, ends, strict=True)], low)
         else:
-            if not self._young.capacity:
-                self._grow(self._young, 1)
+            if not self.window_pages.capacity:
+                self._enlarge(self.window_pages, 1)
             firsts = [window.first_page(length) for length in lengths]
-            out["page_table"] = _table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
-            out["young_table"] = _table([row.pages[i:j] for row, i, j in zip(rows, firsts, used, strict=True)], low)
-            out["window_table"] = _table(
-                [row.young for row in rows], min((page for row in rows for page in row.young), default=0)
-            )
-            out["window_starts"] = np.array(firsts, np.int32) * PAGE_TOKENS
+            tables["page_table"] = _table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
+            in_window = [row.pages[first:end] for row, first, end in zip(rows, firsts, ends, strict=True)]
+            tables["window_base_table"] = _table(in_window, low)
+            lowest = min((page for row in rows for page in row.window_pages), default=0)
+            tables["window_table"] = _table([row.window_pages for row in rows], lowest)
+            tables["window_starts"] = np.array(firsts, np.int32) * PAGE_TOKENS
         if self.policy.exact_tokens:
-            out["exact_slots"] = np.array([row.exact_slot for row in rows], np.int32)
-        return out
+            tables["exact_slots"] = np.array([row.buffer for row in rows], np.int32)
+        return tables
 
     def append(self, handles: Sequence[int], new: Mapping[str, Array]) -> None:
-        """Append S tokens to each (distinct) sequence; arrays (B, H, S, W) by name, pages reserved before."""
-        rows = [self._sequences[handle] for handle in handles]
+        """Append S tokens to each of distinct sequences, for which pages are reserved.
+
+        Args:
+            handles: The B sequences.
+            new: What is stored of the new tokens, (B, H, S, W) by the array's name.
+        """
+        rows = [self.sequences[handle] for handle in handles]
         tokens = next(iter(new.values())).shape[2]
         starts = np.array([row.length for row in rows])[:, None]
         positions = starts + np.arange(tokens)
         pages = positions // PAGE_TOKENS
-        within = (positions % PAGE_TOKENS).ravel()
-        every = np.arange(len(within))
-        places = {self._pages: [(every, _lookup([(row.pages, 0) for row in rows], pages), within)]}
+        slots = (positions % PAGE_TOKENS).ravel()
+        places = {self.pages: [(np.arange(slots.size), _lookup([(row.pages, 0) for row in rows], pages), slots)]}
         if self.policy.window is not None:
             for row in rows:
                 self._move_window(row, row.length + tokens)
-            young = np.flatnonzero(pages >= np.array([row.first_young for row in rows])[:, None])
-            held = [(row.young, row.first_young) for row in rows]
-            places[self._young] = [(young, _lookup(held, pages)[young], within[young])]
+            inside = np.flatnonzero(pages >= np.array([row.first_window_page for row in rows])[:, None])
+            numbers = _lookup([(row.window_pages, row.first_window_page) for row in rows], pages)
+            places[self.window_pages] = [(inside, numbers[inside], slots[inside])]
         if self.policy.exact_tokens:
-            places[self._slots] = self._exact_places(rows, positions, starts + tokens)
-        found = {numbers: [self._index(place) for place in listed] for numbers, listed in places.items()}
+            places[self.buffers] = self._exact_places(rows, positions, starts + tokens)
+        indices = {allocator: [self._index(place) for place in listed] for allocator, listed in places.items()}
         for name, values in new.items():
-            self._write(self.arrays[name], values, found[self._numbers[name]])
+            self._write(self.arrays[name], values, indices[self._allocators[name]])
         for row in rows:
             row.length += tokens
 
-    def _index(self, place: tuple[Indices, Indices, Indices]) -> tuple[Any, Any, Any]:
-        """What indexes the arrays: torch's on another device."""
+    def _index(self, place: Places) -> tuple[Any, Any, Any]:
+        """What indexes the arrays; a subclass on another device returns torch's."""
         return place
 
     def _write(self, array: Any, values: Any, places: list[tuple[Any, Any, Any]]) -> None:
-        """Write the chosen ones of the new tokens `values` (B, H, S, W), row after row, to (number, slot) of an array."""
+        """Write the new tokens `values` (B, H, S, W) to their places in an array."""
         flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])
         for chosen, number, slot in places:
             array[number, :, slot] = flat[chosen]
 
-    def _move_window(self, row: _Sequence, length: int) -> None:
-        """Forget the pages that leave the window of a sequence that grows to `length`, take those that enter."""
+    def _move_window(self, row: PagedSequence, length: int) -> None:
+        """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""
         assert self.policy.window is not None
         first = self.policy.window.first_page(length)
-        while row.first_young < first:
-            if row.young:
-                self._young.give(row.young.pop(0))
-            row.first_young += 1
-        for _ in range(self.policy.window_pages(length) - len(row.young)):
-            if not self._young.free:
-                self._grow(self._young, max(1, 2 * self._young.capacity))
-            row.young.append(self._young.take())
+        while row.first_window_page < first:
+            if row.window_pages:
+                self.window_pages.free(row.window_pages.pop(0))
+            row.first_window_page += 1
+        for _ in range(self.policy.window_pages(length) - len(row.window_pages)):
+            row.window_pages.append(self._allocate(self.window_pages))
 
-    def _exact_places(self, rows: list[_Sequence], positions: Indices, ends: Indices) -> list[tuple[Indices, Indices, Indices]]:
-        """Tokens that are kept exactly, the buffer and the slot of each: the sinks, then the newest ones."""
+    def _exact_places(self, rows: list[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
+        """Where tokens that are kept exactly go: the sinks, then the newest ones."""
         sink, recent = self.policy.sink_tokens, self.policy.recent_tokens
-        buffers = np.broadcast_to(np.array([row.exact_slot for row in rows])[:, None], positions.shape).ravel()
+        buffers = np.broadcast_to(np.array([row.buffer for row in rows])[:, None], positions.shape).ravel()
         flat = positions.ravel()
         chosen = [np.flatnonzero(positions < sink)] if sink else []
         slots = [flat[tokens] for tokens in chosen]
@@ -263,14 +247,14 @@ class PagedPool:
         self.arrays[name][...] = scaled(self.arrays[name], factor)
 
     def memory(self, static_scale_bytes: int) -> MemoryReport:
-        """Bytes of the arrays as allocated."""
-        pool, exact, window = (sum(a.nbytes for a in self._of(n)) for n in (self._pages, self._slots, self._young))
-        live = sum(row.length for row in self._sequences.values())
-        return MemoryReport(pool, exact, window, static_scale_bytes, self._pages.capacity, live)
+        """Return the bytes of the arrays as allocated."""
+        allocators = (self.pages, self.buffers, self.window_pages)
+        pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
+        return MemoryReport(pool, exact, window, static_scale_bytes, self.pages.capacity, self.live_tokens)
 
 
 def scaled(values: Array, factor: float) -> Array:
-    """Floating-point values times a factor, saturating at float16's range."""
+    """Return floating-point values times a factor, saturating at float16's range."""
     return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)
 
 
@@ -282,10 +266,13 @@ def _table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
     return table
 
 
-def _lookup(held: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
-    """Numbers of the pages (B, S) of sequences that hold some from a first one on; flat, any number for earlier pages."""
-    found = []
-    for (numbers, first), wanted in zip(held, pages, strict=True):
+def _lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
+    """Numbers of the pages (B, S) of sequences, flat.
+
+    A row lists the numbers of a sequence's pages from some first page on; for pages before that one any number is returned.
+    """
+    numbers = []
+    for (listed, first), wanted in zip(rows, pages, strict=True):
         start = max(first, int(wanted[0]))
-        found.append(np.array(numbers[start - first :])[np.maximum(wanted - start, 0)])
-    return np.concatenate(found)
+        numbers.append(np.array(listed[start - first :])[np.maximum(wanted - start, 0)])
+    return np.concatenate(numbers)

@@ -101,8 +101,8 @@ class TensorRTBackend(PlanBackend):
             return
         load(self.library)
         gpu = first_gpu()
+        from stages.engines.paged.kernel_layout import choose_layers
         from stages.engines.tensorrt.plugin import check_gpu
-        from stages.engines.tensorrt.surgery import choose_layers
 
         check_gpu(gpu)
         shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads

@@ -13,8 +13,8 @@ from pipeline.core.kv import KVScales, KVShape
 from pipeline.core.records import PREFILL_CHUNK
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.engine import PagedEngine
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool, scaled
@@ -139,7 +139,7 @@ class PlanEngine(PagedEngine):
             "B": 1 if mode == "prefill" else bucket(batch, limits.max_batch),
             "S": 1 if mode == "decode" else bucket(tokens, limits.chunk),
             "P": bucket(pages, limits.sequence_pages),
-            "Y": max(1, limits.sequence_young),
+            "Y": max(1, limits.sequence_window_pages),
         }
 
 

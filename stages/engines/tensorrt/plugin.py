@@ -14,17 +14,19 @@ from typing import Literal
 
 import onnx
 
-from pipeline.core.errors import MissingRequirement
+from pipeline.artifacts.files import link_or_copy
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
-from stages.engines.files import link_or_copy
+from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
+from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.build import Adapted
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import choose_layers, use_plugin
+from stages.engines.tensorrt.surgery import use_plugin
 
 
 def build_bundle(
@@ -49,9 +51,9 @@ def build_bundle(
 
     @contextmanager
     def with_plugin(graph: Path, info: ModelInfo, limits: Limits) -> Iterator[Adapted]:
-        chosen = choose_layers(limits.policy, info.shape, info.q_heads)
-        if not chosen.layouts:
-            yield Adapted(graph, chosen.native, {})
+        layers = choose_layers(limits.policy, info.shape, info.q_heads)
+        if not layers.layouts:
+            yield Adapted(graph, _reasons(layers), {})
             return
         # beside `out`, so that the weights can be linked
         with TemporaryDirectory(prefix=".plugin-", dir=out.parent) as folder:
@@ -92,17 +94,34 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 
 def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> Adapted:
-    """A decode graph with plugin nodes in `folder`, beside its weights. The plugin serves at least one layer.
+    """Write a decode graph with plugin nodes to `folder`, beside its weights, and register the plugin with TensorRT.
 
-    Registers the plugin with TensorRT. sm: 90 for SM 9.0. Raises MissingRequirement without Triton.
+    Args:
+        graph: The decode graph of an ONNX bundle. The kernels hold at least one of its layers.
+        folder: An empty directory on the file system of the bundle, so that the weights can be linked.
+        info: The bundle's model.
+        limits: What the plans are sized for.
+        sm: Compute capability that the kernels are compiled for, 90 for SM 9.0.
+
+    Raises:
+        MissingRequirement: Triton is not installed.
+        UserError: The bundle was built before the attention's scaling was recorded in it.
     """
+    if info.scaling is None:
+        path = graph.with_name(BUNDLE_FILE)
+        raise UserError(f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again")
     model = onnx.load(graph, load_external_data=False)
-    replaced = use_plugin(model, info, limits.policy, splits=splits_here(info, limits), sm=sm)
+    layers = use_plugin(model, info, limits.policy, splits=default_splits(info, limits), sm=sm)
     register()
     out = folder / graph.name
     onnx.save(model, out)
     link_or_copy(graph.with_name(WEIGHTS_FILE), folder / WEIGHTS_FILE)
-    return Adapted(out, replaced.native, kernel_digests(model, replaced.layouts, info))
+    return Adapted(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
+
+
+def _reasons(layers: KernelLayers) -> dict[int, str]:
+    """By layer: why its attention is not the plugin's."""
+    return {layer: str(refusal) for layer, refusal in layers.refusals.items()}
 
 
 def register() -> None:
@@ -111,13 +130,13 @@ def register() -> None:
         import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def splits_here(info: ModelInfo, limits: Limits) -> int:
-    """Splits of a sequence's pages that fill this GPU with one sequence; more sequences have more programs anyway."""
+def default_splits(info: ModelInfo, limits: Limits) -> int:
+    """Return the splits of a sequence's pages that fill this GPU with one sequence; more sequences are more programs."""
     import torch
 
     with _triton():
-        from plugins.kv_attention.ops import default_splits
-    return default_splits(torch.device("cuda"), 1, info.kv_heads, limits.sequence_pages)
+        from plugins.kv_attention import ops
+    return ops.default_splits(torch.device("cuda"), 1, info.kv_heads, limits.sequence_pages)
 
 
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
@@ -125,22 +144,22 @@ def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], i
     with _triton():
         from plugins.kv_attention import aot
     nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
-    made: dict[tuple[object, ...], tuple[str, str]] = {}
+    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
     digests: dict[str, str] = {}
     for layer, layout in layouts.items():
-        said = nodes[f"decode_partial.{layer}"]
-        key = (layout, *said.values())
-        if key not in made:
+        attributes = nodes[f"decode_partial.{layer}"]
+        key = (layout, *attributes.values())
+        if key not in by_kernel:
             decode = aot.compile_decode(
                 layout,
                 group=info.q_heads // info.kv_heads,
                 query_dtype=info.compute_dtype,
-                scaling=bits_float(said["scaling_bits"]),
-                sm=said["sm"],
+                scaling=bits_float(attributes["scaling_bits"]),
+                sm=attributes["sm"],
             )
-            reduce = aot.compile_reduce(layout, splits=said["splits"], out_dtype=info.compute_dtype, sm=said["sm"])
-            made[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
-        digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = made[key]
+            reduce = aot.compile_reduce(layout, splits=attributes["splits"], out_dtype=info.compute_dtype, sm=attributes["sm"])
+            by_kernel[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
+        digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = by_kernel[key]
     return digests
 
 

@@ -27,15 +27,15 @@ class TorchPool(PagedPool):
     def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
         super().__init__(limits.policy, shape, limits.pages)
-        for numbers, capacity in (
-            (self._pages, limits.pages),
-            (self._slots, limits.max_batch),
-            (self._young, limits.fixed["NW"] if limits.policy.window is not None else 0),
+        for allocator, capacity in (
+            (self.pages, limits.pages),
+            (self.buffers, limits.max_batch),
+            (self.window_pages, limits.fixed["NW"] if limits.policy.window is not None else 0),
         ):
-            self._grow(numbers, capacity)
+            self._resize(allocator, capacity)
 
     def start(self) -> int:
-        if not self._slots.free:
+        if not self.buffers.free_count:
             raise UserError(
                 f"backend.max_batch={self.limits.max_batch}: the engine was built for so many sequences at once; raise it and "
                 "build again, or ask for fewer at once (workloads.batch_size, workloads.load.batch)"

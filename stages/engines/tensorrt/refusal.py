@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, SideName
+from pipeline.core.kv import KVPolicy, Side
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Refused
 
@@ -24,7 +23,8 @@ def refusal(
     for name in refused.inputs:
         match = INPUT.fullmatch(name)
         if match is not None:
-            key, form = policy_key(policy, match["side"], int(match["layer"]))  # type: ignore[arg-type]
+            side, layer = Side(match["side"]), int(match["layer"])
+            key, form = policy.format_key(side, layer), policy.sides(layer)[side]
             return UserError(
                 f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
                 f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
@@ -48,13 +48,3 @@ def refusal(
         f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "
         "choose other formats, or backend=onnxruntime, which runs it"
     )
-
-
-def policy_key(policy: KVPolicy, side: SideName, layer: int) -> tuple[str, Format]:
-    """Where the configuration gives one layer's format of a side, and that format."""
-    form = policy.sides(layer)[side]
-    base = side.removeprefix("window_")
-    for number, override in enumerate(policy.overrides):
-        if layer in override.layers and getattr(override, base) is not None:
-            return f"kv.overrides.{number}.{base}", form
-    return f"kv.window.{base}" if side.startswith("window_") else f"kv.{base}", form

@@ -39,14 +39,14 @@ class Limits:
         return self.max_batch * self.sequence_pages
 
     @property
-    def sequence_young(self) -> int:
+    def sequence_window_pages(self) -> int:
         """Window pages of a sequence at most: one more than the window's, because its start lies within a page."""
         window = self.policy.window
         return 0 if window is None else min(self.sequence_pages, window.tokens // PAGE_TOKENS + 1)
 
     @property
-    def young(self) -> int:
-        return self.max_batch * self.sequence_young
+    def window_pages(self) -> int:
+        return self.max_batch * self.sequence_window_pages
 
     @property
     def chunk(self) -> int:
@@ -57,7 +57,7 @@ class Limits:
         """Of every dimension. Pools have one size for good, so that their addresses and shapes never change."""
         rows = 1 if mode == "prefill" else self.max_batch
         largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
-        fixed = {"Y": max(1, self.sequence_young), **self.fixed}
+        fixed = {"Y": max(1, self.sequence_window_pages), **self.fixed}
         return {name: Range(smallest=1, likely=n, largest=n) for name, n in largest.items()} | {
             name: Range(smallest=n, likely=n, largest=n) for name, n in fixed.items()
         }
@@ -65,7 +65,7 @@ class Limits:
     @property
     def fixed(self) -> dict[str, int]:
         """First dimensions of the pools."""
-        return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.young)}
+        return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.window_pages)}
 
 
 def bucket(size: int, largest: int) -> int:

@@ -8,13 +8,13 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import link_or_copy
 from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
-from stages.engines.files import link_or_copy
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.bundle import BACKEND, CHECKPOINT, ENGINE, LIBRARY, LLM_ARGS_FILE, TrtllmBundle

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.engines.files import link_or_copy
+from pipeline.artifacts.files import link_or_copy
 from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"

@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.records import LoadTimes, MemoryReport
-from stages.engines.base import check_forced, check_step, check_tokens, greedy
+from stages.engines.base import Logits, OnePassBase, SequenceTable, check_tokens
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.trtllm.build import compile_engine
 from stages.engines.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
 from stages.engines.trtllm.checkpoint import write_faulted
 from stages.engines.trtllm.interpreter import A, Interpreter, Worker, WorkerError, probe, require_gpus
 from stages.engines.trtllm.protocol import Done, Generated, Loaded, Ran
-
-Logits = npt.NDArray[np.float32]
 
 LOOKAHEAD = 32
 """Tokens that a stepping sequence is decoded ahead of the caller: 32 rows of a vocabulary of 128,000 are 16 MB."""
@@ -63,7 +60,7 @@ class _Sequence:
     """Row r: logits after `decoded` and `ahead[:r]`."""
 
 
-class TrtllmEngine:
+class TrtllmEngine(OnePassBase):
     """pipeline.core.records.OnePassEngine and TimedEngine over one worker.
 
     TensorRT-LLM takes most of the GPU's memory for its cache, so that only one engine of a process runs at a time: another
@@ -82,28 +79,21 @@ class TrtllmEngine:
         timeout_s: int,
         build_timeout_s: int,
     ) -> None:
-        self.policy, self.shape, self.vocab_size = policy, described.shape, described.vocab_size
+        super().__init__(policy, described.shape, described.vocab_size)
         self._bundle, self._described, self._python = bundle, described, found.python
         self._timeout_s, self._build_timeout_s = timeout_s, build_timeout_s
-        self._sequences: dict[int, _Sequence] = {}
-        self._next_handle = 0
+        self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
         self._fault = 1.0
         self._faulted: tempfile.TemporaryDirectory[str] | None = None
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Start one sequence a prompt: handles, and logits of each prompt's last token, which no cache was read for."""
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """As `prefill`, all prompts in one request. No cache is read for a prompt's last token."""
         answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
-        handles = []
-        for prompt in prompts:
-            self._sequences[self._next_handle] = _Sequence(list(prompt))
-            handles.append(self._next_handle)
-            self._next_handle += 1
+        handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
 
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Append one token to each (distinct) sequence: logits (len(sequences), vocab_size), computed from the cache."""
-        check_step(sequences, tokens, self.vocab_size)
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
         fetched = []
         for state, token in zip(states, tokens, strict=True):
@@ -121,26 +111,16 @@ class TrtllmEngine:
             state.ahead, state.rows = generated[len(state.decoded) :], rows
         return np.stack([state.rows[0] for state in states if state.rows is not None])
 
-    def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Logits (len(tokens) - first, vocab_size) of the tokens from `first` on, decoded one by one in one request.
-
-        The first generated token's logits are the last of the prompt's and read no cache; they are left out.
-        """
-        check_forced(tokens, first, self.vocab_size)
+    def _forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """As `forced`, in one request. The first generated token's logits are the last of the prompt's and read no cache; they
+        are left out."""
         known = list(tokens[first:])
         ((_, rows),) = self._run([(list(tokens[:first]), known, len(known) + 1, 1)])
         return rows
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
-    ) -> list[list[int]]:
-        """Greedy continuations without the stop token."""
-        return greedy(self, prompts, max_new_tokens, stop_token)
-
-    def release(self, sequences: Sequence[int]) -> None:
-        """Forget the sequences; TensorRT-LLM freed their blocks when their requests ended."""
-        for handle in sequences:
-            del self._sequences[handle]
+    def _release(self, sequence: int) -> None:
+        """Forget a sequence; TensorRT-LLM freed its blocks when its request ended."""
+        del self._sequences[sequence]
 
     def memory(self) -> MemoryReport:
         """Bytes of the live sequences by the policy's arithmetic.
@@ -197,7 +177,6 @@ class TrtllmEngine:
             return []
         limits = self._described
         for prompt, _, tokens, _ in requests:
-            check_tokens(prompt, self.vocab_size)
             if len(prompt) > limits.max_input_len or len(prompt) + tokens > limits.max_seq_len:
                 raise UserError(
                     f"backend.max_seq_len={limits.max_seq_len}, backend.max_input_len={limits.max_input_len}: a prompt of "

@@ -9,10 +9,10 @@ from pipeline.artifacts.backend import Job
 from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
 from pipeline.core.kv import KVPolicy
 from pipeline.core.weights import WeightsFormat
 from stages.engines.trtllm.interpreter import HOW, Interpreter, probe, require_gpus
-from stages.quantize.validate import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
 
 TargetName = Literal["engine", "pytorch"]
 NO_INTEGERS_SM = range(100, 120)

@@ -1,0 +1,78 @@
+"""Which sequence holds which pages and which exact buffer; where the pages lie in memory is the subclass's."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.core.kv import PAGE_TOKENS
+from stages.engines.base import SequenceTable
+from stages.engines.paged.allocator import PageAllocator
+
+
+@dataclass
+class PagedSequence:
+    """What one sequence holds."""
+
+    buffer: int
+    """Number of its buffer for exact tokens."""
+    length: int = 0
+    """Tokens in the cache."""
+    pages: list[int] = field(default_factory=list)
+    """Page i holds its tokens from i * PAGE_TOKENS on."""
+    window_pages: list[int] = field(default_factory=list)
+    """Pages of the window's pool; the first holds the second copy of its page `first_window_page`."""
+    first_window_page: int = 0
+
+
+class SequencePages(ABC):
+    """The pages and exact buffers of all live sequences."""
+
+    def __init__(self) -> None:
+        self.pages, self.buffers = PageAllocator(), PageAllocator()
+        self.sequences: SequenceTable[PagedSequence] = SequenceTable()
+
+    @abstractmethod
+    def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
+        """Allocate memory for at least `needed` of what `allocator` numbers, keeping what is stored, and grow the allocator.
+
+        Raises UserError, and changes nothing, where memory or a limit does not allow it.
+        """
+
+    def start(self) -> int:
+        """Start an empty sequence and return its handle. Raises UserError when there is no room for its exact buffer."""
+        return self.sequences.add(PagedSequence(self._allocate(self.buffers)))
+
+    def release(self, handle: int) -> None:
+        """Free the sequence's pages and its exact buffer."""
+        sequence = self.sequences.pop(handle)
+        self.buffers.free(sequence.buffer)
+        for page in sequence.pages:
+            self.pages.free(page)
+
+    def length(self, handle: int) -> int:
+        """Return the tokens in the cache. Raises KeyError for a sequence that is not live."""
+        return self.sequences[handle].length
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens in the caches of all sequences."""
+        return sum(sequence.length for sequence in self.sequences.values())
+
+    def reserve(self, handles: Sequence[int], tokens: int) -> None:
+        """Give each sequence the pages for `tokens` more tokens. Raises UserError when not all fit, and gives none a page."""
+        missing = {
+            handle: -(-(self.length(handle) + tokens) // PAGE_TOKENS) - len(self.sequences[handle].pages) for handle in handles
+        }
+        self._make_room(self.pages, sum(missing.values()))
+        for handle, count in missing.items():
+            self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
+
+    def _make_room(self, allocator: PageAllocator, count: int) -> None:
+        """Let at least `count` be free. Raises UserError as `_enlarge`."""
+        needed = allocator.used_count + count
+        if needed > allocator.capacity:
+            self._enlarge(allocator, needed)
+
+    def _allocate(self, allocator: PageAllocator) -> int:
+        self._make_room(allocator, 1)
+        return allocator.allocate()

@@ -1,0 +1,153 @@
+"""Claims of README and docs that go stale by themselves: the tree, tables, links, paths and commands."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from pipeline.config.compose import plan
+from pipeline.config.config import Stage
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.weights import WeightsFormat
+from pipeline.verdict.thresholds import Gates
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
+]
+TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+POLICIES = [path.stem for path in sorted((ROOT / "conf" / "kv").glob("*.yaml"))]
+NOT_OPTIONS = {"workloads/base"}
+"""Files of conf/ that others include."""
+
+
+def first_cells(document: str, header: str) -> set[str]:
+    """Code names in the first column of the table whose header begins with `header`."""
+    table = TEXT[document].partition(f"| {header} |")[2].partition("\n\n")[0]
+    return set(re.findall(r"^\| `([\w.]+)=?`", table, re.MULTILINE))
+
+
+def tree_files(tree: str) -> set[str]:
+    """Paths of the Python files that a tree names, from its indentation."""
+    files, folders = set(), [""]
+    for indent, name in re.findall(r"^( *)([\w.]+/?)  ", tree, re.MULTILINE):
+        depth = len(indent) // 2
+        if name.endswith("/"):
+            folders[depth + 1 :] = [folders[depth] + name]
+        elif name.endswith(".py"):
+            files.add(folders[depth] + name)
+    return files
+
+
+def test_the_tree_names_every_file_and_none_that_is_gone() -> None:
+    tree = TEXT["docs/architecture.md"].split("```text\n")[1].split("```")[0]
+    folders = ("pipeline", "stages", "benchmarks", "examples")
+    paths = [p for folder in folders for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"]
+    assert tree_files(tree) == {p.relative_to(ROOT).as_posix() for p in paths}
+
+
+def test_the_plugins_own_tree_names_every_file_and_none_that_is_gone() -> None:
+    tree = TEXT["plugins/README.md"].split("```")[1]
+    paths = [p for p in (ROOT / "plugins").rglob("*.py") if p.name != "__init__.py"]
+    assert tree_files(tree) == {p.relative_to(ROOT / "plugins").as_posix() for p in paths}
+
+
+def test_the_table_of_policies_is_the_policies_own_arithmetic() -> None:
+    shape = KVShape(layers=32, kv_heads=8, head_dim=128)
+    pattern = r"^\| `(\w+)` \|.*\| ([\d.]+)(?: \(the baseline\)| and the window)? \|$"
+    rows = dict(re.findall(pattern, TEXT["docs/policies.md"], re.MULTILINE))
+    assert set(rows) == set(POLICIES)
+    for name in POLICIES:
+        policy = KVPolicy.model_validate(yaml.safe_load((ROOT / "conf" / "kv" / f"{name}.yaml").read_text()))
+        assert f"{policy.bytes_per_token(shape) / 1024:.4g}" == rows[name], name
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/cli.md"])
+def test_every_exit_code_is_documented_and_no_other(document: str) -> None:
+    rows = re.findall(r"^\| (\d+) \|", TEXT[document].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted({0, DEFECT, INTERRUPTED, *EXIT_CODES.values()})
+    assert len(set(rows)) == len(rows)
+
+
+def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
+    assert first_cells("docs/cli.md", "`stage=`") == set(get_args(Stage))
+    assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
+    assert first_cells("docs/backends.md", "`weights=`") == set(get_args(WeightsFormat))
+
+
+def test_every_group_and_option_is_documented_and_no_other() -> None:
+    table = TEXT["docs/cli.md"].partition("| group | options |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)=` \| (.*) \|$", table, re.MULTILINE))
+    files = [path.relative_to(ROOT / "conf").with_suffix("").as_posix() for path in (ROOT / "conf").glob("*/*.yaml")]
+    options = [name.split("/") for name in files if name not in NOT_OPTIONS]
+    assert set(rows) == {group for group, _ in options}
+    for group, cell in rows.items():
+        listed = set(re.findall(r"(?<!\[)`(\w+)`", cell))
+        elsewhere = {"kv": set(POLICIES), "backend": first_cells("docs/backends.md", "`backend=`")}
+        assert (listed or elsewhere[group]) == {option for of, option in options if of == group}, group
+
+
+def test_thresholds_that_are_named_exist() -> None:
+    named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
+    assert named - {"py"} <= Gates.model_fields.keys()
+
+
+@pytest.mark.parametrize("document", sorted(TEXT))
+def test_every_relative_link_leads_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXT[document]):
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+@pytest.mark.parametrize("document", sorted(TEXT.keys() - {"CHANGELOG.md"}))
+def test_every_path_that_is_named_exists(document: str) -> None:
+    folders = "pipeline|stages|plugins|benchmarks|examples|conf|docs|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", TEXT[document]):
+        assert "NAME" in name or (ROOT / name).exists() or (ROOT / document).parent.joinpath(name).exists(), name
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `python -m pipeline ...` in a block or in a line, without its comment."""
+    pairs = []
+    for document, text in TEXT.items():
+        joined = text.replace("\\\n", " ")
+        for line in re.findall(r"(?:^|[`\s])python -m pipeline +([^`\n]*)", joined, re.MULTILINE):
+            arguments = re.split(r" +#| {3,}", line)[0].strip()
+            if "=" in arguments and not arguments.startswith("[") and document != "CHANGELOG.md":
+                pairs.append((document, arguments))
+    return pairs
+
+
+@pytest.mark.parametrize(("document", "command"), commands(), ids=lambda value: value)
+def test_every_command_composes(document: str, command: str) -> None:
+    arguments = shlex.split(command.replace("NAME", "int8").replace("[...]", ""))
+    multirun = "-m" in arguments
+    arguments = [argument for argument in arguments if argument != "-m"]
+    if "--config-dir" in arguments:
+        place = arguments.index("--config-dir")
+        directory = ROOT / arguments[place + 1]
+        arguments[place : place + 2] = [f"hydra.searchpath=[file://{directory}]"]
+    assert plan(arguments, multirun).jobs, document
+
+
+def test_commands_are_found_in_every_document_that_has_some() -> None:
+    documents = [document for document, _ in commands()]
+    assert {"README.md", "docs/cli.md", "docs/backends.md", "docs/policies.md", "examples/README.md"} <= set(documents)
+    assert documents.count("README.md") >= 6
+
+
+def test_torch_is_the_same_everywhere() -> None:
+    """The version that is installed before kvgate, so that pip does not bring several GB of CUDA."""
+    (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    places = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
+    assert {version for text in places for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
