@@ -116,7 +116,7 @@ def test_a_compiled_step_holds_both_operators_in_one_graph() -> None:
 
 
 def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
-    import decode_attention
+    from benchmarks import decode_attention
 
     file = tmp_path / "results.json"
     assert decode_attention.main(["--json", str(file), "--batches", "3", "--tokens", "1k,1100", "--groups", "4"]) == 0
