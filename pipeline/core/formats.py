@@ -31,8 +31,11 @@ Rotation = Literal["none", "hadamard"]
 
 @dataclass(frozen=True)
 class Code:
-    """One stored number. `exact` types are not scaled; `float` types round to nearest even and saturate; `integer` types
-    are packed 8 / bits to a byte."""
+    """The type of one stored number.
+
+    `exact` types are not scaled; `float` types round to nearest even and saturate; `integer` types are packed 8 / bits to a
+    byte.
+    """
 
     kind: Literal["exact", "float", "integer"]
     bits: int
@@ -56,12 +59,13 @@ CODES: dict[str, Code] = {
 
 
 class Format(StrictModel):
-    """How one side of the cache (keys or values) is stored.
+    """The stored form of one side of the cache (keys or values).
 
     granularity says what shares a scale: `per_tensor` one per layer, `per_head` one per KV head, `per_channel` one per KV
     head and channel (all static, fixed at build time); `per_token` one per token and KV head, `per_group` one per token,
     KV head and `group_size` channels (both dynamic, stored beside the codes as float16).
-    scale says where it comes from: `calibrated` by ModelOpt, `uncalibrated` is 1.0, `dynamic` is made from what is written.
+    scale says where it comes from: `calibrated` by ModelOpt, `uncalibrated` is 1.0, `dynamic` is computed from the tokens that
+    share it when they are written.
     symmetric=false stores a zero beside every scale: the value of code 0, the smallest of what shares it.
     rotation=hadamard multiplies every head's vector by the orthonormal Hadamard matrix before anything else, which spreads
     outlier channels; queries are rotated alike and outputs rotated back, so that the attention is unchanged.
@@ -75,7 +79,7 @@ class Format(StrictModel):
     rotation: Rotation = "none"
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.dtype not in CODES:
             raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
         if self.exact:
@@ -117,27 +121,30 @@ class Format(StrictModel):
         return self.granularity in ("per_tensor", "per_head", "per_channel")
 
     def static_scales(self, kv_heads: int, head_dim: int) -> int:
-        """Scales of a layer that are fixed at build time: 1, H or H * D (head-major); 0 when they are dynamic."""
+        """Return the number of a layer's scales that are fixed at build time: 1, H or H * D; 0 when they are dynamic."""
         return {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}.get(self.granularity, 0)
 
     def scales_per_token(self, head_dim: int) -> int:
-        """Stored scales of one token of one KV head: 0 when static or unscaled, 1 per token, D / group_size per group."""
+        """Return the stored scales of one token of one KV head: 0 if static or exact, 1 per token, D / group_size per group."""
         if self.granularity == "per_group":
             assert self.group_size is not None
             return head_dim // self.group_size
         return 1 if self.granularity == "per_token" else 0
 
     def code_bytes(self, head_dim: int) -> int:
-        """Bytes of the codes of one token of one KV head."""
+        """Return the bytes of the codes of one token of one KV head."""
         return head_dim * self.code.bits // 8
 
     def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token of one KV head, its scales and zeros included."""
+        """Return the bytes of one token of one KV head, its scales and zeros included."""
         parameters = self.scales_per_token(head_dim) * (1 if self.symmetric else 2)
         return self.code_bytes(head_dim) + PARAMETER_BYTES * parameters
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
-        """Why this format cannot hold heads of `head_dim` channels: the key, and what to choose; None when it can."""
+        """Return why this format cannot hold heads of `head_dim` channels, None when it can.
+
+        The reason begins with the key below the format, and says what to choose.
+        """
         if self.group_size is not None and head_dim % self.group_size:
             choice = "choose one that does, or granularity=per_token"
             return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,14 @@ from pipeline.core.records import MemoryReport
 
 Logits = npt.NDArray[np.float32]
 
+Mode = Literal["prefill", "decode"]
+"""One step of an engine: a chunk of a prompt, or one new token of each sequence."""
+
 S = TypeVar("S")
 
 
 class SequenceTable(dict[int, S]):
-    """What an engine keeps of each live sequence, by handle. A handle is never given to a second sequence."""
+    """State of the live sequences of an engine, by handle. A handle is never given to a second sequence."""
 
     def __init__(self) -> None:
         super().__init__()

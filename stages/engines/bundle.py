@@ -1,4 +1,4 @@
-"""What the engine bundles of all backends share on disk, and the check that a bundle is still what was built."""
+"""The part of an engine bundle that is the same for every backend, and the check that a bundle is still what was built."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class BundleRecord(StrictModel):
-    """`bundle.json`, as far as it is the same for every backend."""
+    """The fields of `bundle.json` that every backend writes."""
 
     backend: str
     files: dict[str, str]
@@ -26,14 +26,14 @@ class BundleRecord(StrictModel):
 
 
 class BuiltFor(StrictModel):
-    """What a compiled engine is tied to, or what a machine offers in its place."""
+    """A library and GPUs: those that an engine was built for, or those of a machine that would run it."""
 
     library: str
-    """As people call it: TensorRT, TensorRT for RTX, TensorRT-LLM."""
+    """Title: TensorRT, TensorRT for RTX, TensorRT-LLM."""
     version: str
-    """Of the library; a plan is read by the version that wrote it and by no other."""
+    """The library's version; only the version that wrote a plan reads it."""
     compute_capabilities: list[str]
-    """Of the GPUs that the engine has code for, `8.9`; of the one device that would run it; empty without a GPU."""
+    """`8.9`, of every kind of GPU that the engine has code for, or of the GPUs that would run it; empty without a GPU."""
 
     def __str__(self) -> str:
         devices = f"SM {', '.join(self.compute_capabilities)}" if self.compute_capabilities else "no GPU"
@@ -48,7 +48,7 @@ class _AnyBackend(BaseModel):
 
 
 def read_record(path: Path, record: type[R]) -> R:
-    """A JSON file of a bundle; UserError when it is missing or does not fit."""
+    """Read a JSON file of a bundle. Raises UserError when it is missing or does not fit the record."""
     if not path.is_file():
         raise UserError(f"{path} is missing: build the engine again with stage=build")
     try:
@@ -60,52 +60,63 @@ def read_record(path: Path, record: type[R]) -> R:
 
 
 def read_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales:
-    """Static scales, checked against what the policy needs."""
+    """Read static scales. Raises UserError unless they are those that the policy needs."""
     scales = read_record(path, KVScales)
     scales.check(policy, shape, path)
     return scales
 
 
 def read_policy(directory: Path, shape: KVShape) -> tuple[KVPolicy, KVScales]:
-    """The policy and the static scales of a bundle, checked against the model's shape."""
+    """Read the policy and the static scales of a bundle. Raises UserError when they do not fit the model's shape."""
     policy = read_record(directory / POLICY_FILE, KVPolicy)
     policy.check_shape(shape)
     return policy, read_scales(directory / SCALES_FILE, policy, shape)
 
 
 def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
+    """Write `kv_policy.json` and `kv_scales.json`."""
     (directory / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n")
     (directory / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n")
 
 
 def write_bundle(directory: Path, bundle: BundleRecord) -> None:
+    """Write `bundle.json`."""
     text = json.dumps(bundle.model_dump(mode="json"), indent=1, sort_keys=True)
     (directory / BUNDLE_FILE).write_text(text + "\n")
 
 
 def open_record(directory: Path, record: type[B], backend: str) -> B:
-    """Read `bundle.json` and verify the files it names; UserError says which is missing or not what was built."""
+    """Read `bundle.json` and verify the files that it names.
+
+    Raises:
+        UserError: The bundle is another backend's, or a file is missing or not the one that was built.
+    """
     path = directory / BUNDLE_FILE
-    found = read_record(path, _AnyBackend).backend
-    if found != backend:
-        raise UserError(f"{path}: backend={found}, this engine loads backend={backend}")
+    built_by = read_record(path, _AnyBackend).backend
+    if built_by != backend:
+        raise UserError(f"{path}: backend={built_by}, this engine loads backend={backend}")
     bundle = read_record(path, record)
     verify_files(directory, bundle.files)
     return bundle
 
 
-def check_built_for(directory: Path, built: BuiltFor, found: BuiltFor, *, exactly: bool = False) -> None:
-    """Raise MissingRequirement, naming both sides, unless the engine in `directory` can run on what was found here.
+def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exactly: bool = False) -> None:
+    """Raise MissingRequirement, naming both sides, unless this machine can run an engine.
 
-    `exactly`: the engine has code for one kind of GPU, and all of its ranks' GPUs were found; otherwise one of several.
+    Args:
+        directory: The engine's bundle, for the message.
+        built: What the engine was built for.
+        machine: What this machine has.
+        exactly: Whether the engine has code for one kind of GPU, which all of its ranks need. Otherwise it has code for
+            several kinds, of which the machine's GPU must be one.
     """
-    same_library = (built.library, built.version) == (found.library, found.version)
-    targets, devices = set(built.compute_capabilities), set(found.compute_capabilities)
+    same_library = (built.library, built.version) == (machine.library, machine.version)
+    targets, devices = set(built.compute_capabilities), set(machine.compute_capabilities)
     if same_library and devices and (devices == targets if exactly else devices <= targets):
         return
     raise MissingRequirement(
-        f"{directory}: this engine was built for {built}, this machine has {found}: build it here with stage=build, or load it "
-        "where it was built for"
+        f"{directory}: this engine was built for {built}, this machine has {machine}: build it here with stage=build, or "
+        "load it where it was built for"
     )
 
 

@@ -163,5 +163,5 @@ class GpuBench:
         runtime = self.library.trt.Runtime(self.library.log)
         engine = runtime.deserialize_cuda_engine((self.bundle / PLANS["decode"]).read_bytes())
         if engine is None:
-            raise Failed(f"the decode plan does not load: {'; '.join(self.library.said())}")
+            raise Failed(f"the decode plan does not load: {'; '.join(self.library.take_errors())}")
         return engine

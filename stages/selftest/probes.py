@@ -173,7 +173,7 @@ def _run(library: Library, builder: Any, network: Any, tensors: dict[str, torch.
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise RuntimeError(f"TensorRT does not build it: {'; '.join(library.said())}")
+        raise RuntimeError(f"TensorRT does not build it: {'; '.join(library.take_errors())}")
     runtime = trt.Runtime(library.log)
     engine = runtime.deserialize_cuda_engine(plan)
     context = engine.create_execution_context()
@@ -181,7 +181,7 @@ def _run(library: Library, builder: Any, network: Any, tensors: dict[str, torch.
     stream.wait_stream(torch.cuda.current_stream())
     for name, tensor in tensors.items():
         if not context.set_tensor_address(name, tensor.data_ptr()):
-            raise RuntimeError(f"TensorRT refuses the address of {name}: {'; '.join(library.said())}")
+            raise RuntimeError(f"TensorRT refuses the address of {name}: {'; '.join(library.take_errors())}")
     if not context.execute_async_v3(stream.cuda_stream):
-        raise RuntimeError(f"TensorRT does not run it: {'; '.join(library.said())}")
+        raise RuntimeError(f"TensorRT does not run it: {'; '.join(library.take_errors())}")
     stream.synchronize()

@@ -37,13 +37,13 @@ def pythons(work: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def bundles(work: Path, tiny_checkpoint: Path, pythons: dict[str, str]) -> dict[tuple[str, str], Path]:
-    made = {}
+    bundles = {}
     for kv in ("fp16", "fp8", "int8_tensor"):
         quantized = make_exports(tiny_checkpoint, work / f"quantized-{kv}", kv)
         for target, python in pythons.items():
             if (target, kv) != ("pytorch", "int8_tensor"):
-                made[target, kv] = make_bundle(quantized, work / f"{target}-{kv}", kv, python)
-    return made
+                bundles[target, kv] = make_bundle(quantized, work / f"{target}-{kv}", kv, python)
+    return bundles
 
 
 @pytest.fixture(params=["engine", "pytorch"])

@@ -80,7 +80,7 @@ def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None
     known |= {"pretrained_config.mapping.tp_size"}
     for wanted, quantization in asked():
         config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
-        assert set(settings.asked_of_engine(wanted, config, "1.2.1")) <= known
+        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
 
 
 Rewrite = Callable[[dict[str, Any]], None]

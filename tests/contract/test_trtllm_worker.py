@@ -154,7 +154,7 @@ def test_the_last_words_of_a_long_log_cost_no_memory(tmp_path: Path) -> None:
             log.seek(0, os.SEEK_END)
             log.write(b"\n[TRT] the end\n")
         tracemalloc.start()
-        assert worker.last_words() == "[TRT] the end"
+        assert worker.last_line() == "[TRT] the end"
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 1 << 20

@@ -135,11 +135,11 @@ class FakeContext:
     @property
     def sizes(self) -> dict[str, int]:
         """By dimension, as the inputs' shapes have them at the moment: all of the same name are equal."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, shape in self.shapes.items():
             for dim, size in zip(self.engine.inputs[name].shape, shape, strict=True):
-                assert not isinstance(dim, str) or found.setdefault(dim, size) == size, f"{dim} of {name}"
-        return found
+                assert not isinstance(dim, str) or sizes.setdefault(dim, size) == size, f"{dim} of {name}"
+        return sizes
 
     def _shape(self, tensor: Tensor) -> tuple[int, ...]:
         sizes = self.sizes

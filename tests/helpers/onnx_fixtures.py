@@ -99,7 +99,7 @@ def llama_config(head_dim: int = 64) -> LlamaConfig:
 
 
 def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
-    """The random Llama, made once a session."""
+    """The random Llama, exported once a session."""
     path = factory.getbasetemp() / "onnx_checkpoint"
     return path if path.exists() else save_model(llama_config(), path)
 

@@ -72,10 +72,10 @@ def test_a_fork_shares_full_pages_until_the_last_user_goes(decoder: Path, tmp_pa
 def test_a_window_holds_no_more_pages_than_the_policy_says(decoder: Path, tmp_path: Path, text: list[int]) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"], prefill_chunk=100)
     (handle,), _ = engine.prefill([text[:250]])
-    held = []
+    window_pages = []
     for token in text[250:]:
         engine.decode([handle], [token])
-        held.append(len(engine.pool.tables([handle])["window_table"][0]))
-    assert held == [engine.policy.window_pages(length) for length in range(251, 301)]
-    assert set(held) == {1, 2}
+        window_pages.append(len(engine.pool.tables([handle])["window_table"][0]))
+    assert window_pages == [engine.policy.window_pages(length) for length in range(251, 301)]
+    assert set(window_pages) == {1, 2}
     assert engine.memory().window_bytes <= 4 * engine.policy.window_page_bytes(engine.shape)

@@ -88,8 +88,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             if DEVICE == "cpu":
                 patch.setattr(launch, "append", by_reference)
-            found: tuple[list[int], np.ndarray] = engine.prefill(prompts)
-            return found
+            handles_and_logits: tuple[list[int], np.ndarray] = engine.prefill(prompts)
+            return handles_and_logits
 
     return prefill
 
@@ -102,8 +102,8 @@ def test_a_ragged_batch_decodes_like_the_oracle(
     kernels, oracle = make_engine(model, policy, prefill_chunk=80), make_oracle(model, policy, prefill_chunk=80)
     batch = texts if policy.name == "int8" else texts[:2]
     prompts = [text[:-STEPS] for text in batch]
-    (handles, first), (same, wanted) = quick(kernels, prompts), oracle.prefill(prompts)
-    assert distance(first, wanted) < CLOSE
+    (handles, first), (same, expected) = quick(kernels, prompts), oracle.prefill(prompts)
+    assert distance(first, expected) < CLOSE
     # That a token is read which the kernels have stored, the other tests show for the other formats.
     for step in range(STEPS if policy.name in ("fp8k_int4v", "guarded") else 1):
         tokens = [text[step - STEPS] for text in batch]
@@ -122,9 +122,9 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
     for engine in (kernels, oracle):
         engine.corrupt_key_scale(2.0)
     for token in texts[0][40:42]:
-        found, wanted = kernels.decode(handles, [token]), oracle.decode(handles, [token])
-        assert distance(found, wanted) < CLOSE
-        assert distance(found, sound.decode(handles, [token])) > SEEN
+        logits, expected = kernels.decode(handles, [token]), oracle.decode(handles, [token])
+        assert distance(logits, expected) < CLOSE
+        assert distance(logits, sound.decode(handles, [token])) > SEEN
 
 
 def broken_model(model: Any) -> Any:
@@ -149,8 +149,8 @@ def test_keys_and_values_that_are_not_finite_are_refused_and_leave_nothing_behin
         kernels.decode(handles, [7, 8])
     assert kernels.memory().live_tokens == 80
     # The refused token would have taken the slot of a recent one.
-    found, wanted = kernels.decode(handles, [9, 8]), oracle.decode(same, [9, 8])
-    assert distance(found[:, known], wanted[:, known]) < CLOSE
+    logits, expected = kernels.decode(handles, [9, 8]), oracle.decode(same, [9, 8])
+    assert distance(logits[:, known], expected[:, known]) < CLOSE
 
 
 def test_the_layer_and_the_side_of_a_refusal_are_those_that_broke_first(model: Any) -> None:
@@ -224,9 +224,9 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
         cache.start,  # more exact buffers
         lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
     ):
-        held = engine._pass(1)
+        captured = engine._pass(1)
         move()
-        assert engine._pass(1) is not held
+        assert engine._pass(1) is not captured
     read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
     cache.fill_tables(handles, 1)
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
@@ -258,7 +258,7 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
     engine, oracle = make_engine(model, GUARDED), make_oracle(model, GUARDED)
     (handles, _), (same, _) = quick(engine, [texts[0][:63]]), oracle.prefill([texts[0][:63]])
     before = state(engine.cache)
-    for grow, said in (
+    for grow, message in (
         (lambda: engine.cache.reserve(handles, 500), "9 pages of 64 tokens are needed, beside the 1 that are moved"),
         (engine.cache.start, "2 exact buffers, one a sequence, are needed, beside the 1 that are moved"),
     ):
@@ -266,12 +266,12 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "zeros", LittleMemory(room))
                 with pytest.raises(
-                    UserError, match=f"^backend.device={DEVICE}: its memory is too small: {said}; run"
+                    UserError, match=f"^backend.device={DEVICE}: its memory is too small: {message}; run"
                 ) as caught:
                     grow()
             assert "\n" not in str(caught.value)
             assert state(engine.cache) == before
-    # Nothing is left behind: what was refused is given once there is memory, and what was stored is still read.
+    # A refusal changes nothing: with enough memory the same pages are reserved, and what was stored is still read.
     engine.cache.reserve(handles, 500)
     token = texts[0][63]
     assert distance(engine.decode(handles, [token]), oracle.decode(same, [token])) < CLOSE

@@ -28,16 +28,16 @@ BATCH, TOKENS = 3, 320
 class Pair:
     """A policy's embedded engine, and the TensorRT engine of its graphs on a fake runtime."""
 
-    def __init__(self, twin: Path, plans: Path) -> None:
-        self.twin, self.plans = twin, plans
+    def __init__(self, onnx_bundle: Path, plans: Path) -> None:
+        self.onnx_bundle, self.plans = onnx_bundle, plans
         self.record, self.policy, self.scales = open_bundle(plans, "tensorrt_rtx")
 
     def onnx(self) -> OnnxEngine:
-        return load_onnx(self.twin, threads=1)
+        return load_onnx(self.onnx_bundle, threads=1)
 
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[str, FakeEngine]]:
         device = FakeDevice()
-        engines = {mode: FakeEngine(self.twin / f"{mode}.onnx", self.record, mode) for mode in PLANS}
+        engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode) for mode in PLANS}
         sessions = {
             mode: open_session(LIBRARY, engines[mode], device, self.record, mode, cuda_graphs=cuda_graphs) for mode in PLANS
         }
@@ -47,9 +47,9 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     root, decoder = tmp_path_factory.mktemp("plans"), shared_decoder(tmp_path_factory, "float32")
-    found = {}
+    pairs = {}
     for name in POLICIES:
-        twin, out = make_bundle(decoder, root / name, BY_NAME[name]), root / f"{name}_plans"
+        onnx_bundle, out = make_bundle(decoder, root / name, BY_NAME[name]), root / f"{name}_plans"
         out.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
@@ -57,11 +57,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
                 "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs)
             )
             build_bundle(
-                twin, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx", targets=[89],
-                max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
+                onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
+                targets=[89], max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
             )  # fmt: skip
-        found[name] = Pair(twin, out)
-    return found
+        pairs[name] = Pair(onnx_bundle, out)
+    return pairs
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -70,8 +70,8 @@ def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: 
     prompts = [rng.integers(0, 256, size).tolist() for size in (3, 130, 65)]
     engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
     handles, logits = engine.prefill(prompts)
-    others, wanted = expected.prefill(prompts)
-    np.testing.assert_allclose(logits, wanted, atol=2e-4)
+    others, expected_logits = expected.prefill(prompts)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
     for step in range(70):
         live = slice(0, 3 if step < 40 else 2)
         tokens = rng.integers(0, 256, len(handles[live])).tolist()
@@ -150,12 +150,12 @@ def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
     """Zeros that another stream is still writing would be written while the plan reads and writes there."""
     pair = pairs["ages"]
     engine, device, fakes = pair.tensorrt(cuda_graphs=False)
-    made: list[int] = []
+    streams: list[int] = []
     real = PlanSession.tensor
 
-    def watched(session: PlanSession, *given: Any) -> torch.Tensor:
-        made.append(device.streams)
-        return real(session, *given)
+    def watched(session: PlanSession, *arguments: Any) -> torch.Tensor:
+        streams.append(device.streams)
+        return real(session, *arguments)
 
     monkeypatch.setattr(PlanSession, "tensor", watched)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
@@ -165,8 +165,8 @@ def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
     bench.__dict__["_engine"] = engine
     bench.change_shape(4)
     assert [context.runs for context in fakes["decode"].contexts] == [4]
-    assert made
-    assert set(made) == {1}
+    assert streams
+    assert set(streams) == {1}
 
 
 def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:
@@ -208,7 +208,7 @@ def test_a_plan_that_is_not_what_its_bundle_describes_is_refused(
     change: dict[str, str], message: str, pairs: dict[str, Pair]
 ) -> None:
     pair, mode = pairs["int8_asym"], "decode"
-    fake = FakeEngine(pair.twin / "decode.onnx", pair.record, mode)
+    fake = FakeEngine(pair.onnx_bundle / "decode.onnx", pair.record, mode)
     inputs = [t.model_copy(update=change if t.name == "lengths" else {}) for t in pair.record.inputs[mode]]
     altered: PlanRecord = pair.record.model_copy(update={"inputs": {mode: inputs}})
     with pytest.raises(UserError, match=message):

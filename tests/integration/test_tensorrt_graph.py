@@ -26,7 +26,7 @@ from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
-from stages.engines.onnx.bundle import open_bundle as open_twin
+from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt import build as build_module
@@ -58,30 +58,30 @@ Run = Callable[..., Any]
 class Surgery:
     """A policy's decode graph after the plugin took its place."""
 
-    twin: Path
+    onnx_bundle: Path
     bundle: Bundle
     model: onnx.ModelProto
     layers: KernelLayers
     limits: Limits
 
     def node(self, name: str) -> onnx.NodeProto:
-        (found,) = (node for node in self.model.graph.node if node.name == name)
-        return found
+        (node,) = (node for node in self.model.graph.node if node.name == name)
+        return node
 
     def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
         """In the order of the declaration: ONNX sorts them."""
-        found = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
-        return {name: found[name] for name in ATTRIBUTES[node.name.partition(".")[0]] if name in found}
+        attributes = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
+        return {name: attributes[name] for name in ATTRIBUTES[node.name.partition(".")[0]] if name in attributes}
 
-    def tensors(self, node: onnx.NodeProto, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors(self, node: onnx.NodeProto, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
         info, ranges = self.bundle.model, self.limits.ranges("decode")
         known = {value.name: value.type.tensor_type for value in self.model.graph.input}
         activations = [info.q_heads, info.kv_heads, info.kv_heads]
-        found = {}
+        tensors = {}
         for position, name in enumerate(node.input):
-            if name in made:
-                found[name] = made[name]
+            if name in outputs:
+                tensors[name] = outputs[name]
                 continue
             dims: list[int | str]
             if name in known:
@@ -90,16 +90,16 @@ class Surgery:
             else:
                 dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
             triples = [d if isinstance(d, int) else tuple(ranges[d].model_dump().values()) for d in dims]
-            found[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
-        return found
+            tensors[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
+        return tensors
 
 
 def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
-    twin = make_bundle(decoder, root / policy.name, policy)
-    described, _, _ = open_twin(twin)
-    model = onnx.load(twin / "decode.onnx", load_external_data=False)
+    onnx_bundle = make_bundle(decoder, root / policy.name, policy)
+    described, _, _ = open_onnx_bundle(onnx_bundle)
+    model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
     layers = use_plugin(model, described.model, policy, splits=SPLITS, sm=SM)
-    return Surgery(twin, described, model, layers, Limits(policy, 4, 512))
+    return Surgery(onnx_bundle, described, model, layers, Limits(policy, 4, 512))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
     surgery = operate(tmp_path, shared_decoder(tmp_path_factory, "float32"), policy)
     assert surgery.layers.layouts == {}
     assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
-    assert surgery.model == onnx.load(surgery.twin / "decode.onnx", load_external_data=False)
+    assert surgery.model == onnx.load(surgery.onnx_bundle / "decode.onnx", load_external_data=False)
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
@@ -165,14 +165,14 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
     nodes = [n for n in surgery.model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)]
     assert len(nodes) == 2 * len(surgery.layers.layouts)
     for node in nodes:
-        said = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
-        assert said == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
+        text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+        assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
         inputs, attributes, _, outputs = declared[f"{node.domain}::{node.op_type}"]
         assert (len(node.input), len(node.output)) == (len(inputs), outputs)
         assert dict.fromkeys(surgery.attributes(node), "int") == attributes
-        for given, expected in zip(node.input, inputs, strict=True):
+        for tensor, expected in zip(node.input, inputs, strict=True):
             # the cache's tensors carry their names, activations those of the decoder
-            assert given.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, given)
+            assert tensor.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, tensor)
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
@@ -223,7 +223,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
         if value.name not in used:
             model.graph.input.remove(value)
     onnx.save(model, tmp_path / "rest.onnx")
-    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.twin / WEIGHTS_FILE)
+    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
     parsed = parse(load("tensorrt_rtx"), tmp_path / "rest.onnx")
     assert not [tensor.name for tensor in parsed.inputs if tensor.name.startswith("key_pool.0")]
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
@@ -232,12 +232,12 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
 def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything but TensorRT itself: the graph that it is given, and the record of what was built."""
-    given: dict[str, list[str]] = {}
+    """Everything but TensorRT itself: the graph that it reads, and the bundle's record."""
+    operators: dict[str, list[str]] = {}
     rtx = load("tensorrt_rtx")
 
     def parse_like_tensorrt(library: Library, graph: Path) -> Parsed:
-        given[graph.name] = [node.op_type for node in onnx.load(graph, load_external_data=False).graph.node]
+        operators[graph.name] = [node.op_type for node in onnx.load(graph, load_external_data=False).graph.node]
         assert (graph.parent / WEIGHTS_FILE).is_file()
         return Parsed(library, None, None, None, [], [])
 
@@ -248,20 +248,21 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
-    twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", AGED)
+    onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
     out.mkdir()
     build_with_plugin(
-        twin, out, policy=AGED, scales=tmp_path / "twin_scales.json", library="tensorrt", max_batch=4, max_tokens=512,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}, progress=nothing,
+        onnx_bundle, out, policy=AGED, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
+        max_batch=4, max_tokens=512, progress=nothing,
+        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
     assert record.plugins == {"decode_partial.0": "a1"}
     assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]
-    assert "decode_partial_kstatic_vdynamic_exact" in given["decode.onnx"]
-    assert "PagedAttention_0" in given["prefill.onnx"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "twin", "twin_scales.json"]
+    assert "decode_partial_kstatic_vdynamic_exact" in operators["decode.onnx"]
+    assert "PagedAttention_0" in operators["prefill.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx_bundle", "onnx_bundle_scales.json", "plans"]
 
 
 def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
@@ -270,25 +271,26 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     def none(*_: object) -> int:
         raise AssertionError("no layer has kernels")
 
-    given: list[Path] = []
+    parsed_graphs: list[Path] = []
     rtx = load("tensorrt_rtx")
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
     monkeypatch.setattr(
-        build_module, "parse", lambda library, graph: given.append(graph) or Parsed(library, None, None, None, [], [])
+        build_module, "parse", lambda library, graph: parsed_graphs.append(graph) or Parsed(library, None, None, None, [], [])
     )
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", none)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", none)
     policy = BY_NAME["int8_asym"]
-    twin = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "twin", policy)
+    onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", policy)
     out = tmp_path / "plans"
     out.mkdir()
     build_with_plugin(
-        twin, out, policy=policy, scales=tmp_path / "twin_scales.json", library="tensorrt", max_batch=4, max_tokens=512,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}, progress=nothing,
+        onnx_bundle, out, policy=policy, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
+        max_batch=4, max_tokens=512, progress=nothing,
+        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
-    assert given == [twin / "prefill.onnx", twin / "decode.onnx"]
+    assert parsed_graphs == [onnx_bundle / "prefill.onnx", onnx_bundle / "decode.onnx"]
     assert set(open_bundle(out, "tensorrt")[0].native) == {"0", "1"}
 
 
@@ -296,12 +298,12 @@ def test_a_bundle_that_does_not_say_the_scaling_loads_and_must_be_built_again_fo
     graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
     surgery = graphs["aged"]
-    older = json.loads((surgery.twin / BUNDLE_FILE).read_text())
+    older = json.loads((surgery.onnx_bundle / BUNDLE_FILE).read_text())
     del older["model"]["scaling"]
     info = Bundle.model_validate_json(json.dumps(older)).model
     assert (info.scaling, surgery.bundle.model.scaling) == (None, pytest.approx(info.head_dim**-0.5))
     with pytest.raises(UserError, match=r"aged/bundle\.json: model\.scaling is missing, .*: build the engine again"):
-        write_plugin_graph(surgery.twin / "decode.onnx", tmp_path, info=info, limits=surgery.limits, sm=SM)
+        write_plugin_graph(surgery.onnx_bundle / "decode.onnx", tmp_path, info=info, limits=surgery.limits, sm=SM)
     assert not any(tmp_path.iterdir())
 
 
@@ -309,15 +311,15 @@ def test_a_bundle_that_does_not_say_the_scaling_loads_and_must_be_built_again_fo
 def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
     name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
-    """The twin's own attention in ONNX Runtime, against the kernels' reference on the tensors and attributes of the node."""
+    """The ONNX bundle's attention in ONNX Runtime, against the kernels' reference on the node's tensors and attributes."""
     surgery = graphs[name]
     info = surgery.bundle.model
     feeds, activations = forced(surgery, tmp_path)
     for layer, layout in surgery.layers.layouts.items():
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         order = node_of("decode_partial", layout).inputs
-        given = {role: (feeds | activations)[taken] for role, taken in zip(order, attend.input, strict=True)}
-        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in given.items()}
+        inputs = {role: (feeds | activations)[taken] for role, taken in zip(order, attend.input, strict=True)}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
         for side in ("key", "value"):
             if getattr(layout, side).dtype == "fp8_e4m3":
                 tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
@@ -342,17 +344,17 @@ def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, An
     """One decode step after three prompts of unequal length: what the decode graph is fed, and its attention nodes' queries,
     keys, values and results, by tensor."""
     info = surgery.bundle.model
-    model = onnx.load(surgery.twin / "decode.onnx", load_external_data=False)
+    model = onnx.load(surgery.onnx_bundle / "decode.onnx", load_external_data=False)
     kind = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
     nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
     model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
     graph = folder / f"exposed_{info.compute_dtype}.onnx"
     onnx.save(model, graph)
-    (folder / WEIGHTS_FILE).hardlink_to(surgery.twin / WEIGHTS_FILE)
+    (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
 
-    engine = load_onnx(surgery.twin, threads=1)
+    engine = load_onnx(surgery.onnx_bundle, threads=1)
     rng = np.random.default_rng(3)
     handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
     engine.pool.reserve(handles, 1)
@@ -367,7 +369,7 @@ def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, An
     for taken in session.get_inputs():
         values = feeds[taken.name] = np.ascontiguousarray(feeds[taken.name])
         bound.bind_input(taken.name, "cpu", 0, types[taken.name], values.shape, values.ctypes.data)
-    for made in names:
-        bound.bind_output(made)
+    for output in names:
+        bound.bind_output(output)
     session.run_with_iobinding(bound)
     return feeds, dict(zip(names, bound.copy_outputs_to_cpu(), strict=True))

@@ -133,19 +133,19 @@ def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> No
     assert f".reqntid {threads[0]}" in plan.ptx
     assert shared == (shared[0],) * 3
     assert shared[0] <= 48 * 1024
-    given = [tensor.dtype for tensor in case.tensors(node).values()]
-    assert plan.types == [*given, *(dtype for dtype, _ in plan.outputs)]
+    input_types = [tensor.dtype for tensor in case.tensors(node).values()]
+    assert plan.types == [*input_types, *(dtype for dtype, _ in plan.outputs)]
 
 
 def test_nvidia_reads_every_operation_with_its_inputs_and_int_attributes(tensorrt: Run) -> None:
-    found = tensorrt(builder.declared)
-    assert found == {
+    operations = tensorrt(builder.declared)
+    assert operations == {
         node.plugin_id: (
             list(node.inputs), dict.fromkeys(node.attributes, "int"), list(node.attributes), len(node.outputs)
         )
         for node in all_nodes()
     }  # fmt: skip
-    assert {"kv::decode_partial", "kv::decode_reduce", "kv::append"} <= set(found)
+    assert {"kv::decode_partial", "kv::decode_reduce", "kv::append"} <= set(operations)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,8 +13,8 @@ from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride
-from stages.engines.onnx.bundle import open_bundle as open_twin
-from stages.engines.onnx.functions import Mode
+from stages.engines.base import Mode
+from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PlanRecord, open_bundle
@@ -35,10 +35,10 @@ def layer_formats() -> list[tuple[Format, Format]]:
     def structure(form: Format) -> Format:
         return form.model_copy(update={"scale": "calibrated"}) if form.static else form
 
-    found = [
+    sides = [
         (structure(policy.sides(layer)["key"]), structure(policy.sides(layer)["value"])) for policy in TAKEN for layer in (0, 1)
     ]
-    return list({(key.model_dump_json(), value.model_dump_json()): (key, value) for key, value in found}.values())
+    return list({(key.model_dump_json(), value.model_dump_json()): (key, value) for key, value in sides}.values())
 
 
 def two_layers(first: tuple[Format, Format], second: tuple[Format, Format]) -> KVPolicy:
@@ -56,12 +56,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_decoder(tmp_path_factory, "float32")
 
 
-def make_plans(twin: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...] = (89, 120)) -> Path:
+def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...] = (89, 120)) -> Path:
     out.mkdir()
-    scales = twin.with_name(f"{twin.name}_scales.json")
+    scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     build_bundle(
-        twin, out, policy=policy, scales=scales, library="tensorrt_rtx", targets=list(targets), max_batch=4, max_tokens=512,
-        progress=nothing,
+        onnx_bundle, out, policy=policy, scales=scales, library="tensorrt_rtx", targets=list(targets),
+        max_batch=4, max_tokens=512, progress=nothing,
     )  # fmt: skip
     return out
 
@@ -70,8 +70,8 @@ def make_plans(twin: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...]
 def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Both plans of fp8k_int4v, beside the ONNX bundle that they came from."""
     root, policy = tmp_path_factory.mktemp("rtx"), BY_NAME["fp8k_int4v"]
-    twin = make_bundle(decoder, root / "twin", policy)
-    return twin, make_plans(twin, root / "plans", policy)
+    onnx_bundle = make_bundle(decoder, root / "onnx_bundle", policy)
+    return onnx_bundle, make_plans(onnx_bundle, root / "plans", policy)
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [("float32", "decode"), ("float16", "prefill")])
@@ -80,7 +80,7 @@ def test_every_shipped_policy_parses_into_a_network(
 ) -> None:
     for policy in TAKEN:
         bundle = make_bundle(shared_decoder(tmp_path_factory, dtype), tmp_path / policy.name, policy)
-        described, _, _ = open_twin(bundle)
+        described, _, _ = open_onnx_bundle(bundle)
         parsed = parse(load("tensorrt_rtx"), bundle / f"{mode}.onnx")
         assert {t.name for t in parsed.inputs} == {t.name for t in described.inputs}, policy.name
         assert {t.name for t in parsed.outputs} == {t.name for t in described.outputs}, policy.name
@@ -103,9 +103,9 @@ def test_sinks_recent_tokens_and_windows_build_in_float16(tmp_path: Path, tmp_pa
 
 
 def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path, Path]) -> None:
-    twin, out = plans
+    onnx_bundle, out = plans
     record, policy, _ = open_bundle(out, "tensorrt_rtx")
-    described, _, _ = open_twin(twin)
+    described, _, _ = open_onnx_bundle(onnx_bundle)
     assert policy == BY_NAME["fp8k_int4v"]
     assert str(record.built_for) == f"TensorRT for RTX {load('tensorrt_rtx').version} and SM 8.9, 12.0"
     assert record.flags == ["STRONGLY_TYPED", "STRICT_NANS", "REQUIRE_USER_ALLOCATION", "-TF32"]
@@ -123,9 +123,9 @@ def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path,
 
 def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
     """Every 32 neighbours of a weight matrix, somewhere: the builder joins matrices, but keeps their rows."""
-    twin, out = plans
-    model = onnx.load(twin / "decode.onnx", load_external_data=False)
-    data = (twin / "weights.bin").read_bytes()
+    onnx_bundle, out = plans
+    model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
+    data = (onnx_bundle / "weights.bin").read_bytes()
     plan = (out / "decode.plan").read_bytes()
     external = [tensor for tensor in model.graph.initializer if external_data_helper.uses_external_data(tensor)]
     assert external
@@ -151,18 +151,20 @@ def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
 def test_a_type_that_tensorrt_has_not_is_named_by_its_key(
     policy: KVPolicy, message: str, decoder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    twin = make_bundle(decoder, tmp_path / "twin", policy)
+    onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", policy)
     with pytest.raises(UserError, match=message):
-        make_plans(twin, tmp_path / "plans", policy)
+        make_plans(onnx_bundle, tmp_path / "plans", policy)
     assert not any((tmp_path / "plans").iterdir())
-    assert capfd.readouterr().err == ""  # TensorRT was not asked: its parser says such things there
-    assert not [path.name for path in tmp_path.iterdir() if path.name not in ("twin", "twin_scales.json", "plans")]
+    assert capfd.readouterr().err == ""  # TensorRT did not read the graph: its parser would write to stderr
+    assert not [
+        path.name for path in tmp_path.iterdir() if path.name not in ("onnx_bundle", "onnx_bundle_scales.json", "plans")
+    ]
 
 
 def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:
-    twin = make_bundle(decoder, tmp_path / "twin", BY_NAME["fp8"])
+    onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
     with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv\.key\.dtype=fp8_e4m3.*=\[89\]$"):
-        make_plans(twin, tmp_path / "plans", BY_NAME["fp8"], targets=(80, 89))
+        make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=(80, 89))
 
 
 def test_a_machine_without_a_gpu_is_told_which_one_is_missing(

@@ -1,6 +1,6 @@
 """What holds for every cache format, on the oracle's formulas: each drawn tensor goes through the whole family.
 
-The ONNX engine is held to the oracle code for code (tests/integration/test_onnx_*.py), and so to all of this.
+tests/integration/test_onnx_*.py compare the codes of the ONNX engine with those of the oracle, to which all of this applies.
 Legend: H KV heads, T tokens, D head_dim.
 """
 
@@ -152,8 +152,8 @@ def test_a_stored_token_takes_exactly_the_bytes_the_format_says(x_HTD: Tensor) -
     heads, tokens, dim = x_HTD.shape
     for form in fitting(FORMATS, dim):
         stored = quantize(x_HTD, form, fixed(x_HTD, form))
-        held = sum(part.nbytes for part in (stored.codes, stored.scale, stored.zero) if part is not None)
-        assert held == heads * tokens * form.token_bytes(dim), name(form)
+        stored_bytes = sum(part.nbytes for part in (stored.codes, stored.scale, stored.zero) if part is not None)
+        assert stored_bytes == heads * tokens * form.token_bytes(dim), name(form)
 
 
 @examples

@@ -1,4 +1,4 @@
-"""Which policies the CUDA kernels hold, and what is said of the others, of the model and of the machine, all beforehand."""
+"""Which policies the CUDA kernels hold, and how the others, a model and a machine are refused beforehand."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
-from stages.engines.paged.kernel_layout import check_kernels
+from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 CONF = Path(__file__).parents[2] / "conf" / "kv"
@@ -52,7 +52,7 @@ PER_GROUP = {"granularity": "per_group", "scale": "dynamic"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "key"),
     [
         ({"key": Format(dtype="int4", group_size=64, **PER_GROUP)}, "kv.key.dtype=int4"),
         ({"value": Format(dtype="fp8_e5m2", granularity="per_tensor", scale="uncalibrated")}, "kv.value.dtype=fp8_e5m2"),
@@ -68,22 +68,30 @@ PER_GROUP = {"granularity": "per_group", "scale": "dynamic"}
         ({"window": SHIPPED["fp8k_int4v_aged"].window}, "kv.window.tokens=8192"),
     ],
 )
-def test_what_is_refused_is_named(change: dict[str, Any], said: str) -> None:
+def test_what_is_refused_is_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError) as caught:
         check_kernels(SHIPPED["fp8"].model_copy(update=change), SHAPE, 8)
-    assert str(caught.value).startswith(f"{said}: the CUDA kernels ")
+    assert str(caught.value).startswith(f"{key}: the CUDA kernels ")
 
 
 @pytest.mark.parametrize(
-    ("shape", "q_heads", "said"),
+    ("shape", "q_heads", "message"),
     [
         (KVShape(1, 2, 96), 8, r"^model\.path: head_dim=96: the CUDA kernels take 64, 128 or 256; set backend\.device=cpu$"),
         (KVShape(1, 2, 64), 64, r"^model\.path: num_attention_heads=64: .* up to 16 .* 2 KV heads; set backend\.device=cpu$"),
     ],
 )
-def test_a_model_that_the_kernels_do_not_take_is_refused(shape: KVShape, q_heads: int, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_model_that_the_kernels_do_not_take_is_refused(shape: KVShape, q_heads: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         check_kernels(FP16_POLICY, shape, q_heads)
+
+
+def test_a_layer_is_held_or_refused_with_the_key_that_gives_its_format() -> None:
+    override = LayerOverride(layers=(1,), value=Format(dtype="int4", group_size=128, **PER_GROUP))
+    policy = SHIPPED["fp8"].model_copy(update={"overrides": (override,)})
+    layers = choose_layers(policy, KVShape(layers=2, kv_heads=2, head_dim=64), 8)
+    assert (list(layers.layouts), list(layers.refusals)) == ([0], [1])
+    assert str(layers.refusals[1]) == "kv.overrides.0.value.group_size=128: does not divide the model's head_dim 64"
 
 
 def test_overridden_layers_have_a_layout_of_their_own() -> None:

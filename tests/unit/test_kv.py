@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import CODES, Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window, live_tokens
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window, live_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -202,6 +202,22 @@ def test_scales_survive_their_file() -> None:
 def test_a_scale_that_is_no_finite_number_above_0_is_refused(scale: str) -> None:
     with pytest.raises(ValidationError, match="key"):
         KVScales.model_validate_json(f'{{"layers": [{{"key": {{"scale": {scale}}}}}]}}')
+
+
+def test_a_side_is_its_name_in_files_and_knows_what_it_stores() -> None:
+    assert [(side.value, side.is_key, side.in_window) for side in Side] == [
+        ("key", True, False),
+        ("value", False, False),
+        ("window_key", True, True),
+        ("window_value", False, True),
+    ]
+    assert [(side.base, side.window) for side in Side] == 2 * [
+        (Side.KEY, Side.WINDOW_KEY),
+        (Side.VALUE, Side.WINDOW_VALUE),
+    ]
+    scales = KVScales(layers=({"window_key": SideScales(scale=(0.5,))},))
+    assert scales.model_dump_json() == '{"layers":[{"window_key":{"scale":[0.5],"zero":null}}]}'
+    assert KVScales.model_validate_json(scales.model_dump_json()).layers[0][Side.WINDOW_KEY].scale == (0.5,)
 
 
 PER_HEAD = SideScales(scale=(0.5, 0.25))

@@ -83,11 +83,11 @@ def assert_stores_what_the_oracle_stores(form: Format) -> None:
     x[0, 0, :3] = [[0.0], [7.25], [-3e-6]]
     x[0, 1, 0, 5] = 5000.0
     static = scales_of(form, 3, 64)
-    found = quantize(x, form, static)
+    stored = quantize(x, form, static)
     shared = None if static is None else oracle.static_scales(static, form, 3, 64)
     expected = oracle.quantize(torch.from_numpy(x.astype(np.float32)), form, shared)
     tensors = [t for t in (expected.codes, expected.scale, expected.zero) if t is not None]
-    for array, tensor in zip(found, tensors, strict=True):
+    for array, tensor in zip(stored, tensors, strict=True):
         raw = tensor.contiguous().view(torch.uint8).numpy()
         same = array.view(np.uint8) == raw
         assert same.mean() > 0.998 if form.rotation != "none" else same.all()

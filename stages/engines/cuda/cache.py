@@ -1,4 +1,4 @@
-"""The quantized cache on a GPU: pools of all layers, tables with fixed addresses, one append for all layers of a format.
+"""The quantized cache on a GPU: pools of all layers, tables with fixed addresses, one append for all layers of a layout.
 
 Shapes: l layers of one format, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
 token, B sequences, P pages of a row of the table, S new tokens of one sequence, T tokens in its cache.
@@ -65,7 +65,7 @@ class KernelCache(SequencePages):
         super().__init__()
         self.device = device
         self.moves = 0
-        """How often tensors that a captured graph reads got another address."""
+        """Counts the times that tensors which a captured graph reads got another address."""
         self.page_table = torch.zeros(1, FIRST_COLUMNS, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
         self.exact_slots = torch.zeros(1, dtype=torch.int32, device=device)

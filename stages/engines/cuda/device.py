@@ -1,4 +1,4 @@
-"""Where backend=torch runs: what backend.device means on this machine, and what it lacks."""
+"""The device of backend=torch: what backend.device means on this machine, and what the machine lacks for it."""
 
 from importlib.util import find_spec
 
@@ -11,19 +11,20 @@ OLDEST = 8
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU.
+    """Return the device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU.
 
-    Raises MissingRequirement when a GPU is asked for, or found, and something that it takes is missing.
+    Raises:
+        MissingRequirement: The device is a GPU, and something that it needs is missing.
     """
-    found = torch.cuda.is_available()
-    if device == "cpu" or (device == "auto" and not found):
+    available = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")
     if torch.version.cuda is None:
         raise MissingRequirement(
             f"backend.device=cuda needs a torch that is built for CUDA, this one is {torch.__version__}: install one "
             "from https://download.pytorch.org/whl/cu130, or set backend.device=cpu"
         )
-    if not found:
+    if not available:
         raise MissingRequirement(f"backend.device={device}: torch finds no NVIDIA GPU here; set backend.device=cpu")
     if find_spec("triton") is None:
         raise MissingRequirement(
@@ -40,7 +41,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def device_identity(device: str) -> dict[str, object]:
-    """What results depend on: the kind of device, and which GPU it is."""
+    """Return what results depend on: the kind of device, and which GPU it is."""
     resolved = resolve_device(device)
     if resolved.type == "cpu":
         return {"device": "cpu"}

@@ -57,10 +57,10 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
 
 
 class Pass(Protocol):
-    """One forward pass of the model; it attends, and keeps the new keys and values of every layer."""
+    """One forward pass of the model, which collects the new keys and values of every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query (B, Hq, S, D), key and value (B, H, S, D) of the new tokens -> (B, S, Hq, D)."""
+        """Attend with query (B, Hq, S, D), key and value (B, H, S, D) of the new tokens: (B, S, Hq, D)."""
         ...
 
 
@@ -68,8 +68,8 @@ class DecodePass:
     """One token of each of `batch` sequences. All it reads and writes has a fixed address; on a GPU it is a CUDA graph.
 
     Queries, keys and values go into the kernels as the float32 that the model computes, not as float16: the kernels take such a
-    query as two float16 terms, 22 of its 24 bits, and give float32 back. So what is between this and the oracle is the
-    rounding of softmax weights and the order of sums, for one more small matrix product a tile.
+    query as two float16 terms, 22 of its 24 bits, and return float32. So only the rounding of softmax weights and the order of
+    sums differ from the oracle, at the price of one more small matrix product a tile.
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, batch: int) -> None:
@@ -81,17 +81,17 @@ class DecodePass:
         self.logits: Tensor
         """(batch, vocab_size)."""
         self.finite: Tensor
-        """(L, 2, batch): whether all new keys, all new values fit float16."""
+        """(L, 2, batch): whether all new keys, and all new values, fit float16."""
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: Any) -> None:
-        """Capture `run` into a CUDA graph, which takes its memory from `pool`; the tables must show some sequence."""
-        side = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.cache.device))
-        with torch.cuda.stream(side):
+        """Capture `run` into a CUDA graph, which takes its memory from `pool`. The tables must be filled."""
+        warm_up = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
+        warm_up.wait_stream(torch.cuda.current_stream(self.cache.device))
+        with torch.cuda.stream(warm_up):
             for _ in range(WARM_UP):
                 self._forward()
-        torch.cuda.current_stream(self.cache.device).wait_stream(side)
+        torch.cuda.current_stream(self.cache.device).wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._forward()
@@ -137,7 +137,10 @@ class PrefillPass:
         """(S, H, D) of each layer."""
 
     def run(self, tokens: Sequence[int]) -> Tensor:
-        """Logits (vocab_size) after the last of `tokens`, which are appended to the sequence unless they are refused."""
+        """Append `tokens` to the sequence and return the logits (vocab_size,) of the last.
+
+        Raises UserError, and appends nothing, for keys or values that are not finite.
+        """
         start = self.cache.length(self.handle)
         ids = torch.tensor([list(tokens)], device=self.cache.device)
         positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
@@ -174,8 +177,8 @@ class PrefillPass:
 class KernelEngine(ChunkedEngine):
     """pipeline.core.records.Engine over the attention kernels.
 
-    It has no `forced` on purpose: forced decode of a whole sequence at once would compute what the kernels should give.
-    Here it runs step by step through the very kernels that are judged.
+    It has no `forced` on purpose: forced decode of a whole sequence at once would bypass the kernels. Step by step it runs
+    through the kernels that are judged.
     """
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
@@ -183,19 +186,25 @@ class KernelEngine(ChunkedEngine):
         self.model, self.cache = model, cache
         self._passes: dict[int, DecodePass] = {}
         """By padded batch size."""
-        self._seen_moves = -1
+        self._captured_moves = -1
+        """`cache.moves` when the passes were captured."""
         self._pool: Any = None
-        """Memory that the captured graphs share: none runs while another's outputs are needed."""
+        """Memory that the captured graphs share: no graph runs while the outputs of another are still needed."""
 
     @classmethod
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """An engine around a transformers causal language model in float32, on the device where the model is: a GPU, or a
-        CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
+        """Return an engine around transformers' causal language model in float32.
 
-        `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
-        fit together, and for what the kernels do not hold.
+        Args:
+            model: The model, on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
+            policy: How the cache is stored.
+            scales: Its static scales; None when no side of the policy is static.
+            prefill_chunk: Tokens of one prefill run.
+
+        Raises:
+            UserError: Policy, scales and model do not fit together, or the kernels do not hold the policy.
         """
         shape = shape_for(model, policy)
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
@@ -223,7 +232,7 @@ class KernelEngine(ChunkedEngine):
         step = self._pass(padded)
         step.ids[:batch, 0] = torch.tensor(tokens)
         step.run()
-        # The host looks before anything is stored: a refused token would overwrite a recent one that is still needed.
+        # The host checks before anything is stored: a refused token would overwrite a recent one that is still needed.
         _refuse_not_finite(step.finite[..., :batch], [(handle, self.cache.length(handle)) for handle in sequences])
         self.cache.append(sequences, step.keys[:, :batch], step.values[:, :batch])
         logits: Logits = step.logits[:batch].cpu().numpy()
@@ -236,14 +245,14 @@ class KernelEngine(ChunkedEngine):
         return self.cache.memory()
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply what the pools' keys are read with, of stored and of later tokens; the codes stay right."""
+        """Multiply the scales that the pools' keys are read with, of stored and of later tokens; the codes stay right."""
         with torch.inference_mode():
             self.cache.corrupt_key_scale(factor)
 
     def _pass(self, batch: int) -> DecodePass:
-        """The pass for `batch` sequences; those that were captured over other addresses are dropped."""
-        if self._seen_moves != self.cache.moves:
-            self._passes, self._seen_moves = {}, self.cache.moves
+        """The pass for `batch` sequences. Passes that were captured with old addresses are dropped."""
+        if self._captured_moves != self.cache.moves:
+            self._passes, self._captured_moves = {}, self.cache.moves
             self._pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
         if batch not in self._passes:
             step = DecodePass(self.model, self.cache, self.shape, batch)
@@ -266,7 +275,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `step` travels through the model's forward as a keyword argument. transformers makes no mask for an attention that has
+    `step` travels through the model's forward as a keyword argument. transformers computes no mask for an attention that has
     registered none.
     """
     refuse_options(module, options)
@@ -277,14 +286,14 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def _fits(keys: Tensor, values: Tensor) -> Tensor:
-    """(L, n, H, D) each -> (L, 2, n): whether all of a row are finite as float16."""
+    """Whether all keys, and all values, of a row are finite as float16: (L, n, H, D) each -> (L, 2, n)."""
     return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
 
 
 def _refuse_not_finite(fits: Tensor, rows: Sequence[tuple[int, int]]) -> None:
     """Raise UserError for the first row of `fits` (L, 2, n) that is false; `rows` are their sequences and positions.
 
-    Of the lowest layer, since it spoils the layers above.
+    The lowest layer comes first: what is not finite there makes the layers above not finite either.
     """
     host = fits.cpu()
     if not host.all():

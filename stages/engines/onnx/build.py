@@ -1,4 +1,4 @@
-"""A decoder skeleton and a KV policy to an engine bundle: no torch, a fraction of a second."""
+"""Builds an engine bundle of a decoder skeleton and a KV policy: no torch, a fraction of a second."""
 
 import shutil
 from pathlib import Path
@@ -11,6 +11,7 @@ from pipeline.artifacts.files import link_or_copy
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress
+from stages.engines.base import Mode
 from stages.engines.bundle import read_record, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import (
     BACKEND,
@@ -20,15 +21,21 @@ from stages.engines.onnx.bundle import (
     ModelInfo,
     Tensor,
 )
-from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.surgery import specialise
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Fill the empty directory `out` with an engine bundle for `policy`.
+    """Write an engine bundle.
 
-    `decoder` is what export_decoder wrote, `scales` a kv_scales.json. Raises UserError when the policy does not fit the
-    model or the scales do not fit the policy.
+    Args:
+        decoder: The directory that export_decoder wrote.
+        out: An empty directory.
+        policy: How the cache is stored.
+        scales: The policy's static scales, a kv_scales.json.
+        progress: Called with the graphs that are done.
+
+    Raises:
+        UserError: The policy does not fit the model, or the scales do not fit the policy.
     """
     info = read_record(decoder / "model.json", ModelInfo)
     policy.check_shape(info.shape)
@@ -59,7 +66,7 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
 
 
 def _check(model: onnx.ModelProto) -> None:
-    """onnx.checker on the graph. It refuses hard-linked external data, so weights become inputs in the checked copy."""
+    """Run onnx.checker on the graph. It refuses hard-linked external data, so weights become inputs in the checked copy."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     del copy.graph.initializer[:]

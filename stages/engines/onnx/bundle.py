@@ -1,4 +1,4 @@
-"""The engine bundle on disk: what it describes, and the check that it is still what was built."""
+"""The engine bundle of backend=onnxruntime on disk, and the check that it is still what was built."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ BACKEND = "onnxruntime"
 GRAPHS = ("prefill.onnx", "decode.onnx")
 WEIGHTS_FILE = "weights.bin"
 SKELETON_NODE = "Attention"
-"""Operator of the decoder skeleton that stands for one layer's attention."""
+"""Operator of the decoder skeleton in place of one layer's attention."""
 
 
 class ModelInfo(StrictModel):
@@ -47,14 +47,14 @@ class Bundle(BundleRecord):
     """`bundle.json`."""
 
     graph_digest: str
-    """sha256 of decode.onnx: what an evaluation cites."""
+    """sha256 of decode.onnx, which evaluations cite."""
     model: ModelInfo
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
 def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
-    """Read and verify a bundle; UserError names the file that is missing or not what was built."""
+    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
     bundle = open_record(directory, Bundle, BACKEND)
     if bundle.files.get("decode.onnx") != bundle.graph_digest:
         raise UserError(f"{directory / BUNDLE_FILE}: graph_digest is not decode.onnx's: build the engine again")

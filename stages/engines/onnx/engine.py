@@ -1,7 +1,7 @@
 """The embedded engine: ONNX Runtime over a paged, quantized KV cache.
 
-Pools stay where they are: a run binds the addresses of the numpy arrays as inputs, and what is stored of the new tokens is
-then written into their pages.
+Pools are not copied: a run binds the addresses of the numpy arrays as inputs. The codes of the new tokens are written into
+their pages after the run.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from pipeline.core.kv import KVScales
 from pipeline.core.records import PREFILL_CHUNK
-from stages.engines.base import check_positive
+from stages.engines.base import Mode, check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
-from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph import NUMPY_FLOATS
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.session import GraphSession
@@ -25,8 +24,18 @@ from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill_chunk: int = PREFILL_CHUNK) -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
-    `max_pages` bounds the pool (it grows as needed), `prefill_chunk` the tokens of one prefill run: a longer prompt
-    attends over the quantized cache of its earlier chunks. Raises UserError when a file is missing or was altered.
+    Args:
+        bundle: The bundle's directory.
+        threads: Threads of ONNX Runtime.
+        max_pages: Most pages of the pool, which grows as needed.
+        prefill_chunk: Tokens of one prefill run: a longer prompt attends over the quantized cache of its earlier chunks.
+
+    Raises:
+        UserError: A file is missing or was altered, or a number is below 1.
+
+    Example:
+        >>> engine = load_engine(Path("bundle"), threads=2)  # doctest: +SKIP
+        >>> engine.generate([[1, 2, 3]], max_new_tokens=8, stop_token=None)  # doctest: +SKIP
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle)
@@ -40,20 +49,19 @@ class OnnxEngine(PagedEngine):
     def __init__(
         self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, prefill_chunk: int
     ) -> None:
-        super().__init__(bundle.model, scales, pool, prefill_chunk=prefill_chunk)
+        super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._sessions: dict[Mode, GraphSession] = {
             "prefill": GraphSession(directory / "prefill.onnx", threads),
             "decode": GraphSession(directory / "decode.onnx", threads),
         }
         self._bound: dict[Mode, Spans] = {}
-        """What of the pool's arrays a session's inputs are."""
+        """The spans of the pool's arrays that are bound to each session's inputs."""
         for session in self._sessions.values():
             for name, values in self._constants.items():
                 session.bind_input(name, values)
 
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last."""
         session = self._sessions[mode]
         batch, tokens = ids.shape
         tables, spans = self.pool.view(handles)

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint to a decoder skeleton: ONNX with one node of domain `kv` per layer where attention was.
+"""Exports a Hugging Face checkpoint as a decoder skeleton: ONNX with one node of domain `kv` per layer in place of attention.
 
-The skeleton does not depend on the KV policy, so that one export (seconds of torch.export) serves every policy;
-stages.engines.onnx.build puts the attention over a quantized cache into it.
+The skeleton does not depend on the KV policy, so that one export (seconds of torch.export) serves every policy.
+stages.engines.onnx.build replaces the nodes by the attention over a quantized cache.
 """
 
 import json
@@ -28,11 +28,20 @@ _ATTENTION = "kvgate_skeleton"
 
 
 def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, progress: Progress) -> None:
-    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files into the empty directory `out`.
+    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files.
 
     Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
     Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
-    `layer` and `scaling`. Raises UserError for a checkpoint that inspect_checkpoint refuses.
+    `layer` and `scaling`.
+
+    Args:
+        checkpoint: A Hugging Face checkpoint.
+        out: An empty directory.
+        compute_dtype: Floating-point type of weights and activations.
+        progress: Called with the steps that are done.
+
+    Raises:
+        UserError: inspect_checkpoint refuses the checkpoint.
     """
     info = inspect_checkpoint(checkpoint)
     progress("export", 0, 3)
@@ -61,7 +70,7 @@ def _attention_node(
     scaling: float,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: leaves one symbolic node, shape (B, S, Hq, D)."""
+    """transformers' attention interface: one symbolic node, shape (B, S, Hq, D)."""
     for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
         if options.get(name) is not None:
             raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
@@ -78,11 +87,11 @@ def _attention_node(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The attention node masks by itself."""
+    """transformers' mask interface: no mask, since the attention node has its own."""
 
 
 class _Decoder(torch.nn.Module):
-    """Logits of one chosen row per sequence: lm_head over all rows would be most of a prefill of a small model."""
+    """The decoder with logits of one row per sequence: lm_head over all rows would be most of a small model's prefill."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

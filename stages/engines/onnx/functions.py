@@ -4,32 +4,31 @@ Shapes: B sequences, S new tokens each, Hq query heads on H KV heads (G = Hq / H
 head_dim, P pages of a sequence, T = 64 * P pool positions, E = sink_tokens + recent_tokens exact slots, M exact buffers.
 With a window: P pages before it and Y pages in it, of which a side may have a second copy.
 
-What a query sees: new tokens exactly (causal), sinks and the last `recent_tokens` before the chunk from float16 buffers,
-everything else from the quantized pool. Every token is in the pool too; positions that are seen exactly are masked there.
-A sink's slot is its position; slot sink + position % recent holds the newest token of that residue.
+A query attends to the new tokens exactly (causal), to sinks and the last `recent_tokens` before the chunk in float16 buffers,
+and to everything else in the quantized pool. Every token is in the pool too; there, positions that are read from the
+buffers are masked. A sink's slot is its position; slot sink + position % recent holds the newest token of that residue.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import onnx
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec, layer_codecs
 from stages.engines.onnx.graph import Body
 from stages.engines.onnx.reading import read_scores, read_values
 
-Mode = Literal["prefill", "decode"]
 MASKED = {"float32": -1e30, "float16": -6e4}
-"""Score of a position that must not be seen: exp underflows to 0, and unlike -inf it never makes a NaN."""
+"""Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""
 
 INT32 = onnx.TensorProto.INT32
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer's attention function is specialised for."""
+    """The parameters of one layer's attention function."""
 
     policy: KVPolicy
     shape: KVShape
@@ -46,7 +45,7 @@ class AttentionSpec:
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:
-        """Inputs that all layers share, int32: dimensions by name."""
+        """Inputs that all layers share, int32: named dimensions by input."""
         tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
         if self.policy.window is not None:
             tables |= {"window_base_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
@@ -60,17 +59,17 @@ class AttentionSpec:
 
 
 def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
-    """kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), the tables, the cache -> (B, S, Hq, D)."""
+    """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), the tables, the cache -> (B, S, Hq, D)."""
     body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
     group = spec.q_heads // heads
     q = body.op("Mul", body.reshape("query", 0, heads, -1, dim), body.real(spec.scaling))
     keys, values = (_regions(body, spec, side) for side in (Side.KEY, Side.VALUE))
-    seen = _pool_masks(body, spec)
+    masks = _pool_masks(body, spec)
     exact = spec.policy.exact_tokens
 
     masked = body.real(MASKED[spec.compute])
     scores = _join(body, [read_scores(body, codec, q, index) for codec, index in keys])
-    parts = [body.op("Where", _join(body, seen), scores, masked)]
+    parts = [body.op("Where", _join(body, masks), scores, masked)]
     if exact:
         scores = _dot(body, q, _exact_rows(body, "key_exact"))
         parts.append(body.op("Where", _exact_mask(body, spec.policy), scores, masked))
@@ -149,16 +148,16 @@ def _pool_masks(body: Body, spec: AttentionSpec) -> list[str]:
         regions = [(positions_before, body.op("Min", end, start)), (body.op("Add", positions_inside, start), end)]
     masks = []
     for positions, limit in regions:
-        seen = body.op("Less", positions, limit)
+        mask = body.op("Less", positions, limit)
         if spec.policy.sink_tokens:
-            sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
-            seen = body.op("And", seen, sinks)
-        masks.append(seen)
+            after_sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
+            mask = body.op("And", mask, after_sinks)
+        masks.append(mask)
     return masks
 
 
 def _exact_mask(body: Body, policy: KVPolicy) -> str:
-    """Whether an exact slot holds a position that is seen exactly, bool (B, 1, 1, E)."""
+    """Whether an exact slot holds a position that is read from it, bool (B, 1, 1, E)."""
     sink, recent = policy.sink_tokens, policy.recent_tokens
     lengths = _per_sequence(body, "lengths")
     parts = []
@@ -174,7 +173,7 @@ def _exact_mask(body: Body, policy: KVPolicy) -> str:
 
 
 def _exact_rows(body: Body, name: str) -> str:
-    """Exact buffers (M, H, E, D) float16 of the batch's sequences, (B, H, E, D) in the compute dtype."""
+    """The batch's rows of exact buffers (M, H, E, D) float16: (B, H, E, D) in the compute dtype."""
     return body.to_compute(body.op("Gather", name, "exact_slots", axis=0))
 
 

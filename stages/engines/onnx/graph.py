@@ -19,7 +19,7 @@ NUMPY_FLOATS: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float
 
 
 class Body:
-    """Nodes of one function, written in execution order. `compute` is the decoder's floating-point type."""
+    """The nodes of one function, in execution order. `compute` is the decoder's floating-point type."""
 
     def __init__(self, compute: str) -> None:
         self.compute = compute
@@ -28,6 +28,7 @@ class Body:
         self._count = 0
 
     def fresh(self) -> str:
+        """Return a name that is not in use."""
         self._count += 1
         return f"t{self._count}"
 
@@ -38,13 +39,13 @@ class Body:
         return out
 
     def ops(self, kind: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """Append one operator with `count` results."""
+        """Append one operator with `count` results and return their names."""
         outs = [self.fresh() for _ in range(count)]
         self.nodes.append(helper.make_node(kind, list(inputs), outs, **attributes))
         return outs
 
     def const(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> str:
-        """A constant, written once per distinct value."""
+        """Return a constant; equal constants are one node."""
         array = np.asarray(value, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
@@ -54,23 +55,27 @@ class Body:
         return self._constants[key]
 
     def real(self, value: npt.ArrayLike) -> str:
-        """A constant in the compute dtype."""
+        """Return a constant in the compute dtype."""
         return self.const(value, NUMPY_FLOATS[self.compute])
 
     def ints(self, value: int | Sequence[int]) -> str:
-        """An int64 constant: shapes and axes."""
+        """Return an int64 constant, as shapes and axes are."""
         return self.const(value, np.int64)
 
     def reshape(self, x: str, *shape: int) -> str:
-        """0 keeps the input's dimension, -1 is inferred."""
+        """Append a Reshape: 0 keeps the input's dimension, -1 is inferred."""
         return self.op("Reshape", x, self.ints(list(shape)))
 
     def to_compute(self, x: str) -> str:
+        """Append a Cast to the compute dtype."""
         return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
 
     def function(self, name: str, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.FunctionProto:
-        """The body as kv.<name>_<layer>. One function a layer, with node names of its own, because TensorRT names its
-        layers after nodes and refuses a second Quantize or Dequantize layer of the same name."""
+        """Return the body as the function kv.<name>_<layer>.
+
+        Every layer has a function of its own, with its own node names, because TensorRT names its layers after nodes and
+        refuses a second Quantize or Dequantize layer of the same name.
+        """
         name = layer_function(name, layer)
         for number, node in enumerate(self.nodes):
             node.name = f"{name}.{number}"
@@ -79,4 +84,5 @@ class Body:
 
 
 def layer_function(name: str, layer: int) -> str:
+    """Return the name of one layer's function."""
     return f"{name}_{layer}"

@@ -1,4 +1,4 @@
-"""What an engine over the prefill and decode graphs and a paged pool does, whatever executes the graphs."""
+"""The base class of engines that run the prefill and decode graphs over a paged pool."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,35 +9,33 @@ import numpy.typing as npt
 
 from pipeline.core.kv import KVScales
 from pipeline.core.records import MemoryReport
-from stages.engines.base import ChunkedEngine, Logits, not_finite
-from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.functions import Mode
+from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import PagedPool
 
 
 class PagedEngine(ChunkedEngine):
-    """pipeline.core.records.Engine, but for the execution of a graph."""
+    """pipeline.core.records.Engine, but for the execution of a graph, which is the subclass's."""
 
-    def __init__(self, model: ModelInfo, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
-        super().__init__(pool.policy, pool.shape, model.vocab_size, prefill_chunk)
+    def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
+        super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
         self.pool = pool
         self._constants: dict[str, Any] = {}
         """Static scales and zeros as attention reads them, float32 arrays by graph input."""
         self._faults: dict[str, float] = {}
-        """What `corrupt_key_scale` multiplies arrays of the pool with."""
+        """Factors of `corrupt_key_scale` on what is written to arrays of the pool, by array."""
         for layer in range(self.shape.layers):
             for stored in layer_sides(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
     def _constant(self, values: npt.NDArray[np.float32]) -> Any:
-        """Where the graphs read it, as something that can be multiplied in place."""
+        """An array as the graphs read it; a subclass on another device returns its tensor. It is multiplied in place."""
         return values
 
     @abstractmethod
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
-        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last."""
+        """Append tokens `ids` (B, S) to sequences that have pages for them: logits (B, V) of the last."""
 
     def _start(self) -> int:
         return self.pool.start()
@@ -57,14 +55,14 @@ class PagedEngine(ChunkedEngine):
         self.pool.release(sequence)
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens, which shares the full pages of the first."""
+        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
         return self.pool.fork(sequence)
 
     def memory(self) -> MemoryReport:
         return self.pool.memory(sum(values.nbytes for values in self._constants.values()))
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply what decoding reads the keys with, of stored and of later tokens; the codes stay right."""
+        """Multiply the scales that decoding reads keys with, of stored and of later tokens; the codes stay right."""
         for layer in range(self.shape.layers):
             for side, stored in layer_sides(self.policy, self.shape, layer).items():
                 for name in stored.fault_targets if side.is_key else ():
@@ -76,7 +74,10 @@ class PagedEngine(ChunkedEngine):
                         self._faults[target] = self._faults.get(target, 1.0) * factor
 
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
-        """Name the first key or value that is not finite: of the lowest layer, since it spoils the layers above."""
+        """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.
+
+        The lowest layer comes first: what is not finite there makes the layers above not finite either.
+        """
         head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
         layer, side = divmod(head // self.shape.kv_heads, 2)
         handle = handles[row]

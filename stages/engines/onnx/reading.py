@@ -1,5 +1,7 @@
-"""How a format's codes are read: attention's scores and weighted sums over pages, without a dequantized copy where scales
-and offsets can be folded into the queries, the scores or the sums.
+"""Reads the codes of a format: attention's scores and weighted sums over pages.
+
+Scales and offsets are folded into the queries, the scores or the sums where that is possible; only elsewhere there is a
+dequantized copy.
 
 Shapes: B sequences, H KV heads, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code streams, g
 scales of a token.
@@ -17,8 +19,10 @@ from stages.engines.onnx.graph import Body
 
 @dataclass(frozen=True)
 class Stream:
-    """Part of the stored numbers, widened: x of shape (B, H, T, D / n). If nested, x holds all higher parts too: the code is
-    gain * x + offset - 2 ** bits * (the next stream's x)."""
+    """Part of the stored numbers, widened: x of shape (B, H, T, D / n).
+
+    If nested, x contains all higher parts too: the code is gain * x + offset - 2 ** bits * (the next stream's x).
+    """
 
     x: str
     gain: float = 1.0
@@ -27,7 +31,7 @@ class Stream:
 
 
 def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
-    """q . k for q (B, H, R, D) and every position of the pages `index` (B, H, P): (B, H, R, T)."""
+    """Write the products of q (B, H, R, D) with the keys of every position of the pages `index` (B, H, P): (B, H, R, T)."""
     q = codec.rotated(body, q)
     pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
     parts, rows = _scaled(body, codec, index)
@@ -58,7 +62,7 @@ def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
 
 
 def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
-    """Sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
+    """Write the sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
     parts, rows = _scaled(body, codec, index)
     mixing = _mixing(codec, parts)
     weights = [body.op("Mul", p, row) for row in rows] or [p]
@@ -83,7 +87,7 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
 
 
 def _streams(body: Body, codec: SideCodec, index: str, nested: bool) -> list[Stream]:
-    """The pages' codes, widened to the compute dtype but not scaled; together they hold the channels in order."""
+    """The pages' codes, widened to the compute dtype but not scaled; all streams together are the channels in order."""
     pool, code = f"{codec.side}_pool", codec.form.code
     _, width = codec.arrays[pool]
     if code.kind == "float":
@@ -121,10 +125,12 @@ def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | 
 
 
 def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
-    """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a
-    part. Scales that vary within a part can't be folded and are multiplied in."""
+    """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a part.
+
+    Scales that vary within a part cannot be folded; the streams are multiplied by them.
+    """
     groups = codec.groups
-    # Nesting spares a pass over the codes, but its sums are of numbers 2 ** bits as large: too much for float16, which has
+    # Nesting saves a pass over the codes, but its sums are of numbers 2 ** bits as large: too large for float16, which has
     # 11 bits, and for more than two parts.
     parts = _streams(body, codec, index, nested=groups <= 1 and len(codec.packing) == 2 and body.compute == "float32")
     if not groups:
@@ -164,6 +170,6 @@ def _spread(body: Body, codec: SideCodec) -> str:
 
 
 def gather_pages(body: Body, pool: str, index: str, kv_heads: int, width: int) -> str:
-    """Pool (N, H, 64, width) and index (B, H, P) of (page, head) blocks -> (B, H, P * 64, width), without a transpose."""
+    """Gather blocks `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width), without a transpose."""
     blocks = body.reshape(pool, -1, PAGE_TOKENS * width)
     return body.reshape(body.op("Gather", blocks, index, axis=0), 0, kv_heads, -1, width)

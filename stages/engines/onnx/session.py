@@ -1,4 +1,4 @@
-"""One graph in ONNX Runtime, its inputs and outputs bound by address: what has not moved is not bound again."""
+"""One graph in ONNX Runtime. Inputs and outputs are bound by address, and bound again only when the address changes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ LOGGER_ERROR = 3
 
 
 class GraphSession:
-    """Runs a graph on arrays that stay where they are."""
+    """Runs a graph on arrays in place."""
 
     def __init__(self, path: Path, threads: int) -> None:
         options = ort.SessionOptions()
@@ -20,7 +20,7 @@ class GraphSession:
         options.log_severity_level = LOGGER_ERROR
         # Dynamic shapes change at every step: reusing a memory plan per shape would only collect plans.
         options.enable_mem_pattern = False
-        # Otherwise a dequantized pool is quantized and dequantized again on its way to the gather.
+        # Otherwise ONNX Runtime quantizes and dequantizes a dequantized pool again before the gather.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._binding = self._session.io_binding()
@@ -29,11 +29,11 @@ class GraphSession:
         self._buffers: dict[str, npt.NDArray[Any]] = {}
 
     def bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Let an input be a contiguous array, which the caller keeps alive."""
+        """Bind a contiguous array to an input. The caller keeps it alive."""
         self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Copy values into an input."""
+        """Copy values into an input's own array."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != values.shape:
             buffer = self._buffers[name] = np.empty_like(values)
@@ -41,7 +41,7 @@ class GraphSession:
         buffer[...] = values
 
     def output(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """The array that an output of this shape is written to; the next run overwrites it."""
+        """Return the array that the next run writes an output of this shape to; later runs overwrite it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != shape:
             buffer = self._buffers[name] = np.empty(shape, dtype)
@@ -49,10 +49,11 @@ class GraphSession:
         return buffer
 
     def run(self) -> None:
+        """Run the graph."""
         self._session.run_with_iobinding(self._binding)
 
 
 def _element_type(described: str) -> int:
-    """ONNX's number of ONNX Runtime's `tensor(float16)`."""
+    """ONNX's number of an element type that ONNX Runtime writes as `tensor(float16)`."""
     kind: int = onnx.TensorProto.DataType.Value(described.removeprefix("tensor(").removesuffix(")").upper())
     return kind

@@ -1,7 +1,7 @@
-"""The decoder skeleton to the prefill or decode graph of a KV policy: graph surgery, no torch.
+"""Turns the decoder skeleton into the prefill or decode graph of a KV policy: graph surgery, no torch.
 
-Every skeleton attention node becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> makes of the new tokens
-what is stored of them. Those are outputs, `new_<array>`: the graph is pure, the runner writes them into the pools.
+Every skeleton attention node becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> quantizes the new tokens.
+Its results are outputs, `new_<array>`: the graph is pure, and the engine writes them into the pools.
 """
 
 import numpy as np
@@ -9,9 +9,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales
+from stages.engines.base import Mode
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
 from stages.engines.onnx.formats import SideCodec, onnx_type
-from stages.engines.onnx.functions import AttentionSpec, Mode, attention_function, quantize_function, quantize_name
+from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
 from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from stages.engines.paged.layout import FLOAT16
 
@@ -20,14 +21,22 @@ INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
 
 NOT_FINITE = "not_finite"
 """Output (B, L * 2 * H, S, 1): not 0 where a new key or value (layer, key before value, head; token) is not finite as a
-float16, which exact copies, stored scales and zeros are."""
+float16, the type of exact copies, stored scales and zeros."""
 
 Dims = list[int | str]
 """B sequences, S new tokens, N pages of a pool, NW of a window pool, M exact buffers."""
 
 
 def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
-    """Turn the skeleton into the prefill or the decode graph, in place."""
+    """Turn the skeleton into the prefill or the decode graph, in place.
+
+    Args:
+        model: What export_decoder wrote as decoder.onnx.
+        info: What it wrote as model.json.
+        policy: How the cache is stored.
+        static: The policy's static scales.
+        mode: Which of the two graphs.
+    """
     graph = model.graph
     nodes = {_layer(n): n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
@@ -82,8 +91,8 @@ def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
     del graph.value_info[:]
     names: Dims = ["B", length]
     for value in [*graph.input, *graph.output]:
-        wanted = names if value.name in ("input_ids", "position_ids") else ["B"]
-        for dim, name in zip(value.type.tensor_type.shape.dim, wanted, strict=False):
+        dims = names if value.name in ("input_ids", "position_ids") else ["B"]
+        for dim, name in zip(value.type.tensor_type.shape.dim, dims, strict=False):
             if isinstance(name, int):
                 dim.dim_value = name
             else:
@@ -101,7 +110,7 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
 
 
 def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
-    """The writer's own static parameters: the reader's are inputs (the canary corrupts what reading uses)."""
+    """The static parameters of quantization. Those of attention are inputs, because the canary corrupts them alone."""
     return [
         numpy_helper.from_array(values, f"write_{name}.{layer}")
         for name, values in codec.constant_values(static, layer).items()
@@ -109,7 +118,7 @@ def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onn
 
 
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
-    """What is stored of the new tokens of one side of one layer, as outputs."""
+    """Append the quantization of the new tokens of one side of one layer; its results are outputs."""
     function = layer_function(quantize_name(codec.side), layer)
     inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
     outputs = [f"new_{name}.{layer}" for name in codec.arrays]
@@ -120,7 +129,10 @@ def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, sourc
 
 
 def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
-    """The output NOT_FINITE over the new keys and values `sources`: 0 * x summed over channels is NaN unless x is finite."""
+    """Append the output NOT_FINITE over the new keys and values `sources`.
+
+    It is the sum of 0 * x over channels, which is NaN unless x is finite.
+    """
     dtype = NUMPY_FLOATS[info.compute_dtype]
     graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
     graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=onnx_type(FLOAT16)))

@@ -1,9 +1,9 @@
-"""Attention in which every row says which copy of every token it sees; one code path for prefill, decode and one pass.
+"""Attention in which each row reads its own copy of each token; one code path for prefill, decode and one pass.
 
-A row is a query; `start` is how long the cache was when the row's chunk began. By position, row i sees, in this order:
-float16 sinks, base copies, window copies, float16 recent tokens, and its own chunk up to itself as it was computed.
-All these borders grow with i, so that in a block of rows nearly every column is the same copy for all of them, and a
-narrow band is masked. Blocks bound the memory: nothing is quadratic in the tokens.
+A row is a query; `start` is the length of the cache when the row's chunk began. By position, row i attends to, in this
+order: float16 sinks, base copies, window copies, float16 recent tokens, and its chunk up to itself as it was computed. All
+these borders grow with i, so that in a block of rows nearly every column is the same copy for all rows, and a narrow band is
+masked. Blocks bound the memory: nothing is quadratic in the tokens.
 
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
@@ -22,19 +22,18 @@ from stages.engines.oracle.model import refuse_options
 ATTENTION = "kvgate_oracle"
 
 BLOCK_ROWS = 64
-"""Fewer waste less on the band, more make larger matrix products."""
+"""Most rows of a block: fewer compute less of the masked band in vain, more are larger matrix products."""
 
 BLOCK_BYTES = 1 << 24
 """Bound of a block's scores: long contexts get fewer rows a block."""
 
-
 SMALLEST_EXPONENT = -80.0
-"""e**-80 is a normal float32."""
+"""Floor of the softmax's exponents: e**-80 is a normal float32."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """One copy of consecutive tokens of one side of one layer, as read."""
+    """One copy of consecutive tokens of one side of one layer, dequantized."""
 
     tokens: Tensor
     """(H, n, D) float32."""
@@ -42,16 +41,17 @@ class Copies:
     """Position of the first."""
 
     def part(self, low: int, high: int) -> Tensor:
+        """Return the tokens of positions low to high - 1."""
         return self.tokens[:, low - self.begin : high - self.begin]
 
 
 Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
-"""Sinks, base, window, recent, own chunk; None where no row reads it."""
+"""Sinks, base, window, recent, the row's chunk; None where no row reads it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [begin, end) of a sequence that make one chunk, or with start=None one chunk each (decoded tokens)."""
+    """Rows [begin, end) of a sequence. They are one chunk, or with start=None each is a chunk of its own (decoded tokens)."""
 
     begin: int
     end: int
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns [low, high) of one source, for the rows that `mask_RT` says; None is all of them."""
+    """Columns [low, high) of one source, which the rows in `mask_RT` attend to; None is all rows."""
 
     source: int
     low: int
@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [begin, end), and the columns that each of them sees, for a side without and with a window."""
+    """Rows [begin, end), and the columns that each of them attends to, for a side without and with a window."""
 
     begin: int
     end: int
@@ -79,19 +79,19 @@ class Block:
 
 
 class View(Protocol):
-    """What one sequence of a batch shows to attention, and takes from it."""
+    """One sequence of a batch: the copies that attention reads, and where the new tokens go."""
 
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Hand over the new tokens' (H, S, D) keys and values: all copies to read."""
+        """Take the new tokens' keys and values (H, S, D), and return the copies of keys and of values to read."""
         ...
 
 
 def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows; `row_bytes` is what one row's scores may take."""
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows; `row_bytes` are the bytes of the longest row's scores."""
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
     blocks = []
     for span in spans:
@@ -106,7 +106,7 @@ def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]
 
 
 def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, windowed: bool) -> Tensor:
-    """(6, R): source v of row i is columns borders[v, i] to borders[v + 1, i]."""
+    """Borders (6, R): row i reads columns borders[v, i] to borders[v + 1, i] - 1 from source v."""
     sinks = starts.clamp(max=policy.sink_tokens)
     recent = torch.maximum(starts - policy.recent_tokens, sinks)
     window = recent
@@ -121,7 +121,7 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
         low, high = borders[source], borders[source + 1]
         bands: tuple[tuple[int, int], ...]
         begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
-        if last_low < first_high:  # columns that all rows see, between two bands that some see
+        if last_low < first_high:  # columns of all rows, between two bands of some rows
             bands = ((begin, last_low), (first_high, end))
             yield Piece(source, last_low, first_high, None)
         else:
@@ -134,23 +134,24 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
 
 
 def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece], value_pieces: Sequence[Piece]) -> Tensor:
-    """Rows q (H, G, R, D), scaled, that end at the last column of the pieces: (H, G, R, D)."""
+    """Attend with scaled queries q (H, G, R, D), the last of which is the last column of the pieces: (H, G, R, D)."""
     heads, groups, rows, head_dim = q.shape
     flat = q.reshape(heads, groups * rows, head_dim)
     columns = max(piece.high for piece in key_pieces)
     scores = q.new_empty(heads, groups * rows, columns)
     by_row = scores.view(heads, groups, rows, columns)
-    # What no row of the source sees stays masked: the later tokens of the own chunk.
+    # Columns that no piece covers stay masked: the later tokens of the rows' chunk.
     by_row[..., columns - rows :] = -torch.inf
     for piece in key_pieces:
         k = _read(keys, piece, q.dtype).transpose(1, 2)
         if piece.mask_RT is None:
             torch.matmul(flat, k, out=scores[..., piece.low : piece.high])
         else:
-            seen = by_row[..., piece.low : piece.high]
-            seen.copy_(torch.where(piece.mask_RT, torch.matmul(flat, k).view(seen.shape), seen))
-    # Softmax, normalized at the end. The floor vanishes in a sum with 1, but denormal weights would make the products below
-    # thirty times slower on a CPU.
+            columns_of_piece = by_row[..., piece.low : piece.high]
+            products = torch.matmul(flat, k).view(columns_of_piece.shape)
+            columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
+    # Softmax, normalized at the end. In a sum with 1 the floor rounds to nothing, but without it denormal weights would make
+    # the products below thirty times slower on a CPU.
     weights = scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=SMALLEST_EXPONENT).exp_()
     out = torch.zeros_like(flat)
     for piece in value_pieces:
@@ -198,7 +199,7 @@ def _attention(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Pieces mask."""
+    """transformers' mask interface: no mask, since the pieces have theirs."""
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -1,4 +1,4 @@
-"""A checkpoint and a KV policy to a bundle of the torch backend: the checkpoint itself, the policy and its scales."""
+"""Builds a bundle of the torch backend: the checkpoint itself, the policy and its scales."""
 
 import shutil
 from pathlib import Path
@@ -14,10 +14,17 @@ BACKEND = "torch"
 
 
 def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Fill the empty directory `out` with all that the engine loads; weights are hard-linked, not copied.
+    """Write a bundle. Weights are hard-linked, not copied.
 
-    `scales` is a kv_scales.json. Raises UserError for a checkpoint that inspect_checkpoint refuses, and when policy,
-    scales and model do not fit together.
+    Args:
+        checkpoint: A Hugging Face checkpoint.
+        out: An empty directory.
+        policy: How the cache is stored.
+        scales: The policy's static scales, a kv_scales.json.
+        progress: Called with the files that are done.
+
+    Raises:
+        UserError: inspect_checkpoint refuses the checkpoint, or policy, scales and model do not fit together.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
@@ -36,6 +43,6 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
 
 
 def open_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
-    """Read and verify a bundle; UserError names the file that is missing or not what was built."""
+    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
     open_record(directory, BundleRecord, BACKEND)
     return read_policy(directory, inspect_checkpoint(directory).shape)

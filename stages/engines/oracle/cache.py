@@ -17,16 +17,17 @@ from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, 
 
 @dataclass(frozen=True)
 class Storage:
-    """How one copy of one side of one layer is stored."""
+    """Format and static scales of one copy of one side of one layer."""
 
     form: Format
     static: Static | None
 
     def write(self, x: Tensor) -> Stored:
+        """Quantize x (H, S, D)."""
         return quantize(x, self.form, self.static)
 
     def read(self, stored: Stored, gain: float) -> Tensor:
-        """`gain` multiplies what is read: 1, except for the canary's fault."""
+        """Dequantize, times `gain`: 1, except for the canary's fault."""
         x = dequantize(stored, self.form, self.static)
         return x if gain == 1 else x * gain
 
@@ -68,12 +69,12 @@ class Pages:
             done += count
 
     def forget(self, first: int) -> None:
-        """Free the pages before page `first`."""
+        """Free the pages before the sequence's page `first`."""
         del self.pages[: first - self.first]
         self.first = first
 
     def read(self, gain: float) -> Copies | None:
-        """Every token that is held, dequantized."""
+        """Return all tokens of the pages, dequantized, None without a page."""
         if not self.pages:
             return None
         begin = self.first * PAGE_TOKENS
@@ -103,10 +104,10 @@ class Exact:
         self.length += x.shape[1]
 
     def read(self) -> tuple[Copies, Copies]:
-        """The sinks and the recent tokens."""
-        held = min(self.length, self.recent.shape[1])
-        recent = self.recent[:, self.recent.shape[1] - held :]
-        return Copies(self.sinks[:, : self.length].float()), Copies(recent.float(), self.length - held)
+        """Return the sinks and the recent tokens."""
+        count = min(self.length, self.recent.shape[1])
+        recent = self.recent[:, self.recent.shape[1] - count :]
+        return Copies(self.sinks[:, : self.length].float()), Copies(recent.float(), self.length - count)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +127,7 @@ class LayerCache:
         return self.exact[Side.KEY].length
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values (H, S, D), then free the window's pages that left it."""
+        """Store new keys and values (H, S, D), then free the pages that left the window."""
         for side, pages in self.pages.items():
             pages.append(key if side.is_key else value)
             if side.in_window and self.policy.window is not None:
@@ -157,12 +158,12 @@ def _each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) 
     """`function` of the codes, of the scales and of the zeros of `stored`."""
 
     def part(tensors: Iterable[Tensor | None]) -> Tensor | None:
-        there = [t for t in tensors if t is not None]
-        return function(there) if there else None
+        present = [t for t in tensors if t is not None]
+        return function(present) if present else None
 
     return Stored(function([s.codes for s in stored]), part(s.scale for s in stored), part(s.zero for s in stored))
 
 
 def _empty_page(like: list[Tensor]) -> Tensor:
-    """Room for PAGE_TOKENS tokens stored like (H, S, ...)."""
+    """An empty page for tokens that are stored like (H, S, ...)."""
     return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype)

@@ -51,13 +51,13 @@ class _CachedView:
         return cache.read(Side.KEY, key, self.engine.key_gain), cache.read(Side.VALUE, value, 1.0)
 
     def store(self) -> None:
-        """Append what was computed, once every layer has been: a refused token leaves nothing behind."""
+        """Append the new keys and values after all layers were computed: a refused token leaves nothing behind."""
         for cache, (key, value) in zip(self.caches, self.new, strict=True):
             cache.append(key, value)
 
 
 class _OnePassView:
-    """A whole sequence, of which nothing is in the cache."""
+    """A whole sequence, none of whose tokens is in the cache."""
 
     first_row = 0
 
@@ -96,10 +96,16 @@ class OracleEngine(ChunkedEngine, OnePassBase):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """An engine around a transformers causal language model in float32, which stays as it is.
+        """Return an engine around transformers' causal language model in float32, whose weights stay as they are.
 
-        `scales` may be None when no side of the policy is static. Raises UserError when policy, scales and model do not
-        fit together.
+        Args:
+            model: The model, on the CPU.
+            policy: How the cache is stored.
+            scales: Its static scales; None when no side of the policy is static.
+            prefill_chunk: Tokens of one prefill run.
+
+        Raises:
+            UserError: Policy, scales and model do not fit together.
         """
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
@@ -145,7 +151,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Bytes of the tensors that hold the cache now: pages are allocated one by one, so nothing is spare."""
+        """Return the bytes of the tensors that hold the cache: pages are allocated one by one, so none is spare."""
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
         return MemoryReport(
@@ -158,7 +164,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         )
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply what the pool's keys are read with, of stored and of later tokens; the codes stay right."""
+        """Multiply the pool's keys when they are read, of stored and of later tokens; the codes stay right."""
         self.key_gain *= factor
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:

@@ -1,4 +1,4 @@
-"""What pipeline.core.formats means, in plain torch: numbers to codes and back.
+"""The arithmetic of pipeline.core.formats in plain torch: numbers to codes and back.
 
 Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scales of a token. All arithmetic is float32.
 """
@@ -43,7 +43,7 @@ class Stored:
 
 
 def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) -> Static:
-    """The scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
+    """Return the scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
     heads = 1 if form.granularity == "per_tensor" else kv_heads
     channels = head_dim if form.granularity == "per_channel" else 1
 
@@ -54,7 +54,7 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) 
 
 
 def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
-    """Finite x (..., H, T, D), as it is stored. `static` is None exactly when the format is not static."""
+    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format is not static."""
     x = x.float()
     if form.exact:
         return Stored(x.to(TYPES[form.dtype]), None, None)
@@ -65,7 +65,7 @@ def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
     grouped = _grouped(x, form.scales_per_token(x.shape[-1]))
     if form.symmetric:
         zero = None
-        # Codes are made with the rounded scale that will be read back, not with the exact one.
+        # The codes belong to the rounded scale, which is read back, not to the exact one.
         scale = _stored_scale(grouped.abs().amax(-1, keepdim=True) / form.code.limit)
     else:
         low, high = grouped.aminmax(dim=-1, keepdim=True)
@@ -76,7 +76,7 @@ def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
-    """What the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
+    """Return the numbers that the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
     if form.exact:
         return stored.codes.float()
     codes = _unpack(stored.codes, form.code.bits) if form.code.kind == "integer" else stored.codes.float()
@@ -114,13 +114,13 @@ def _half_below(low: Tensor) -> Tensor:
 
 
 def _encode(x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, flatten: bool = False) -> Tensor:
-    """Nearest codes, ties to even, saturating; (..., g, D / g) is made (..., D) first with `flatten`."""
+    """Nearest codes, ties to even, saturating; `flatten` turns (..., g, D / g) into (..., D) first."""
     code = form.code
     steps = (x if zero is None else x - zero) / scale
     if flatten:
         steps = steps.flatten(-2)
     if code.kind == "float":
-        # Older torch makes NaN of what overflows float8.
+        # Older torch turns what overflows float8 into NaN.
         return steps.clamp(-code.limit, code.limit).to(TYPES[form.dtype])
     if form.symmetric:
         return _pack(steps.round().clamp(-code.limit, code.limit), code.bits)
@@ -150,7 +150,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """Sylvester's Hadamard matrix over sqrt(size), (size, size) float32: symmetric, and its own inverse."""
+    """Return Sylvester's Hadamard matrix over sqrt(size), (size, size) float32: symmetric, and its own inverse."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -4,9 +4,10 @@ import heapq
 
 
 class PageAllocator:
-    """Which of `capacity` pages are in use. What else is numbered, such as exact buffers, is a page here as well.
+    """Allocates the numbers 0 to capacity - 1: pages, or other things that are numbered, such as exact buffers.
 
-    The lowest free page comes first, so that the pages of a few sequences stay close together: a graph reads their whole span.
+    The lowest free number comes first, so that the pages of a few sequences stay close together: a graph reads their whole
+    span.
     """
 
     def __init__(self) -> None:

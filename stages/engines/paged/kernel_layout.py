@@ -1,4 +1,4 @@
-"""What the attention kernels hold: a KVPolicy to the kernels' CacheLayout of each layer, or the reason why there is none.
+"""Translates a KVPolicy to the attention kernels' CacheLayout of each layer, or says why the kernels do not hold the layer.
 
 The kernels serve backend=torch on CUDA, which needs all layers, and the TensorRT plugin, which takes the layers that they
 hold. No torch: policies are checked before anything is loaded.
@@ -25,14 +25,14 @@ MODEL_FIX = "set backend.device=cpu"
 
 @dataclass(frozen=True)
 class KernelRefusal:
-    """Why the kernels do not hold a layer's cache."""
+    """The reason why the kernels do not hold a layer's cache."""
 
     key: str
     """The configuration's key, `kv.key.rotation`."""
     value: object
     reason: str
     fix: str = POLICY_FIX
-    """What to do about it with backend=torch."""
+    """What a user of backend=torch can do."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.reason}"
@@ -40,7 +40,7 @@ class KernelRefusal:
 
 @dataclass(frozen=True)
 class KernelLayers:
-    """What becomes of a model's layers."""
+    """A model's layers: those that the kernels hold, and the others."""
 
     layouts: dict[int, CacheLayout]
     """By layer: those that the kernels hold. Layers of equal formats have equal layouts."""
@@ -100,7 +100,7 @@ def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheL
 
 
 def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
-    """Why the kernels do not hold one side's format, which the configuration's `key` gives."""
+    """The reason why the kernels do not hold one side's format, None when they do. `key` is the configuration's key of it."""
     if form.rotation != "none":
         return KernelRefusal(f"{key}.rotation", form.rotation, "the CUDA kernels do not rotate")
     if not form.symmetric:
@@ -118,7 +118,7 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
 
 
 def _refuse_model(shape: KVShape, q_heads: int) -> KernelRefusal | None:
-    """Why the kernels do not hold the model's heads."""
+    """The reason why the kernels do not hold the model's heads, None when they do."""
     if shape.head_dim not in HEAD_DIMS:
         return KernelRefusal("model.path: head_dim", shape.head_dim, f"the CUDA kernels take {_listed(HEAD_DIMS)}", MODEL_FIX)
     if q_heads > GROUP_LIMIT * shape.kv_heads:

@@ -1,4 +1,4 @@
-"""How a side of the cache lies in arrays: their names, element types and widths, and the shapes of its static parameters.
+"""The arrays of a side of the cache: names, element types and widths, and the shapes of its static parameters.
 
 Integer formats of any width come from pipeline.core.formats.CODES alone; an exact or floating-point one needs its element
 type in STORAGE too. Shapes: H KV heads, D head_dim, W code elements of a token, g scales of a token.
@@ -19,13 +19,13 @@ class Storage:
     """The element type of an array."""
 
     name: str
-    """As ONNX calls it."""
+    """ONNX's name of it."""
     numpy_type: npt.DTypeLike
-    """Of the numpy array that holds the same bytes."""
+    """The type of a numpy array of the same bytes."""
 
 
 FLOAT16 = Storage("FLOAT16", np.float16)
-"""Of stored scales and zeros, and of the exact copies of sinks and recent tokens."""
+"""The type of stored scales and zeros, and of the exact copies of sinks and recent tokens."""
 
 STORAGE: dict[str, Storage] = {
     "fp16": FLOAT16,
@@ -77,7 +77,7 @@ class StoredSide:
 
     @property
     def fault_targets(self) -> list[str]:
-        """What gives the codes their size: static parameters, stored ones, or the codes themselves where they are exact."""
+        """Names of what scales the values: static parameters, stored ones, or the codes themselves where they are exact."""
         return [*self.constants] or [*self.arrays][1:] or [*self.arrays]
 
     @property

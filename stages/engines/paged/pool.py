@@ -31,7 +31,7 @@ class Spans:
     """First and one past the last exact buffer, page and window page that a graph reads."""
 
     moves: int
-    """How often arrays had been allocated anew: each time their addresses changed."""
+    """Counts the times that arrays were allocated anew, which changed their addresses."""
     buffers: tuple[int, int]
     pages: tuple[int, int]
     window_pages: tuple[int, int]
@@ -46,7 +46,7 @@ class PagedPool(SequencePages):
         self.window_pages = PageAllocator()
         self.arrays: dict[str, Array] = {}
         self._allocators: dict[str, PageAllocator] = {}
-        """What numbers the first dimension of each array."""
+        """The allocator of each array's first dimension."""
         self._moves = 0
         for layer in range(shape.layers):
             for side, stored in layer_sides(policy, shape, layer).items():
@@ -210,7 +210,7 @@ class PagedPool(SequencePages):
             row.length += tokens
 
     def _index(self, place: Places) -> tuple[Any, Any, Any]:
-        """What indexes the arrays; a subclass on another device returns torch's."""
+        """Indices for the arrays; a subclass on another device returns torch's."""
         return place
 
     def _write(self, array: Any, values: Any, places: list[tuple[Any, Any, Any]]) -> None:
@@ -231,7 +231,7 @@ class PagedPool(SequencePages):
             row.window_pages.append(self._allocate(self.window_pages))
 
     def _exact_places(self, rows: list[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
-        """Where tokens that are kept exactly go: the sinks, then the newest ones."""
+        """Places in the exact buffers: those of the sinks, then those of the newest tokens."""
         sink, recent = self.policy.sink_tokens, self.policy.recent_tokens
         buffers = np.broadcast_to(np.array([row.buffer for row in rows])[:, None], positions.shape).ravel()
         flat = positions.ravel()
@@ -272,7 +272,7 @@ def _lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     A row lists the numbers of a sequence's pages from some first page on; for pages before that one any number is returned.
     """
     numbers = []
-    for (listed, first), wanted in zip(rows, pages, strict=True):
-        start = max(first, int(wanted[0]))
-        numbers.append(np.array(listed[start - first :])[np.maximum(wanted - start, 0)])
+    for (listed, first), positions in zip(rows, pages, strict=True):
+        start = max(first, int(positions[0]))
+        numbers.append(np.array(listed[start - first :])[np.maximum(positions - start, 0)])
     return np.concatenate(numbers)

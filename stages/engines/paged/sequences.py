@@ -1,4 +1,4 @@
-"""Which sequence holds which pages and which exact buffer; where the pages lie in memory is the subclass's."""
+"""Bookkeeping of pages and exact buffers by sequence. A subclass has the memory that they number."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from stages.engines.paged.allocator import PageAllocator
 
 @dataclass
 class PagedSequence:
-    """What one sequence holds."""
+    """The pages and the exact buffer of one sequence."""
 
     buffer: int
     """Number of its buffer for exact tokens."""

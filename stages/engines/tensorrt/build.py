@@ -1,6 +1,6 @@
-"""The ONNX engine's bundle to a bundle of TensorRT plans of the very same graphs.
+"""Builds a bundle of TensorRT plans from the graphs of an ONNX bundle.
 
-What only backend=tensorrt does to them is in plugin.py: plans for TensorRT for RTX do not depend on the plugin's code.
+plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do not depend on the plugin's code.
 """
 
 import shutil
@@ -13,10 +13,10 @@ from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress
+from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import ModelInfo, Tensor
-from stages.engines.onnx.bundle import open_bundle as open_twin
-from stages.engines.onnx.functions import Mode
+from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.library import Name, load
 from stages.engines.tensorrt.plan import Plan, Refused, build, parse
@@ -26,21 +26,21 @@ from stages.engines.tensorrt.shapes import Limits, Range
 
 @dataclass(frozen=True)
 class Adapted:
-    """The decode graph that a plan is built from, in place of the twin's."""
+    """The decode graph that a plan is built from."""
 
     graph: Path
     native: dict[int, str]
-    """By layer: why its attention is not the plugin's."""
+    """By layer: why its attention is not the plugin's. Empty without a plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
 
 
 Adapt = Callable[[Path, ModelInfo, Limits], AbstractContextManager[Adapted]]
-"""Of a decode graph, what is built in its place; it is there as long as the context."""
+"""Returns the decode graph that replaces one of a bundle; its file exists as long as the context."""
 
 
 def build_bundle(
-    twin: Path,
+    onnx_bundle: Path,
     out: Path,
     *,
     policy: KVPolicy,
@@ -53,20 +53,33 @@ def build_bundle(
     gpu: Mapping[str, str] | None = None,
     adapt: Adapt | None = None,
 ) -> None:
-    """Fill the empty directory `out` with plans of the graphs in the ONNX bundle `twin`.
+    """Write a bundle of plans.
 
-    `scales` is a kv_scales.json. TensorRT for RTX builds for the compute capabilities `targets` (89 is SM 8.9), TensorRT
-    for `gpu`, an entry of pipeline.artifacts.hardware.gpus(). `adapt` makes the decode graph to build. Raises UserError
-    when TensorRT does not take the policy's graphs, MissingRequirement when something is not installed.
+    Args:
+        onnx_bundle: The bundle whose graphs are built.
+        out: An empty directory.
+        policy: The bundle's policy.
+        scales: The policy's static scales, a kv_scales.json.
+        library: Which TensorRT builds.
+        max_batch: Most sequences of a decode step.
+        max_tokens: Most tokens of a sequence.
+        progress: Called with the steps that are done.
+        targets: Compute capabilities that TensorRT for RTX builds for; 89 is SM 8.9.
+        gpu: The GPU that TensorRT builds for, an entry of pipeline.artifacts.hardware.gpus().
+        adapt: Replaces the decode graph; None builds it as it is.
+
+    Raises:
+        UserError: TensorRT does not take the policy's graphs.
+        MissingRequirement: TensorRT is not installed.
     """
     trt = load(library)
-    described, built, _ = open_twin(twin)
-    assert built == policy, f"{twin} is a bundle of {built.name}, not of {policy.name}"
+    described, built, _ = open_onnx_bundle(onnx_bundle)
+    assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
     limits = Limits(policy, max_batch, max_tokens)
-    graphs: dict[Mode, Path] = {mode: twin / f"{mode}.onnx" for mode in PLANS}
+    graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
-    as_it_is = nullcontext(Adapted(graphs["decode"], {}, {}))
-    with adapt(graphs["decode"], described.model, limits) if adapt is not None else as_it_is as adapted:
+    unchanged = nullcontext(Adapted(graphs["decode"], {}, {}))
+    with adapt(graphs["decode"], described.model, limits) if adapt is not None else unchanged as adapted:
         graphs["decode"] = adapted.graph
         for mode, graph in graphs.items():
 
@@ -78,11 +91,11 @@ def build_bundle(
             except Refused as refused:
                 raise refusal(trt, policy, refused, targets, gpu) from refused
             (out / PLANS[mode]).write_bytes(plan.data)
-            plans[mode] = replace(plan, data=b"")  # with all weights in it, one at a time is enough
+            plans[mode] = replace(plan, data=b"")  # it contains all weights: no two plans are kept in memory
     write_policy(out, policy, read_scales(scales, policy, described.model.shape))
     for name in TOKENIZER_FILES:
-        if (twin / name).is_file():
-            shutil.copyfile(twin / name, out / name)
+        if (onnx_bundle / name).is_file():
+            shutil.copyfile(onnx_bundle / name, out / name)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
     names = (*PLANS.values(), POLICY_FILE, SCALES_FILE)
     record = PlanRecord(
@@ -91,7 +104,7 @@ def build_bundle(
         flags=plans["decode"].flags,
         graph_digest=described.graph_digest,
         graphs={f"{mode}.onnx": described.files[f"{mode}.onnx"] for mode in PLANS},
-        twin=files_digest(tree_files(twin)),
+        twin=files_digest(tree_files(onnx_bundle)),
         plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
         model=described.model,
@@ -106,6 +119,6 @@ def build_bundle(
 
 
 def _profile(inputs: Sequence[Tensor], ranges: Mapping[str, Range]) -> dict[str, Range]:
-    """The ranges of those dimensions that a plan's inputs have."""
+    """The ranges of the dimensions that a plan's inputs have."""
     dims = {dim for tensor in inputs for dim in tensor.shape}
     return {name: size for name, size in ranges.items() if name in dims}

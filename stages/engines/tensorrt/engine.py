@@ -1,4 +1,4 @@
-"""The engine of a bundle of TensorRT plans: the embedded engine's steps and pages, on a GPU."""
+"""The engine of a bundle of TensorRT plans: the ONNX engine's steps and pages, on a GPU."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVScales, KVShape
 from pipeline.core.records import PREFILL_CHUNK
+from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for
-from stages.engines.onnx.functions import Mode
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
@@ -25,8 +25,14 @@ from stages.engines.tensorrt.shapes import Limits, bucket
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
     """Load a bundle that build_bundle wrote.
 
-    Raises UserError when a file is missing or was altered, MissingRequirement without the library, without a GPU, and when
-    the plans were built for another version or another GPU.
+    Args:
+        bundle: The bundle's directory.
+        library: Which TensorRT built it.
+        cuda_graphs: Whether decode steps become CUDA graphs.
+
+    Raises:
+        UserError: A file is missing or was altered, or the GPU has too little memory.
+        MissingRequirement: The library or a GPU is missing, or the plans were built for another version or another GPU.
     """
     described, policy, scales = open_bundle(bundle, library)
     trt = load(library)
@@ -37,20 +43,23 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
     for mode, name in PLANS.items():
         engine = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
         if engine is None:
-            raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.said())}")
+            raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
         sessions[mode] = open_session(trt, engine, device, described, mode, cuda_graphs=cuda_graphs)
     limits = described.limits(policy)
     return PlanEngine(described, limits, scales, sessions, device)
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
-    """The library and the GPU here; MissingRequirement names the GPU, driver or CUDA build of torch that is missing."""
-    wanted = " or ".join(built.compute_capabilities)
+    """Return the library and the GPU of this machine.
+
+    Raises MissingRequirement naming the GPU, driver or CUDA build of torch that is missing.
+    """
+    capabilities = " or ".join(built.compute_capabilities)
     torch_version = f"torch {torch.__version__}"
     if not gpus() and not torch.cuda.is_available():
         raise MissingRequirement(
             f"backend={library.name}: this machine has no NVIDIA GPU with a driver (no nvidia-smi, and {torch_version} sees no "
-            f"CUDA device); the plans need a GPU of compute capability (SM) {wanted} and {library.title} {built.version}"
+            f"CUDA device); the plans need a GPU of compute capability (SM) {capabilities} and {library.title} {built.version}"
         )
     if not torch.cuda.is_available():
         raise MissingRequirement(
@@ -64,13 +73,13 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 def open_session(
     library: Library, engine: object, device: Device, described: PlanRecord, mode: Mode, *, cuda_graphs: bool
 ) -> PlanSession:
-    """A session over an ICudaEngine. Only decode steps are captured: a prompt is prefilled once."""
+    """Return a session over an ICudaEngine. Only decode steps are captured: a prompt is prefilled once."""
     captured = cuda_graphs and mode == "decode"
     return PlanSession(library, engine, device, described.inputs[mode], described.outputs[mode], captured=captured)
 
 
 class PlanEngine(PagedEngine):
-    """pipeline.core.records.Engine on TensorRT. The graphs read the pool where it lies; only new tokens are copied."""
+    """pipeline.core.records.Engine on TensorRT. The graphs read the pool in place; only new tokens are copied."""
 
     def __init__(
         self,
@@ -89,12 +98,13 @@ class PlanEngine(PagedEngine):
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.model.shape, activations) from error
-            super().__init__(bundle.model, scales, pool, prefill_chunk=min(PREFILL_CHUNK, limits.chunk))
+            chunk = min(PREFILL_CHUNK, limits.chunk)
+            super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=chunk)
             for session in sessions.values():
                 session.use(memory, {**pool.tensors, **self._constants})
 
     def fork(self, sequence: int) -> int:
-        with self._device.running():  # the copies of pages come before the next step, which is on that stream
+        with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
             return super().fork(sequence)
 
     def corrupt_key_scale(self, factor: float) -> None:
@@ -102,16 +112,16 @@ class PlanEngine(PagedEngine):
             super().corrupt_key_scale(factor)
 
     def session(self, mode: Mode) -> PlanSession:
-        """What runs one of the plans."""
+        """Return the session of one of the plans."""
         return self._sessions[mode]
 
     def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
 
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Append tokens (B, S) to sequences that have room for them: logits (B, V) of the last.
+        """As PagedEngine's, at a padded shape.
 
-        Runs at a padded shape: rows of padding have an empty cache, columns are masked or come after every real token.
+        Rows of padding have an empty cache; columns of padding are masked, or follow the last token.
         """
         batch, tokens = ids.shape
         tables = self.pool.tables(handles)

@@ -11,7 +11,7 @@ from pipeline.core.errors import MissingRequirement
 Name = Literal["tensorrt_rtx", "tensorrt"]
 
 OLDEST = (10, 14)
-"""TensorRT release that the plugin and the calls here are written against."""
+"""The first TensorRT release that has the plugin interface and the calls that kvgate uses."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 
@@ -26,7 +26,7 @@ HOW_TO_GET: dict[Name, str] = {
 
 @dataclass(frozen=True)
 class Library:
-    """The imported module and the one logger that it takes in a process."""
+    """The imported module, and its logger, of which there is one in a process."""
 
     name: Name
     trt: Any
@@ -40,15 +40,15 @@ class Library:
     def version(self) -> str:
         return str(self.trt.__version__)
 
-    def said(self) -> list[str]:
-        """Errors since the last call."""
+    def take_errors(self) -> list[str]:
+        """Return the errors that were logged since the last call."""
         lines, self.log.lines[:] = list(self.log.lines), []
         return lines
 
 
 @cache
 def load(name: Name) -> Library:
-    """Import TensorRT; MissingRequirement says how to get it when it is absent or too old."""
+    """Import TensorRT. Raises MissingRequirement, which says how to get it, when it is absent or too old."""
     try:
         if name == "tensorrt_rtx":
             import tensorrt_rtx as trt
@@ -66,7 +66,7 @@ def load(name: Name) -> Library:
 
 
 def _collector(trt: Any) -> Any:
-    """A logger that keeps errors: TensorRT returns None or False and says the reason only there."""
+    """A logger that collects errors: TensorRT returns None or False and writes the reason only to the log."""
 
     class Collector(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

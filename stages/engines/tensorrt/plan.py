@@ -1,4 +1,4 @@
-"""One ONNX graph to one TensorRT plan, or the reason why there is none."""
+"""Builds the TensorRT plan of an ONNX graph, or says why there is none."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from stages.engines.tensorrt.library import Library, Name
 from stages.engines.tensorrt.shapes import Range
 
 Steps = Callable[[int, int], None]
-"""Steps of the build that are done, of how many."""
+"""Called with the steps of the build that are done, and with all steps."""
 
 NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRONGLY_TYPED",),
@@ -20,23 +20,22 @@ NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
 }
 
 CLEARED_FLAGS = ("TF32",)
-"""A float32 graph is to be computed in float32, as its ONNX twin does."""
+"""A float32 graph is computed in float32, as ONNX Runtime does."""
 
 SET_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRICT_NANS", "REQUIRE_USER_ALLOCATION"),
     "tensorrt": ("STRICT_NANS",),
 }
-"""STRICT_NANS: or 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
+"""STRICT_NANS: without it 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
 REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
 
-
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
-"""ONNX's names of the element types that a network's inputs have. Others are refused before TensorRT reads the graph: of
-an input its parser says which it is only in raw lines on standard error."""
+"""ONNX's names of the element types that TensorRT takes as inputs. Others are refused before TensorRT reads the graph: its
+parser names the input only in raw lines on standard error."""
 
 
 class Refused(Exception):
-    """TensorRT does not take the graph; `inputs` are those that it is for, if any, `reason` is in its words."""
+    """TensorRT does not take the graph. `inputs` are those that it refuses, if any; `reason` is its own message."""
 
     def __init__(self, reason: str, inputs: list[str]) -> None:
         super().__init__(reason)
@@ -51,14 +50,14 @@ class Parsed:
     builder: Any
     network: Any
     parser: Any
-    """Outlives the network, which refers to the weights that it read."""
+    """Kept as long as the network, which refers to the weights that the parser read."""
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A serialized engine and the inputs and outputs that TensorRT gave it."""
+    """A serialized engine, and its inputs and outputs."""
 
     data: bytes | memoryview
     flags: list[str]
@@ -67,13 +66,13 @@ class Plan:
 
 
 def parse(library: Library, graph: Path) -> Parsed:
-    """The strongly typed network of `graph`, whose external weights lie beside it. Raises Refused."""
+    """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises Refused."""
     trt = library.trt
     dims, types = _signature(graph)
-    foreign = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
-    if foreign:
-        raise Refused(f"it has no type {types[foreign[0]]}", foreign)
-    library.said()
+    unsupported = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
+    if unsupported:
+        raise Refused(f"it has no type {types[unsupported[0]]}", unsupported)
+    library.take_errors()
     builder = trt.Builder(library.log)
     kinds = trt.NetworkDefinitionCreationFlag
     flags = NETWORK_FLAGS[library.name]
@@ -81,17 +80,26 @@ def parse(library: Library, graph: Path) -> Parsed:
     parser = trt.OnnxParser(network, library.log)
     if not parser.parse_from_file(str(graph)):
         reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise Refused(reasons[0] if reasons else _last(library.said()), [])
+        raise Refused(reasons[0] if reasons else _last(library.take_errors()), [])
     inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
     outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
     return Parsed(library, builder, network, parser, inputs, outputs)
 
 
 def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> Plan:
-    """Build a plan for the compute capabilities `targets` (89 is SM 8.9), or for this machine's GPU when there are none.
+    """Build a plan.
 
-    TensorRT for RTX times nothing: the plan holds the same kernels wherever it is built, and two builds differ in a few
-    generated names only. Raises Refused.
+    TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
+    generated names only.
+
+    Args:
+        parsed: The network.
+        ranges: The sizes of its dynamic dimensions.
+        targets: Compute capabilities to build for, 89 is SM 8.9; none means this machine's GPU.
+        steps: Called with the steps that are done.
+
+    Raises:
+        Refused: TensorRT cannot build it.
     """
     library, trt = parsed.library, parsed.library.trt
     config = parsed.builder.create_builder_config()
@@ -103,7 +111,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
         if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
-            raise Refused(f"{library.title} {library.version} has no target SM{target}: {_last(library.said())}", [])
+            raise Refused(f"{library.title} {library.version} has no target SM{target}: {_last(library.take_errors())}", [])
     profile = parsed.builder.create_optimization_profile()
     for tensor in parsed.inputs:
         sizes = [ranges[d] if isinstance(d, str) else Range(smallest=d, likely=d, largest=d) for d in tensor.shape]
@@ -113,13 +121,13 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     config.progress_monitor = _monitor(trt, steps)
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
-        raise Refused(_last(library.said()), [])
+        raise Refused(_last(library.take_errors()), [])
     flags = [*NETWORK_FLAGS[library.name], *SET_FLAGS[library.name], *(f"-{name}" for name in CLEARED_FLAGS)]
     return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
 
 
 def _signature(graph: Path) -> tuple[dict[str, list[int | str]], dict[str, str]]:
-    """Of every input and output its dimensions, dynamic ones by name; of every input its element type in ONNX's words."""
+    """Dimensions of every input and output, dynamic ones by name; ONNX's name of every input's element type."""
     model = onnx.load(graph, load_external_data=False).graph
     dims = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]

@@ -1,7 +1,7 @@
-"""backend=tensorrt: plans with the attention plugin in them, and the digests of the kernels that they will hold.
+"""backend=tensorrt: plans with the attention plugin, and the digests of the kernels in them.
 
-TensorRT compiles nothing of it: the kernels are Triton's PTX, made here ahead of time, and end up inside the plan, which needs
-neither Python nor a plugin library to run.
+TensorRT does not compile the plugin's kernels: they are Triton's PTX, compiled here ahead of time, and become part of the
+plan, which needs neither Python nor a plugin library to run.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from stages.engines.tensorrt.surgery import use_plugin
 
 
 def build_bundle(
-    twin: Path,
+    onnx_bundle: Path,
     out: Path,
     *,
     policy: KVPolicy,
@@ -41,10 +41,22 @@ def build_bundle(
     gpu: Mapping[str, str],
     progress: Progress,
 ) -> None:
-    """As stages.engines.tensorrt.build.build_bundle, with the plugin's kernels in place of the attention function where they
-    hold the formats. `gpu`, an entry of pipeline.artifacts.hardware.gpus(), must be the one that builds.
+    """Write a bundle as stages.engines.tensorrt.build.build_bundle, with the plugin in the layers that the kernels hold.
 
-    Raises UserError when TensorRT does not take the policy's graphs, MissingRequirement when something is not installed.
+    Args:
+        onnx_bundle: The bundle whose graphs are built.
+        out: An empty directory.
+        policy: The bundle's policy.
+        scales: The policy's static scales, a kv_scales.json.
+        library: TensorRT; TensorRT for RTX has no plugins.
+        max_batch: Most sequences of a decode step.
+        max_tokens: Most tokens of a sequence.
+        gpu: The GPU that builds, an entry of pipeline.artifacts.hardware.gpus().
+        progress: Called with the steps that are done.
+
+    Raises:
+        UserError: TensorRT does not take the policy's graphs, or the bundle is too old.
+        MissingRequirement: TensorRT or Triton is not installed, or CUDA uses another GPU.
     """
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
@@ -60,7 +72,7 @@ def build_bundle(
             yield write_plugin_graph(graph, Path(folder), info=info, limits=limits, sm=sm)
 
     build.build_bundle(
-        twin,
+        onnx_bundle,
         out,
         policy=policy,
         scales=scales,
@@ -74,7 +86,7 @@ def build_bundle(
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
-    """Raise MissingRequirement unless `gpu`, nvidia-smi's first, is the one that CUDA uses here: TensorRT builds on that."""
+    """Raise MissingRequirement unless `gpu`, nvidia-smi's first, is the one that CUDA uses, on which TensorRT builds."""
     import torch
 
     if not torch.cuda.is_available():
@@ -109,7 +121,9 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
     """
     if info.scaling is None:
         path = graph.with_name(BUNDLE_FILE)
-        raise UserError(f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again")
+        raise UserError(
+            f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again with stage=build"
+        )
     model = onnx.load(graph, load_external_data=False)
     layers = use_plugin(model, info, limits.policy, splits=default_splits(info, limits), sm=sm)
     register()
@@ -125,7 +139,7 @@ def _reasons(layers: KernelLayers) -> dict[int, str]:
 
 
 def register() -> None:
-    """Declare the plugin's operations to TensorRT; once a process, since TensorRT knows each name once."""
+    """Declare the plugin's operations to TensorRT, once a process: TensorRT takes each name once."""
     with _triton():
         import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
@@ -140,7 +154,7 @@ def default_splits(info: ModelInfo, limits: Limits) -> int:
 
 
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """sha256 of the PTX behind each plugin node, by the node's name."""
+    """Return the sha256 of the PTX of each plugin node, by the node's name."""
     with _triton():
         from plugins.kv_attention import aot
     nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
@@ -169,7 +183,7 @@ def _sha256(text: str) -> str:
 
 @contextmanager
 def _triton() -> Iterator[None]:
-    """Around imports of the kernels: MissingRequirement when Triton is not installed."""
+    """Context of an import of the kernels: MissingRequirement when Triton is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The paged pool on a GPU: the same pages and tables as the embedded engine's, in torch tensors that never move."""
+"""The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -18,11 +18,11 @@ STORAGE = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-"""torch's type of the same bytes, by the numpy type of the embedded engine's pool (FP8 codes are bytes in both)."""
+"""torch's type of the same bytes, by the numpy type of the ONNX engine's pool (FP8 codes are bytes in both)."""
 
 
 class TorchPool(PagedPool):
-    """Everything is allocated at once, since a plan's bindings and a captured CUDA graph hold addresses."""
+    """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
 
     def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
@@ -56,7 +56,7 @@ class TorchPool(PagedPool):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The pool's arrays, as what they are here."""
+        """The pool's arrays, typed as the tensors that they are."""
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -69,5 +69,5 @@ class TorchPool(PagedPool):
 
 
 def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Floating-point values times a factor, saturating at float16's range."""
+    """Return floating-point values times a factor, saturating at float16's range."""
     return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

@@ -1,4 +1,4 @@
-"""Why TensorRT does not take a policy, in terms of the configuration."""
+"""Translates TensorRT's refusal of a graph to the keys of the configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,14 @@ TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)
 def refusal(
     library: Library, policy: KVPolicy, refused: Refused, targets: Sequence[int], gpu: Mapping[str, str] | None = None
 ) -> UserError:
-    """The error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
+    """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
 
-    It was built for the compute capabilities `targets`, or for `gpu`, an entry of pipeline.artifacts.hardware.gpus().
+    Args:
+        library: The TensorRT that refused it.
+        policy: The graph's policy.
+        refused: The refusal.
+        targets: The compute capabilities that it was built for, if any.
+        gpu: The GPU that it was built for otherwise, an entry of pipeline.artifacts.hardware.gpus().
     """
     title = f"{library.title} {library.version}"
     for name in refused.inputs:

@@ -27,22 +27,21 @@ DTYPES = {
     "INT64": torch.int64,
     "FP8": torch.uint8,
 }
-"""torch's type of what TensorRT's DataType names. FP8 E4M3 codes are bytes: torch has few operators on float8."""
-
+"""torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes: torch has few operators on float8."""
 
 ALIGNMENT = 256
-"""Of activation memory, in bytes."""
+"""Alignment of activation memory, in bytes."""
 
 
 def aligned(size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
+    """Return `size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
     memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + max(1, size)]
 
 
 class Device(Protocol):
-    """Where tensors are, and the stream that everything runs on."""
+    """The device of the tensors, and the stream that everything runs on."""
 
     torch_device: torch.device
 
@@ -52,16 +51,16 @@ class Device(Protocol):
         ...
 
     def running(self) -> Any:
-        """Context manager: torch's work goes to the stream."""
+        """Return a context manager in which torch launches on the stream."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` launches, recorded and not run, as something that replays it."""
+        """Record what `work` launches, without running it, and return a function that replays it."""
         ...
 
 
 class CudaDevice:
-    """The current GPU. TensorRT synchronizes the whole device when it is given the default stream, so not that one."""
+    """The current GPU, with a stream of its own: on the default stream TensorRT synchronizes the whole device."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -85,7 +84,7 @@ class CudaDevice:
 
 
 class Step:
-    """A plan at one shape: its context, its own inputs and outputs, and what runs it."""
+    """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
     def __init__(self, session: "PlanSession", sizes: Mapping[str, int]) -> None:
         self._session = session
@@ -115,7 +114,7 @@ class Step:
             tensor.copy_(torch.from_numpy(padded(values, tuple(tensor.shape))))
 
     def run(self) -> None:
-        """Run once, on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
+        """Run once on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
         if self._replay is None and self._runs and self._session.captures(self._context):
             self._replay = self._session.device.capture(self._enqueue)
         self._runs += 1
@@ -123,7 +122,7 @@ class Step:
 
     @property
     def replayed(self) -> bool:
-        """Whether it has been captured."""
+        """Whether runs replay a CUDA graph."""
         return self._replay is not None
 
     def _enqueue(self) -> None:
@@ -132,20 +131,31 @@ class Step:
 
 
 class PlanSession:
-    """A deserialized plan, what is bound to it for good, and its steps by shape."""
+    """A deserialized plan, the tensors that are bound in all shapes, and its steps by shape."""
 
     def __init__(
         self, library: Library, engine: Any, device: Device, inputs: list[Tensor], outputs: list[Tensor], *, captured: bool
     ) -> None:
-        """`engine` is an ICudaEngine; `captured` says whether its runs become CUDA graphs. Raises UserError when it does
-        not have the inputs and outputs that the bundle describes."""
+        """Open a plan.
+
+        Args:
+            library: The TensorRT that deserialized it.
+            engine: An ICudaEngine.
+            device: Where it runs.
+            inputs: The inputs that its bundle describes.
+            outputs: The outputs that its bundle describes.
+            captured: Whether runs become CUDA graphs.
+
+        Raises:
+            UserError: The engine has other inputs or outputs.
+        """
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
         self._compiled: Any = None
-        """Of TensorRT for RTX: the kernels that contexts compiled, so that the next shape's context need not do it again."""
+        """TensorRT for RTX: the kernels that contexts compiled, which the contexts of other shapes reuse."""
 
     @property
     def memory_bytes(self) -> int:
@@ -153,31 +163,31 @@ class PlanSession:
         return int(self.engine.device_memory_size_v2)
 
     def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor]) -> None:
-        """Give the contexts their activation memory, and bind tensors that stay where they are."""
+        """Give the contexts their activation memory, and bind tensors whose addresses never change."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self._memory = memory
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
 
     @property
     def replayed_shapes(self) -> int:
-        """Shapes that are CUDA graphs by now."""
+        """Shapes whose runs replay a CUDA graph."""
         return sum(step.replayed for step in self._steps.values())
 
     def step(self, **sizes: int) -> Step:
-        """The step of a shape: sizes of the dimensions by name."""
+        """Return the step of a shape, given as sizes of the dimensions by name."""
         key = tuple(sorted(sizes.items()))
         if key not in self._steps:
             self._steps[key] = Step(self, sizes)
         return self._steps[key]
 
     def context(self) -> Any:
-        """A new execution context in the shared activation memory."""
+        """Return a new execution context in the shared activation memory."""
         trt = self.library.trt
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.library.name == "tensorrt_rtx":
-            # The default compiles in the background and runs other kernels until then: the same call would not always give
-            # the same logits, and a graph captured early would keep the slow ones.
+            # By default it compiles in the background and runs other kernels until then: the same call would not always
+            # return the same logits, and a graph that was captured early would keep the slow kernels.
             eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = eager
             if self._compiled is None:
@@ -190,32 +200,37 @@ class PlanSession:
         return context
 
     def captures(self, context: Any) -> bool:
-        """Whether runs of the context may become a CUDA graph; TensorRT for RTX says so of each, TensorRT has no such call."""
+        """Return whether runs of the context may become a CUDA graph. Only TensorRT for RTX has a call that tells."""
         if self.captured and self.library.name == "tensorrt_rtx":
             return bool(context.is_stream_capturable(self.device.stream))
         return self.captured
 
     def tensor(self, described: Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """An empty tensor for an input or output at a shape."""
+        """Return a tensor of zeros for an input or output at a shape."""
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in described.shape]
         return torch.zeros(shape, dtype=DTYPES[described.dtype], device=self.device.torch_device)
 
     def check(self, done: bool, what: str) -> None:
-        """TensorRT answers False and says the reason in its log."""
+        """Raise RuntimeError with the reason in TensorRT's log unless a call returned True."""
         if not done:
-            raise RuntimeError(f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.said())}")
+            raise RuntimeError(
+                f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.take_errors())}"
+            )
 
 
 def check_signature(
     library: Library, engine: Any, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The described inputs and outputs that the engine has, by name; UserError for any that it has otherwise.
+    """Return the described inputs and outputs that the engine has, by name.
 
     An input that nothing reads may be missing: the builder may drop it.
+
+    Raises:
+        UserError: The engine has another input or output, or lacks an output.
     """
     mode = library.trt.TensorIOMode
     described = {t.name: (mode.INPUT, t) for t in inputs} | {t.name: (mode.OUTPUT, t) for t in outputs}
-    found: dict[Any, dict[str, Tensor]] = {mode.INPUT: {}, mode.OUTPUT: {}}
+    present: dict[Any, dict[str, Tensor]] = {mode.INPUT: {}, mode.OUTPUT: {}}
     for i in range(engine.num_io_tensors):
         name = engine.get_tensor_name(i)
         kind, dtype = engine.get_tensor_mode(name), engine.get_tensor_dtype(name).name
@@ -226,8 +241,8 @@ def check_signature(
                 f"{'nothing of that name' if expected is None else f'{expected[0].name.lower()} of {expected[1].dtype}'}: "
                 "build the engine again with stage=build"
             )
-        found[kind][name] = expected[1]
-    missing = [t.name for t in outputs if t.name not in found[mode.OUTPUT]]
+        present[kind][name] = expected[1]
+    missing = [t.name for t in outputs if t.name not in present[mode.OUTPUT]]
     if missing:
         raise UserError(f"the plan lacks the output {missing[0]}: build the engine again with stage=build")
-    return found[mode.INPUT], found[mode.OUTPUT]
+    return present[mode.INPUT], present[mode.OUTPUT]

@@ -1,4 +1,4 @@
-"""Sizes of a plan's dynamic dimensions: the ranges it is built for, and the few that the runner uses.
+"""Sizes of a plan's dynamic dimensions: the ranges that it is built for, and the few sizes that the engine uses.
 
 Dimensions are named as in the graphs: B sequences, S new tokens of each, P pages of a sequence's table, N pages of the
 pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
@@ -24,7 +24,7 @@ class Range(StrictModel):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the pools and plans of one engine are sized for."""
+    """The sizes of the pools and plans of one engine."""
 
     policy: KVPolicy
     max_batch: int
@@ -32,10 +32,12 @@ class Limits:
 
     @property
     def sequence_pages(self) -> int:
+        """Pages of a sequence at most."""
         return -(-self.max_tokens // PAGE_TOKENS)
 
     @property
     def pages(self) -> int:
+        """Pages of the pool."""
         return self.max_batch * self.sequence_pages
 
     @property
@@ -46,6 +48,7 @@ class Limits:
 
     @property
     def window_pages(self) -> int:
+        """Pages of the window's pool."""
         return self.max_batch * self.sequence_window_pages
 
     @property
@@ -54,7 +57,7 @@ class Limits:
         return min(PREFILL_CHUNK, self.max_tokens)
 
     def ranges(self, mode: str) -> dict[str, Range]:
-        """Of every dimension. Pools have one size for good, so that their addresses and shapes never change."""
+        """Return the range of every dimension. Pools have one size, so that their addresses and shapes never change."""
         rows = 1 if mode == "prefill" else self.max_batch
         largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
         fixed = {"Y": max(1, self.sequence_window_pages), **self.fixed}
@@ -69,14 +72,20 @@ class Limits:
 
 
 def bucket(size: int, largest: int) -> int:
-    """The power of two that `size` fits in, or `largest` if that is less: few shapes, so that each is captured once."""
+    """Return the next power of two from `size` on, or `largest` if that is less.
+
+    So there are few shapes, each of which is captured once.
+
+    >>> [bucket(size, 12) for size in (1, 3, 9)]
+    [1, 4, 12]
+    """
     if not 1 <= size <= largest:
         raise ValueError(f"a size of {size} is outside 1 .. {largest}")
     return min(largest, 1 << (size - 1).bit_length())
 
 
 def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...], fill: int = 0) -> npt.NDArray[np.generic]:
-    """`values` in the first corner of an array of `shape`."""
+    """Return an array of `shape` that begins with `values` in every dimension and is filled up with `fill`."""
     out = np.full(shape, fill, values.dtype)
     out[tuple(slice(size) for size in values.shape)] = values
     return out

@@ -25,7 +25,7 @@ from stages.engines.onnx.graph import DOMAIN, NUMPY_FLOATS, layer_function
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 
 PLUGIN_VERSION = "1"
-"""Of every quickly deployable plugin."""
+"""Version of every quickly deployable plugin."""
 
 COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16"}
 

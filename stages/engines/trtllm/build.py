@@ -1,4 +1,4 @@
-"""A quantized checkpoint to a bundle of TensorRT-LLM: a TensorRT engine, or a checkpoint with LLM arguments."""
+"""Builds a bundle of TensorRT-LLM from a quantized checkpoint: a TensorRT engine, or a checkpoint with LLM arguments."""
 
 import json
 import shutil
@@ -37,69 +37,88 @@ def build_bundle(
     compute_capabilities: list[str],
     **options: object,
 ) -> None:
-    """Fill the empty directory `out` with a bundle.
+    """Write a bundle.
 
-    `quantized` is what stage=quantize wrote, `options` are TrtllmConfig's build_options with the target
-    decided, the others what `targets.interpreter_parts` says of the interpreter. Raises UserError when the policy
-    has no export for the target, when TensorRT-LLM fails, and when it built something else than was asked;
-    MissingRequirement when it is not here.
+    Args:
+        quantized: What stage=quantize wrote.
+        out: An empty directory.
+        policy: How the cache is stored.
+        scales: The policy's static scales, a kv_scales.json.
+        progress: Called with the steps that are done.
+        release: The interpreter's release of TensorRT-LLM.
+        compute_capabilities: Those of the GPUs that an engine is built for.
+        options: The backend's build_options, with a target that is not `auto`.
+
+    Raises:
+        UserError: The policy has no export for the target, TensorRT-LLM failed, or it built something else.
+        MissingRequirement: TensorRT-LLM is not installed.
     """
-    asked = TrtllmConfig.model_validate({**options, "name": BACKEND, "request_timeout_s": 1})
-    found, target = probe(asked.python), cast(TargetName, asked.target)
-    assert (found.release, target) == (release, resolve(target, found)), "the interpreter changed since it was probed"
+    config = TrtllmConfig.model_validate({**options, "name": BACKEND, "request_timeout_s": 1})
+    interpreter, target = probe(config.python), cast(TargetName, config.target)
+    assert (interpreter.release, target) == (release, resolve(target, interpreter)), (
+        "the interpreter changed since it was probed"
+    )
     export = quantized / TARGETS[target].export
     if not export.is_dir():
-        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {_why(quantized, export.name)}")
+        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {_missing_export(quantized, export.name)}")
     info = inspect_checkpoint(quantized / "checkpoint")
     write_policy(out, policy, read_scales(scales, policy, info.shape))
     for name in TOKENIZER_FILES:
         if (quantized / "checkpoint" / name).is_file():
             shutil.copyfile(quantized / "checkpoint" / name, out / name)
     progress("build", 0, STEPS)
-    make = _build_engine if target == "engine" else _pin_llm_args
-    made = make(export, out, asked, policy, found)
+    fill = _build_engine if target == "engine" else _pin_llm_args
+    fields = fill(export, out, config, policy, interpreter)
     progress("build", STEPS - 1, STEPS)
     names = files_below(out, (POLICY_FILE, SCALES_FILE, f"{ENGINE}/*", f"{CHECKPOINT}/*", LLM_ARGS_FILE))
     files = {name: file_digest(out / name) for name in names}
     built_for = BuiltFor(library=LIBRARY, version=release, compute_capabilities=compute_capabilities)
-    described = _described(target, asked, info, found)
-    write_bundle(out, TrtllmBundle(backend=BACKEND, files=files, built_for=built_for, **described, **made))
+    described = _described(target, config, info, interpreter)
+    write_bundle(out, TrtllmBundle(backend=BACKEND, files=files, built_for=built_for, **described, **fields))
     progress("build", STEPS, STEPS)
 
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python: str, timeout_s: float) -> None:
-    """Run trtllm-build on a checkpoint; UserError with TensorRT-LLM's last words when it fails."""
+    """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output when it fails."""
     ranks = checkpoints.read_config(checkpoint)["mapping"]["tp_size"]
     with Worker(python) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
         try:
             worker.call("build", timeout_s, key="backend.build_timeout_s", answer=Done, flags=arguments)
         except WorkerError as error:
-            raise UserError(f"backend.python={python}: {error}; it last said: {worker.last_words()}") from error
+            raise UserError(f"backend.python={python}: {error}; it last said: {worker.last_line()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
     if missing or not (out / checkpoints.CONFIG_FILE).is_file():
         raise UserError(f"backend.python={python}: trtllm-build wrote no {', '.join(missing) or checkpoints.CONFIG_FILE}")
 
 
-def _build_engine(export: Path, out: Path, asked: TrtllmConfig, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:  # noqa: ARG001
+def _build_engine(
+    export: Path,
+    out: Path,
+    config: TrtllmConfig,
+    policy: KVPolicy,  # noqa: ARG001  (as _pin_llm_args)
+    interpreter: Interpreter,
+) -> dict[str, Any]:
+    """Build a TensorRT engine: the fields of its bundle."""
     source = out / CHECKPOINT
-    checkpoints.write_checkpoint(export, source, asked.tensor_parallel_size)
-    config = checkpoints.read_config(source)
-    wanted = settings.engine_settings(asked, config["quantization"])
-    compile_engine(source, out / ENGINE, wanted, found.python, asked.build_timeout_s)
-    promised = settings.asked_of_engine(wanted, config, found.release)
-    rewritten = settings.differences(promised, checkpoints.read_config(out / ENGINE))
-    settings.refuse_rewrites(rewritten, asked.allow_rewrites)
+    checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
+    checkpoint = checkpoints.read_config(source)
+    flags = settings.engine_settings(config, checkpoint["quantization"])
+    compile_engine(source, out / ENGINE, flags, interpreter.python, config.build_timeout_s)
+    expected = settings.expected_config(flags, checkpoint, interpreter.release)
+    rewritten = settings.differences(expected, checkpoints.read_config(out / ENGINE))
+    settings.refuse_rewrites(rewritten, config.allow_rewrites)
     return {
-        "asked": {**promised, **{f"build_config.{key}": value for key, value in wanted.items()}},
-        "evaluated_with": settings.evaluation_of_engine(asked),
-        "rewritten": {key: got for key, _, got in rewritten},
-        "cache_dtype": CACHE_DTYPES.get(config["quantization"].get("kv_cache_quant_algo"), config["dtype"]),
+        "asked": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
+        "evaluated_with": settings.evaluation_of_engine(config),
+        "rewritten": {key: built for key, _, built in rewritten},
+        "cache_dtype": CACHE_DTYPES.get(checkpoint["quantization"].get("kv_cache_quant_algo"), checkpoint["dtype"]),
         "kv_scales": checkpoints.kv_scales(source),
     }
 
 
-def _pin_llm_args(export: Path, out: Path, asked: TrtllmConfig, policy: KVPolicy, found: Interpreter) -> dict[str, Any]:
+def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
+    """Write a checkpoint with the LLM arguments of serving: the fields of its bundle."""
     source = out / CHECKPOINT
     source.mkdir()
     for path in sorted(export.iterdir()):
@@ -107,47 +126,48 @@ def _pin_llm_args(export: Path, out: Path, asked: TrtllmConfig, policy: KVPolicy
             link_or_copy(path, source / path.name)
         else:
             shutil.copyfile(path, source / path.name)
-    pinned = settings.llm_args(asked, policy)
+    pinned = settings.llm_args(config, policy)
     evaluated_with = settings.evaluation_of_served(pinned)
     rewritten: list[settings.Difference] = []
-    with Worker(found.python) as worker:
-        for wanted in (pinned, evaluated_with):
+    with Worker(interpreter.python) as worker:
+        for arguments in (pinned, evaluated_with):
             try:
                 answer = worker.call(
                     "validate",
-                    asked.build_timeout_s,
+                    config.build_timeout_s,
                     key="backend.build_timeout_s",
                     answer=Validated,
                     model=str(source.absolute()),
-                    llm_args=wanted,
+                    llm_args=arguments,
                 )
             except WorkerError as error:
+                reason = " ".join(str(error).split())
                 raise UserError(
-                    f"backend.serving: TensorRT-LLM {found.release} refuses these LLM arguments: {' '.join(str(error).split())}"
+                    f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
                 ) from error
-            rewritten += settings.differences(settings.flatten(wanted), answer.llm_args)
-    settings.refuse_rewrites(rewritten, asked.allow_rewrites)
+            rewritten += settings.differences(settings.flatten(arguments), answer.llm_args)
+    settings.refuse_rewrites(rewritten, config.allow_rewrites)
     text = OmegaConf.to_yaml(pinned)
     (out / LLM_ARGS_FILE).write_text(
-        f"# {LIBRARY} {found.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}\n{text}", encoding="utf-8"
+        f"# {LIBRARY} {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}\n{text}", encoding="utf-8"
     )
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    checkpoint = json.loads((source / "config.json").read_text(encoding="utf-8"))
     return {
         "asked": settings.flatten(pinned),
         "evaluated_with": evaluated_with,
-        "rewritten": {key: got for key, _, got in rewritten},
-        "cache_dtype": "fp8" if policy.quantized else str(config.get("dtype") or config["torch_dtype"]),
-        "kv_scales": [1.0] * config["num_hidden_layers"] if policy.quantized else [],
+        "rewritten": {key: built for key, _, built in rewritten},
+        "cache_dtype": "fp8" if policy.quantized else str(checkpoint.get("dtype") or checkpoint["torch_dtype"]),
+        "kv_scales": [1.0] * checkpoint["num_hidden_layers"] if policy.quantized else [],
     }
 
 
-def _described(target: TargetName, asked: TrtllmConfig, info: CheckpointInfo, found: Interpreter) -> dict[str, Any]:
+def _described(target: TargetName, config: TrtllmConfig, info: CheckpointInfo, interpreter: Interpreter) -> dict[str, Any]:
     return {
         "target": target,
-        "gpus": [f"{name}, driver {driver}" for name, _, driver in found.gpus[: asked.tensor_parallel_size]],
-        "tensor_parallel_size": asked.tensor_parallel_size,
-        "max_input_len": asked.max_input_len,
-        "max_seq_len": asked.max_seq_len,
+        "gpus": [f"{name}, driver {driver}" for name, _, driver in interpreter.gpus[: config.tensor_parallel_size]],
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_input_len": config.max_input_len,
+        "max_seq_len": config.max_seq_len,
         "layers": info.shape.layers,
         "kv_heads": info.shape.kv_heads,
         "head_dim": info.shape.head_dim,
@@ -155,7 +175,7 @@ def _described(target: TargetName, asked: TrtllmConfig, info: CheckpointInfo, fo
     }
 
 
-def _why(quantized: Path, export: str) -> str:
-    """The quantize stage's own reason."""
+def _missing_export(quantized: Path, export: str) -> str:
+    """The reason that stage=quantize recorded for an export that it did not write."""
     report = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))["exports"]
     return str(report[export].get("reason", "see quantizers.json"))

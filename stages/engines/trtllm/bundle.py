@@ -1,4 +1,4 @@
-"""The bundle of both targets on disk, and the check that it is still what was built and runs where it is loaded."""
+"""The bundle of both targets on disk, and the check that it is still what was built."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ LIBRARY = "TensorRT-LLM"
 ENGINE = "engine"
 """target=engine: folder with config.json and rank*.engine."""
 CHECKPOINT = "checkpoint"
-"""What was built or is served; the canary's engine is made of it."""
+"""Folder of the checkpoint that was built or is served; the canary's engine is built from it, too."""
 LLM_ARGS_FILE = "llm_args.yaml"
 """target=pytorch: for `trtllm-serve BUNDLE/checkpoint --config BUNDLE/llm_args.yaml`."""
 
@@ -22,7 +22,7 @@ class TrtllmBundle(BundleRecord):
     target: Literal["engine", "pytorch"]
     built_for: BuiltFor
     gpus: list[str]
-    """Name and driver of the GPUs of its ranks, as far as they were there when it was built."""
+    """Name and driver of its ranks' GPUs, those that the building machine had."""
     tensor_parallel_size: int
     max_input_len: int
     max_seq_len: int
@@ -31,16 +31,16 @@ class TrtllmBundle(BundleRecord):
     head_dim: int
     vocab_size: int
     asked: dict[str, Any]
-    """Settings in TensorRT-LLM's own words, by dotted key."""
+    """The settings that TensorRT-LLM was given, by its own dotted keys."""
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation: those of serving, but for block reuse, speculation, and what returns logits."""
+    """LLM arguments of an evaluation: those of serving, except for block reuse, speculation, and what returns logits."""
     rewritten: dict[str, Any]
-    """Those that TensorRT-LLM built otherwise, as it did; each was allowed by backend.allow_rewrites."""
+    """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
     cache_dtype: str
-    """What the cache holds; without quantization it is the model's own type, whatever the policy's name."""
+    """Type of the cache's codes; without quantization it is the model's type, whatever the policy's name."""
     kv_scales: list[float]
-    """The scale of every layer's cache, which keys and values share: the larger of the two that were calibrated (engine), 1.0
-    (pytorch, whose runtime does not read the checkpoint's)."""
+    """The scale of every layer's cache, which keys and values share: the larger of the two that were calibrated (engine), or
+    1.0 (pytorch, whose runtime does not read the checkpoint's scales)."""
 
     @property
     def shape(self) -> KVShape:
@@ -48,7 +48,7 @@ class TrtllmBundle(BundleRecord):
 
 
 def open_bundle(directory: Path) -> tuple[TrtllmBundle, KVPolicy, KVScales]:
-    """Read and verify a bundle; UserError names the file that is missing or not what was built."""
+    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
     bundle = open_record(directory, TrtllmBundle, BACKEND)
     policy, scales = read_policy(directory, bundle.shape)
     return bundle, policy, scales

@@ -18,23 +18,24 @@ CONFIG_FILE = "config.json"
 KV_SCALE = ".kv_cache_scaling_factor"
 KV_RECIPROCAL = ".kv_cache_rcp_scaling_factor"
 KV_SIDES = (".k_cache_scaling_factor", ".v_cache_scaling_factor")
-"""TensorRT-LLM makes the scale of the larger of the two, where they are there, and the reciprocal of the scale, where it
-is not (tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
+"""Where a checkpoint has these two, TensorRT-LLM takes the larger as the scale; where it lacks the reciprocal, TensorRT-LLM
+computes it from the scale (tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
 
 BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
 BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
 BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
 ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
-"""Added after the ranks' parts were summed."""
+"""Biases that are added after the ranks' parts are summed: one rank has them, the others zeros."""
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
+    """Read the config.json of a checkpoint or an engine."""
     config: dict[str, Any] = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
     return config
 
 
 def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
-    """`source`, ModelOpt's export for one rank, as a checkpoint for `ranks` ranks in the new directory `out`."""
+    """Write `source`, ModelOpt's export for one rank, as a checkpoint for `ranks` ranks to the new directory `out`."""
     out.mkdir()
     config = read_config(source)
     if ranks == 1:
@@ -53,10 +54,10 @@ def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
 
 
 def shard(name: str, tensor: RawTensor, config: dict[str, Any], rank: int, ranks: int) -> RawTensor:
-    """A rank's part of a tensor; scales of a whole tensor and normalisations are the same on every rank.
+    """Return a rank's part of a tensor; scales of a whole tensor and normalisations are the same on every rank.
 
-    For floating point and FP8 weights, whose scales are one number a tensor; there it is what ModelOpt 0.47 itself exports
-    for several ranks, byte for byte.
+    It works for floating-point and FP8 weights, whose scales are one number a tensor. For these the parts equal what ModelOpt
+    0.47 itself exports for several ranks, byte for byte.
     """
     values = tensor.values
     if name.endswith(ADDED_ONCE) and rank > 0:
@@ -75,17 +76,18 @@ def shard(name: str, tensor: RawTensor, config: dict[str, Any], rank: int, ranks
 
 
 def kv_scales(checkpoint: Path) -> list[float]:
-    """The cache's scale of every layer, which its keys and values share; empty when it is not quantized."""
+    """Return the scale of every layer's cache, which keys and values share; empty when the cache is not quantized."""
     tensors = read_tensors(checkpoint / "rank0.safetensors")
-    named = {name: tensor.number() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
-    return [named[name] for name in sorted(named, key=lambda name: int(name.split(".")[2]))]
+    scales = {name: tensor.number() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
+    return [scales[name] for name in sorted(scales, key=lambda name: int(name.split(".")[2]))]
 
 
 def write_faulted(source: Path, out: Path, factor: float) -> None:
-    """The checkpoint with a scale of the cache that is `factor` times the right one, in the new directory `out`.
+    """Write the checkpoint with a scale of the cache that is `factor` times the right one to the new directory `out`.
 
-    The reciprocal, by which new keys and values are divided, stays right: what is stored is right and read wrong. Without
-    it in the file TensorRT-LLM would derive it from the wrong scale, and a wrong scale that is consistent costs FP8 nothing.
+    The reciprocal, which new keys and values are multiplied with, stays right: the codes are right and read wrong. Without the
+    reciprocal in the file TensorRT-LLM would derive it from the wrong scale, and FP8 loses nothing by a wrong scale that both
+    sides use.
     """
     out.mkdir()
     for path in sorted(source.iterdir()):

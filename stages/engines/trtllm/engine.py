@@ -1,9 +1,9 @@
 """pipeline.core.records.OnePassEngine on TensorRT-LLM, which serves requests and not steps.
 
-A request is a prompt, tokens that are forced, and tokens that run free; its logits are those of decoding, from the cache.
-So forced decode of a whole sequence is one request, and stepping is: a request that forces what was decoded so far and
-then runs on greedily for LOOKAHEAD tokens. As long as the caller feeds the greedy token, the next rows are there already;
-another token costs a new request. Nothing is approximated: every row comes from a request with exactly that history.
+A request is a prompt, tokens that are forced, and tokens that are generated freely; its logits are those of decoding, from the
+cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens that were decoded
+so far and then continues greedily for LOOKAHEAD tokens. As long as the caller feeds the greedy token, the logits of the next
+steps are known; another token costs a new request. Nothing is approximated: each row is of a request with that history.
 """
 
 import tempfile
@@ -27,27 +27,36 @@ from stages.engines.trtllm.interpreter import A, Interpreter, Worker, WorkerErro
 from stages.engines.trtllm.protocol import Done, Generated, Loaded, Ran
 
 LOOKAHEAD = 32
-"""Tokens that a stepping sequence is decoded ahead of the caller: 32 rows of a vocabulary of 128,000 are 16 MB."""
+"""Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
 
 def load_engine(bundle: Path, *, python: str | None, timeout_s: int, build_timeout_s: int) -> "TrtllmEngine":
     """Load a bundle that build_bundle wrote; TensorRT-LLM itself starts with the first request.
 
-    Raises UserError when a file is missing or was altered, MissingRequirement when this machine cannot run it.
+    Args:
+        bundle: The bundle's directory.
+        python: TensorRT-LLM's interpreter, backend.python.
+        timeout_s: Seconds that a request may take.
+        build_timeout_s: Seconds that building the canary's engine may take.
+
+    Raises:
+        UserError: A file is missing or was altered.
+        MissingRequirement: This machine cannot run the engine.
     """
     described, policy, _ = open_bundle(bundle)
-    found = probe(python)
+    interpreter = probe(python)
     ranks = described.tensor_parallel_size
     if described.target == "engine":
-        here = BuiltFor(library=LIBRARY, version=found.release, compute_capabilities=found.compute_capabilities(ranks))
-        check_built_for(bundle, described.built_for, here, exactly=True)
-    elif described.built_for.version != found.release:
+        capabilities = interpreter.compute_capabilities(ranks)
+        machine = BuiltFor(library=LIBRARY, version=interpreter.release, compute_capabilities=capabilities)
+        check_built_for(bundle, described.built_for, machine, exactly=True)
+    elif described.built_for.version != interpreter.release:
         raise MissingRequirement(
-            f"{bundle}: its LLM arguments are pinned for {LIBRARY} {described.built_for.version}, {found.python} has "
-            f"{found.release}: build it again with stage=build, or give that release's python as backend.python"
+            f"{bundle}: its LLM arguments are pinned for {LIBRARY} {described.built_for.version}, {interpreter.python} has "
+            f"{interpreter.release}: build it again with stage=build, or give that release's python as backend.python"
         )
-    require_gpus(found, ranks, "running an engine")
-    return TrtllmEngine(bundle.absolute(), described, policy, found, timeout_s=timeout_s, build_timeout_s=build_timeout_s)
+    require_gpus(interpreter, ranks, "running an engine")
+    return TrtllmEngine(bundle.absolute(), described, policy, interpreter, timeout_s=timeout_s, build_timeout_s=build_timeout_s)
 
 
 @dataclass
@@ -63,8 +72,8 @@ class _Sequence:
 class TrtllmEngine(OnePassBase):
     """pipeline.core.records.OnePassEngine and TimedEngine over one worker.
 
-    TensorRT-LLM takes most of the GPU's memory for its cache, so that only one engine of a process runs at a time: another
-    one's request ends its worker, and its own next request starts it again.
+    TensorRT-LLM takes most of the GPU's memory for its cache, so that only one engine of a process runs at a time: a request of
+    another engine ends this one's worker, and this one's next request starts it again.
     """
 
     _running: ClassVar["weakref.ref[TrtllmEngine] | None"] = None
@@ -74,13 +83,13 @@ class TrtllmEngine(OnePassBase):
         bundle: Path,
         described: TrtllmBundle,
         policy: KVPolicy,
-        found: Interpreter,
+        interpreter: Interpreter,
         *,
         timeout_s: int,
         build_timeout_s: int,
     ) -> None:
         super().__init__(policy, described.shape, described.vocab_size)
-        self._bundle, self._described, self._python = bundle, described, found.python
+        self._bundle, self._described, self._python = bundle, described, interpreter.python
         self._timeout_s, self._build_timeout_s = timeout_s, build_timeout_s
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
@@ -105,15 +114,14 @@ class TrtllmEngine(OnePassBase):
         requests = []
         for state in fetched:
             room = self._described.max_seq_len - len(state.prompt) - len(state.decoded)
-            ahead = max(1, min(LOOKAHEAD, room))  # no room at all: refused with the others' reason
+            ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
             requests.append((state.prompt, state.decoded, len(state.decoded) + ahead, len(state.decoded)))
         for state, (generated, rows) in zip(fetched, self._run(requests), strict=True):
             state.ahead, state.rows = generated[len(state.decoded) :], rows
         return np.stack([state.rows[0] for state in states if state.rows is not None])
 
     def _forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """As `forced`, in one request. The first generated token's logits are the last of the prompt's and read no cache; they
-        are left out."""
+        """As `forced`, in one request. Its first token's logits are the prompt's, which read no cache: they are left out."""
         known = list(tokens[first:])
         ((_, rows),) = self._run([(list(tokens[:first]), known, len(known) + 1, 1)])
         return rows
@@ -123,26 +131,26 @@ class TrtllmEngine(OnePassBase):
         del self._sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Bytes of the live sequences by the policy's arithmetic.
+        """Return the bytes of the live sequences by the policy's arithmetic.
 
-        TensorRT-LLM's pool is one block of head_dim x kv_heads codes for keys and one for values, a layer and PAGE_TOKENS
-        tokens (tokens_per_block, which the build asks for and reads back), and nothing per token besides.
+        For each layer and PAGE_TOKENS tokens, TensorRT-LLM's pool has one block of head_dim x kv_heads codes for keys and one
+        for values, and nothing else (tokens_per_block is PAGE_TOKENS: the build sets it and reads it back).
         """
         lengths = [len(state.prompt) + len(state.decoded) for state in self._sequences.values()]
         pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
         return self._memory(pages, sum(lengths))
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """The runtime's own times: stepping through requests would time the requests."""
+        """Return the runtime's own times of `steps` decode steps: timing the steps from here would time the requests."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
-        found = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
         lengths = [len(prompt) + steps for prompt in prompts]
         memory = self._memory(sum(-(-length // PAGE_TOKENS) for length in lengths), sum(lengths))
-        return LoadTimes(found.first_token_ms, found.step_ms, memory)
+        return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """From the next request on, decoding reads the cache with a scale `factor` times the right one; codes stay right.
+        """Multiply the scale that decoding reads the cache with, from the next request on; the codes stay right.
 
         Keys and values share the scale, so values are read wrong as well. For target=engine a second engine is built.
         """
@@ -152,7 +160,7 @@ class TrtllmEngine(OnePassBase):
         self.close()
 
     def close(self) -> None:
-        """End the worker and what it holds on the GPU; the next request starts it again."""
+        """End the worker, which frees the GPU; the next request starts it again."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -172,7 +180,7 @@ class TrtllmEngine(OnePassBase):
         )
 
     def _run(self, requests: Sequence[tuple[list[int], list[int], int, int]]) -> list[tuple[list[int], Logits]]:
-        """(prompt, forced, tokens, skip) -> all generated tokens, and the logits of step `skip` and later."""
+        """Run requests (prompt, forced, tokens, skip): all generated tokens, and the logits of step `skip` and later."""
         if not requests:
             return []
         limits = self._described
@@ -188,7 +196,7 @@ class TrtllmEngine(OnePassBase):
             return [(answer.tokens, self._rows(answer)) for answer in answers]
 
     def _rows(self, answer: Generated) -> Logits:
-        """Without the vocabulary's padding, which tensor parallelism adds."""
+        """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
         rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
         return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
 
@@ -199,14 +207,14 @@ class TrtllmEngine(OnePassBase):
             return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", answer=answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{LIBRARY}: {op}: {error}") from error
-        except BaseException:  # it is gone; an interrupted request has no answer to wait for
+        except BaseException:  # the worker is gone, as Worker.call says
             self.close()
             raise
 
     def _open(self) -> Worker:
-        before = TrtllmEngine._running() if TrtllmEngine._running is not None else None
-        if before is not None:
-            before.close()
+        running = TrtllmEngine._running() if TrtllmEngine._running is not None else None
+        if running is not None:
+            running.close()
         engine = self._described.target == "engine"
         model = self._engine() if engine else self._bundle / CHECKPOINT
         fault = None if engine or self._fault == 1.0 else self._fault
@@ -226,13 +234,13 @@ class TrtllmEngine(OnePassBase):
         return worker
 
     def _engine(self) -> Path:
-        """The engine's directory; with a fault, that of one that is built now."""
+        """The engine's directory. With a fault, a second engine is built for it."""
         if self._fault == 1.0:
             return self._bundle / ENGINE
         self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-canary-")
         folder = Path(self._faulted.name)
         write_faulted(self._bundle / CHECKPOINT, folder / CHECKPOINT, self._fault)
         prefix = "build_config."
-        asked = {key.removeprefix(prefix): v for key, v in self._described.asked.items() if key.startswith(prefix)}
-        compile_engine(folder / CHECKPOINT, folder / ENGINE, asked, self._python, self._build_timeout_s)
+        flags = {key.removeprefix(prefix): v for key, v in self._described.asked.items() if key.startswith(prefix)}
+        compile_engine(folder / CHECKPOINT, folder / ENGINE, flags, self._python, self._build_timeout_s)
         return folder / ENGINE

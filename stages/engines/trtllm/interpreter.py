@@ -1,4 +1,4 @@
-"""TensorRT-LLM's interpreter as a subprocess: started, asked one thing at a time, and killed when it does not answer."""
+"""TensorRT-LLM's interpreter as a subprocess, which answers one request at a time and is killed when it does not."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ WORKER = Path(kvgate_forcing.__file__).with_name("kvgate_worker.py")
 PROBE_SECONDS = 300
 """Importing TensorRT-LLM from a cold disk takes a minute."""
 GONE_SECONDS = 30
-"""What a worker gets to end after its input was closed; freeing an engine takes a moment."""
+"""Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
 """The longest answer; logits come in files."""
 LAST_BYTES = 8 << 10
-"""Of the log, where the last words are: a build may print hundreds of megabytes."""
+"""Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -38,17 +38,17 @@ HOW = (
     "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "
     "pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as backend.python=PATH"
 )
-"""How to get a TensorRT-LLM. PyPI itself has no more than a stub."""
+"""Says how to get TensorRT-LLM. PyPI itself has only a stub."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What answered."""
+    """TensorRT-LLM's interpreter and its GPUs, as it describes itself."""
 
     python: str
     release: str
     version: str
-    """Of Python."""
+    """The version of Python."""
     gpus: tuple[tuple[str, str, str], ...]
     """Name, compute capability (8.9), driver of every GPU that CUDA shows it, in CUDA's order: rank r runs on number r."""
 
@@ -59,54 +59,63 @@ class Interpreter:
         return int(major), int(minor)
 
     def compute_capabilities(self, ranks: int) -> list[str]:
-        """Of the GPUs that `ranks` ranks run on: one, or none without a GPU. UserError when they differ."""
-        used = [capability for _, capability, _ in self.gpus[:ranks]]
-        if len(set(used)) > 1:
+        """Return the compute capability of the GPUs that `ranks` ranks run on: one, or none without a GPU.
+
+        Raises UserError when the GPUs differ.
+        """
+        capabilities = [capability for _, capability, _ in self.gpus[:ranks]]
+        if len(set(capabilities)) > 1:
             raise UserError(
-                f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(used) - 1} are SM {', '.join(used)}, an engine is built "
-                "for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
+                f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
+                "an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
             )
-        return used[:1]
+        return capabilities[:1]
 
 
 def find_python(python: str | None) -> str:
-    """The interpreter's path; MissingRequirement when there is none."""
+    """Return the interpreter's path. Raises MissingRequirement when there is none."""
     if python is None:
         raise MissingRequirement(f"backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM: {HOW}")
-    found = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
-    if found is None:
+    program = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
+    if program is None:
         raise MissingRequirement(f"backend.python={python}: there is no such program; {HOW}")
-    return os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+    return os.path.abspath(program)  # not resolved: a virtual environment's python is a link
 
 
 @cache
 def probe(python: str | None) -> Interpreter:
-    """What `backend.python` has installed, asked once a process. Raises MissingRequirement when it has no TensorRT-LLM."""
+    """Return what `backend.python` has installed, asked once a process. Raises MissingRequirement without TensorRT-LLM."""
     path = find_python(python)
     with Worker(path) as worker:
         try:
-            found = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=Described)
+            described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=Described)
         except WorkerError as error:
             raise MissingRequirement(f"backend.python={python}: TensorRT-LLM cannot be used there ({error}); {HOW}") from error
-    gpus = tuple((gpu.name, gpu.compute_cap, gpu.driver_version) for gpu in found.gpus)
-    return Interpreter(path, found.release, found.python, gpus)
+    gpus = tuple((gpu.name, gpu.compute_cap, gpu.driver_version) for gpu in described.gpus)
+    return Interpreter(path, described.release, described.python, gpus)
 
 
 class WorkerError(RuntimeError):
-    """TensorRT-LLM, or the script in its interpreter, said what is wrong."""
+    """An error that TensorRT-LLM, or the script in its interpreter, answered a request with."""
 
 
 class Worker:
-    """A process in TensorRT-LLM's interpreter, in a group of its own: what it starts is killed with it.
-
-    `ranks`: GPUs of the model that it will load. One is served in the worker itself, where it returns logits fastest and
-    where the canary of target=pytorch reaches its layers; more get processes of their own.
-    """
+    """A process in TensorRT-LLM's interpreter, in a process group of its own: its children are killed with it."""
 
     def __init__(self, python: str, ranks: int = 1) -> None:
+        """Start the process.
+
+        Args:
+            python: The interpreter.
+            ranks: GPUs of the model that it will load. A single rank runs in the worker itself, where it returns logits fastest
+                and where the canary of target=pytorch reaches its layers; several ranks get processes of their own.
+
+        Raises:
+            MissingRequirement: The interpreter cannot be started.
+        """
         self._scratch = tempfile.TemporaryDirectory(prefix="kvgate-trtllm-")
         self.folder = Path(self._scratch.name)
-        """Where the worker may leave files until it ends."""
+        """Directory for the worker's files, removed when it ends."""
         self._log = self.folder / "log"
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our libraries are of another Python
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -139,11 +148,21 @@ class Worker:
         self.close()
 
     def call(self, op: str, timeout_s: float, *, key: str, answer: type[A], **fields: object) -> A:
-        """The answer to one request.
+        """Send a request and return its answer.
 
-        `key` is the configuration's key that bounds the time. Raises WorkerError with what the worker says is wrong, and
-        UserError when it dies, hangs or does not speak the protocol. After any exception but WorkerError, an interrupt
-        included, it is gone with all its children: a later request could be given the answer to this one.
+        After any exception except WorkerError, an interrupt included, the worker and all its children are gone: otherwise a
+        later request could get the answer to this one.
+
+        Args:
+            op: Name of the request.
+            timeout_s: Seconds until the answer.
+            key: The configuration's key that gives `timeout_s`.
+            answer: The record of the answer.
+            fields: The request's fields.
+
+        Raises:
+            WorkerError: The worker answered with an error.
+            UserError: The worker died, took too long, or does not speak the protocol.
         """
         try:
             line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
@@ -163,7 +182,7 @@ class Worker:
         return self._read(op, line, answer)
 
     def close(self) -> None:
-        """End the worker, by force if it does not go, and remove its files."""
+        """End the worker, by force if it does not end itself, and remove its files."""
         if self._process.stdin is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.stdin.close()
@@ -171,15 +190,18 @@ class Worker:
         self._kill()
         self._scratch.cleanup()
 
-    def last_words(self) -> str:
-        """The last line that TensorRT-LLM printed."""
+    def last_line(self) -> str:
+        """Return the last line that TensorRT-LLM printed."""
         with self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
-        """Write the request and read a line, both until the deadline. BrokenPipeError, EOFError when the worker is gone."""
+        """Write the request and read a line, before the deadline.
+
+        Raises TimeoutError after it, BrokenPipeError or EOFError when the worker is gone.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -203,15 +225,15 @@ class Worker:
 
     def _read(self, op: str, line: bytes, answer: type[A]) -> A:
         try:
-            said = json.loads(line)
+            response = json.loads(line)
         except ValueError:
-            said = None
-        if isinstance(said, dict) and isinstance(said.get("error"), str):
-            raise WorkerError(said["error"])
-        if not isinstance(said, dict) or "ok" not in said:
+            response = None
+        if isinstance(response, dict) and isinstance(response.get("error"), str):
+            raise WorkerError(response["error"])
+        if not isinstance(response, dict) or "ok" not in response:
             raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
         try:
-            return answer.model_validate(said["ok"])
+            return answer.model_validate(response["ok"])
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "ok"
@@ -222,8 +244,8 @@ class Worker:
 
     def _lost(self, text: str) -> UserError:
         self._kill()
-        said = self.last_words()
-        return UserError(f"{text}{f'; it last said: {said}' if said else ''}")
+        line = self.last_line()
+        return UserError(f"{text}{f'; it last said: {line}' if line else ''}")
 
     def _kill(self) -> None:
         if self._ended:  # its process id may be another's by now
@@ -237,15 +259,16 @@ class Worker:
                 stream.close()
 
 
-def require_gpus(found: Interpreter, count: int, what: str) -> None:
-    """MissingRequirement unless the machine has `count` GPUs."""
-    if len(found.gpus) < count:
+def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
+    """Raise MissingRequirement unless the interpreter sees `count` GPUs. `purpose`: "running an engine", say."""
+    if len(interpreter.gpus) < count:
         raise MissingRequirement(
-            f"backend.tensor_parallel_size={count}: {what} with TensorRT-LLM {found.release} needs {count} NVIDIA GPU(s), "
-            f"{found.python} sees {len(found.gpus)}; run it where nvidia-smi lists them (a container needs --gpus all)"
+            f"backend.tensor_parallel_size={count}: {purpose} with TensorRT-LLM {interpreter.release} needs {count} NVIDIA "
+            f"GPU(s), {interpreter.python} sees {len(interpreter.gpus)}; run it where nvidia-smi lists them (a container needs "
+            "--gpus all)"
         )
 
 
 def files_below(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Names in `folder`, sorted, that fit one of the patterns."""
+    """Return the paths in `folder` that match one of the patterns, sorted."""
     return sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})

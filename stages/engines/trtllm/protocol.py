@@ -1,4 +1,4 @@
-"""What the worker in TensorRT-LLM's interpreter answers: one record for each request, so that nothing else is taken for one."""
+"""The answers of the worker in TensorRT-LLM's interpreter: one strict record for each request."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,33 +10,37 @@ PROTOCOL = 1
 
 
 class Done(StrictModel):
-    """build, open."""
+    """Answer to `build` and `open`."""
 
 
 class Gpu(StrictModel):
+    """A GPU that CUDA shows the worker."""
+
     name: str
     compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-    """8.9"""
+    """`8.9`"""
     driver_version: str
 
 
 class Described(StrictModel):
-    """describe"""
+    """Answer to `describe`."""
 
     protocol: Literal[1]
     release: Annotated[str, Field(pattern=r"^\d+\.\d+")]
     python: str
     gpus: list[Gpu]
-    """Those that CUDA shows a process, in its order: rank r runs on number r."""
+    """In CUDA's order: rank r runs on number r."""
 
 
 class Validated(StrictModel):
-    """validate"""
+    """Answer to `validate`."""
 
     llm_args: dict[str, Any]
 
 
 class Generated(StrictModel):
+    """The tokens and logits of one request of `run`."""
+
     tokens: list[int]
     logits: str
     """A file of float32, little-endian."""
@@ -45,13 +49,13 @@ class Generated(StrictModel):
 
 
 class Ran(StrictModel):
-    """run"""
+    """Answer to `run`."""
 
     answers: list[Generated]
 
 
 class Loaded(StrictModel):
-    """load: milliseconds."""
+    """Answer to `load`: milliseconds."""
 
     first_token_ms: list[float]
     step_ms: list[float]

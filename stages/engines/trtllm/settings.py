@@ -1,4 +1,4 @@
-"""What TensorRT-LLM is asked for, in its own words, and whether it did that: flags of trtllm-build, LLM arguments."""
+"""TensorRT-LLM's settings in its own keys, flags of trtllm-build and LLM arguments, and the check that it kept to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,15 @@ RETURN_LOGITS = {"gather_generation_logits": True, "skip_tokenizer_init": True}
 
 Settings = dict[str, Any]
 Difference = tuple[str, Any, Any]
-"""Key, asked, built."""
+"""Key, the value that was asked for, the value that was built."""
 
 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
-    """What trtllm-build is asked for, by the keys of the engine's config.json below build_config (plugin_config.* included).
+    """Return trtllm-build's settings, by the keys of the engine's config.json below build_config (plugin_config.* included).
 
-    `quantization` is the checkpoint's. `auto` asks for what the release keeps (see tests/contract/facts).
+    Args:
+        options: The backend's configuration, whose `auto` becomes what the release keeps (see tests/contract/facts).
+        quantization: The section of that name in the checkpoint's config.json.
     """
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
@@ -46,7 +48,7 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
 
 
 def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> list[str]:
-    """Arguments of trtllm-build."""
+    """Return the arguments of trtllm-build."""
     flags = ["--checkpoint_dir", checkpoint, "--output_dir", out, "--workers", str(ranks), "--logits_dtype", LOGITS_DTYPE]
     for key, value in settings.items():
         name = f"--{key.removeprefix('plugin_config.')}"
@@ -59,9 +61,9 @@ def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> li
     return flags
 
 
-def asked_of_engine(settings: Settings, checkpoint: Mapping[str, Any], release: str) -> Settings:
-    """What the engine's config.json must say, by its keys. `auto` leaves the choice to TensorRT-LLM."""
-    asked = {f"build_config.{key}": value for key, value in settings.items() if value != "auto"}
+def expected_config(settings: Settings, checkpoint: Mapping[str, Any], release: str) -> Settings:
+    """Return what the engine's config.json must contain, by its keys. `auto` leaves the choice to TensorRT-LLM."""
+    build_config = {f"build_config.{key}": value for key, value in settings.items() if value != "auto"}
     return {
         "version": release,
         "pretrained_config.architecture": checkpoint["architecture"],
@@ -70,12 +72,12 @@ def asked_of_engine(settings: Settings, checkpoint: Mapping[str, Any], release: 
         "pretrained_config.mapping.tp_size": checkpoint["mapping"]["tp_size"],
         "pretrained_config.quantization.quant_algo": checkpoint["quantization"].get("quant_algo"),
         "pretrained_config.quantization.kv_cache_quant_algo": checkpoint["quantization"].get("kv_cache_quant_algo"),
-        **asked,
+        **build_config,
     }
 
 
 def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
-    """The LLM arguments that `trtllm-serve MODEL --config FILE` takes."""
+    """Return the LLM arguments of serving, as `trtllm-serve MODEL --config FILE` takes them."""
     serving = options.serving
     cache: Settings = {
         "dtype": "fp8" if policy.quantized else "auto",
@@ -86,7 +88,7 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
     }
     if serving.attention_windows is not None:
         cache["max_attention_window"] = list(serving.attention_windows)
-    found: Settings = {
+    arguments: Settings = {
         "backend": "pytorch",
         "tensor_parallel_size": options.tensor_parallel_size,
         "max_batch_size": options.max_batch_size,
@@ -96,43 +98,46 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
         "kv_cache_config": cache,
     }
     if serving.speculation is not None:
-        found["speculative_config"] = serving.speculation.model_dump(mode="json", exclude_none=True)
-    return found
+        arguments["speculative_config"] = serving.speculation.model_dump(mode="json", exclude_none=True)
+    return arguments
 
 
 def evaluation_of_engine(options: TrtllmConfig) -> Settings:
-    """LLM arguments for an engine: every generated token's logits are returned, and no prompt is taken from the cache."""
+    """Return the LLM arguments of evaluating an engine: logits of every token are returned, no prompt comes from the cache."""
     cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.serving.free_gpu_memory_fraction}
     return {**RETURN_LOGITS, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}
 
 
 def evaluation_of_served(serving: Settings) -> Settings:
-    """The same for LLM arguments of serving: without speculation, whose logits are not returned, and without overlap, in which
-    a processor would see a step late what was generated."""
+    """Return the LLM arguments of evaluating what is served with `serving`.
+
+    There is no speculation, whose logits are not returned, and no overlap, with which a logits processor would see each token a
+    step late.
+    """
     kept = {key: value for key, value in serving.items() if key != "speculative_config"}
     cache = {**serving["kv_cache_config"], "enable_block_reuse": False}
     return {**kept, **RETURN_LOGITS, "disable_overlap_scheduler": True, "kv_cache_config": cache}
 
 
-def differences(asked: Settings, built: Mapping[str, Any]) -> list[Difference]:
-    """What was built otherwise than asked; a key that is not there was not built. Words are compared without their case."""
-    found = []
-    for key, value in asked.items():
-        got: Any = built
+def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:
+    """Return the settings that were built otherwise; a missing key counts as null. Strings are compared without their case."""
+    rewritten = []
+    for key, value in expected.items():
+        actual: Any = built
         for part in key.split("."):
-            got = got.get(part) if isinstance(got, Mapping) else None
-        same = value.lower() == got.lower() if isinstance(value, str) and isinstance(got, str) else value == got
-        if not same:
-            found.append((key, value, got))
-    return found
+            actual = actual.get(part) if isinstance(actual, Mapping) else None
+        both_text = isinstance(value, str) and isinstance(actual, str)
+        if not (value.lower() == actual.lower() if both_text else value == actual):
+            rewritten.append((key, value, actual))
+    return rewritten
 
 
-def refuse_rewrites(found: Iterable[Difference], allowed: Sequence[str]) -> None:
-    """UserError that lists every difference whose key (or its last part) is not allowed."""
-    left = [(key, asked, got) for key, asked, got in found if not {key, key.rpartition(".")[2]} & set(allowed)]
-    if left:
-        listed = "; ".join(f"{key} was asked as {asked} and is {got}" for key, asked, got in left)
-        names = ",".join(key.rpartition(".")[2] for key, _, _ in left)
+def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> None:
+    """Raise UserError that lists every difference whose key (or its last part) is not allowed."""
+    refused = [difference for difference in rewritten if not {difference[0], difference[0].rpartition(".")[2]} & set(allowed)]
+    if refused:
+        listed = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)
+        names = ",".join(key.rpartition(".")[2] for key, _, _ in refused)
         raise UserError(
             f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {listed}; ask for what it builds, or "
             f"set backend.allow_rewrites=[{names}]"
@@ -140,12 +145,16 @@ def refuse_rewrites(found: Iterable[Difference], allowed: Sequence[str]) -> None
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Nested settings by their dotted keys."""
-    found: Settings = {}
+    """Return nested settings by their dotted keys.
+
+    >>> flatten({"build_config": {"max_batch_size": 8}})
+    {'build_config.max_batch_size': 8}
+    """
+    flat: Settings = {}
     for key, value in settings.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
-def _switch(asked: str, *, auto: bool) -> bool:
-    return auto if asked == "auto" else asked == "enable"
+def _switch(choice: str, *, auto: bool) -> bool:
+    return auto if choice == "auto" else choice == "enable"

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's two targets can hold and need: everything that can be refused before any work."""
+"""The limits of TensorRT-LLM's two targets: everything that can be refused before any work."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ READ_BY: dict[TargetName, dict[str, Any]] = {
         "serving.speculation": None,
     },
 }
-"""Keys of `backend` that one target alone reads, with the values that ask for nothing (conf/backend/trtllm.yaml)."""
+"""Keys of `backend` that one target alone reads, with their values when they are not set (conf/backend/trtllm.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Target:
     """The folder of the quantized checkpoint that it is made from."""
     releases: str
     caches: tuple[str, ...]
-    """Algorithms of the cache, besides none; one scale a layer."""
+    """Algorithms of a quantized cache; each has one scale a layer."""
     weights: tuple[WeightsFormat, ...]
     sharded_weights: tuple[WeightsFormat, ...]
     """Weights that are split over several GPUs."""
     choices: str
-    """Policies that fit, for a person."""
+    """The policies that it can hold, as text for a message."""
 
 
 TARGETS: dict[TargetName, Target] = {
@@ -114,24 +114,24 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
         )
 
 
-def resolve(asked: str, installed: Interpreter) -> TargetName:
-    """The target for the installed release; MissingRequirement when the release does not have the one that is asked for."""
-    here: TargetName | None = None
+def resolve(target: str, installed: Interpreter) -> TargetName:
+    """Return the target of the installed release. Raises MissingRequirement when the release lacks the configured one."""
+    available: TargetName | None = None
     if installed.number == (1, 2):
-        here = "engine"
+        available = "engine"
     elif installed.number >= (1, 3):
-        here = "pytorch"
-    if here is None or asked not in ("auto", here):
-        wanted = TARGETS[asked].releases if asked in TARGETS else "1.2 or later"
+        available = "pytorch"
+    if available is None or target not in ("auto", available):
+        releases = TARGETS[target].releases if target in TARGETS else "1.2 or later"
         raise MissingRequirement(
-            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={asked} needs {wanted}; "
-            f"{HOW}"
+            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={target} needs "
+            f"{releases}; {HOW}"
         )
-    return here
+    return available
 
 
 def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
-    """Why the target cannot hold this: key, value, fix; None when it can."""
+    """Return why the target cannot hold this, with key, value and fix; None when it can."""
     target = TARGETS[name]
     reason = why_not(policy, target.caches)
     if reason is not None:
@@ -164,24 +164,24 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
 
 
 def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
-    """Why a key that only the other target reads cannot be set; None when none is."""
+    """Return why a key that only the other target reads cannot be set; None when none is."""
     other: TargetName = "pytorch" if name == "engine" else "engine"
-    asked = backend.model_dump(mode="json")
-    for key, nothing in READ_BY[other].items():
-        value: Any = asked
+    settings = backend.model_dump(mode="json")
+    for key, unset in READ_BY[other].items():
+        value: Any = settings
         for part in key.split("."):
             value = value[part] if isinstance(value, Mapping) else None
-        if value != nothing:
+        if value != unset:
             return (
                 f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
-                f"{json.dumps(nothing)}"
+                f"{json.dumps(unset)}"
             )
     return None
 
 
-def refuse_integers(policy: KVPolicy, weights: WeightsFormat, here: Interpreter, ranks: int) -> None:
-    """UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
-    for gpu, capability, _ in here.gpus[:ranks]:
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    for gpu, capability, _ in interpreter.gpus[:ranks]:
         if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
             continue
         if policy.key.dtype == "int8":

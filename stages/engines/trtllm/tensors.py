@@ -23,29 +23,29 @@ class RawTensor:
 
     @classmethod
     def scalar(cls, value: float) -> "RawTensor":
-        """A float32 tensor of shape (1,), like ModelOpt's scales."""
+        """Return a float32 tensor of shape (1,), like ModelOpt's scales."""
         return cls("F32", np.array([value], "<f4").view("<u4"))
 
     def number(self) -> float:
-        """The value of a float32 tensor with one element."""
+        """Return the value of a float32 tensor with one element."""
         assert self.dtype == "F32"
         assert self.values.size == 1
         return float(self.values.reshape(1).view("<f4")[0])
 
 
 def read_tensors(path: Path) -> dict[str, RawTensor]:
-    """All tensors of a file, memory-mapped."""
+    """Return all tensors of a file, memory-mapped."""
     with path.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(header_bytes))
     header.pop("__metadata__", None)
     data = np.memmap(path, np.uint8, "r", offset=8 + header_bytes)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         kind = np.dtype(f"<u{BYTES[entry['dtype']]}")
-        found[name] = RawTensor(entry["dtype"], np.frombuffer(data[begin:end], kind).reshape(entry["shape"]))
-    return found
+        tensors[name] = RawTensor(entry["dtype"], np.frombuffer(data[begin:end], kind).reshape(entry["shape"]))
+    return tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:

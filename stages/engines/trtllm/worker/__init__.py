@@ -1,1 +1,1 @@
-"""Scripts that run in TensorRT-LLM's interpreter. They import nothing of ours, so that they need none of our libraries."""
+"""Scripts that run in TensorRT-LLM's interpreter. They import nothing of kvgate, so that they need none of its libraries."""

@@ -1,6 +1,6 @@
-"""Makes TensorRT-LLM generate tokens that are known already, and still say what it thought of all the others.
+"""Forces TensorRT-LLM to generate known tokens, and keeps the logits of all tokens.
 
-A module of its own because TensorRT-LLM may hand the processor to another process, which has to import it by this name.
+A module of its own because TensorRT-LLM may send the processor to another process, which has to import it by this name.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ RECORD = struct.Struct("<dd")
 
 
 class ForcedTokens:
-    """A logits processor of one request: at step i the i-th known token becomes the largest logit; later steps run free.
+    """A logits processor of one request: at step i the i-th known token gets the largest logit; later steps are not forced.
 
     TensorRT-LLM returns generation logits as views of the buffer that processors write to, copied now before and now after
     the processor ran (cpp/tensorrt_llm/batch_manager/handleGenerationLogits.cpp): a processor that masks every other token
@@ -58,7 +58,10 @@ def _on_stream(stream_ptr: int | None) -> Any:
 
 
 def read_record(record: Path) -> list[tuple[float, float]]:
-    """(replaced logit, largest logit) of every step. Raises RuntimeError when no process wrote it, or two wrote different."""
+    """Return (replaced logit, largest logit) of every step.
+
+    Raises RuntimeError when no process wrote a record, or two processes wrote different ones.
+    """
     files = sorted(record.parent.glob(f"{record.name}.*"))
     contents = {file.read_bytes() for file in files}
     for file in files:

@@ -24,15 +24,16 @@ import kvgate_forcing
 
 PROTOCOL = 1
 CLOSED_SECONDS = 60
-"""What is left after stdin was closed, twice what kvgate itself waits before it kills."""
+"""Seconds to live after stdin was closed: twice as long as kvgate itself waits before it kills."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
-"""What `trtllm-build` runs."""
+"""The module that `trtllm-build` runs."""
 
 
 def describe() -> dict[str, Any]:
-    """What is installed here, and the GPUs that CUDA shows this process, in its order.
+    """Return what is installed here, and the GPUs that CUDA shows this process, in its order.
 
-    nvidia-smi knows no CUDA_VISIBLE_DEVICES and lists them otherwise; only the driver, which is the machine's, is asked there.
+    nvidia-smi ignores CUDA_VISIBLE_DEVICES and lists GPUs in another order; only the driver's version, which all GPUs share, is
+    read from it.
     """
     import tensorrt_llm
     import torch
@@ -65,7 +66,7 @@ def build(flags: list[str]) -> dict[str, Any]:
 
 
 def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
-    """LLM arguments as the release's own class takes and repeats them."""
+    """Return LLM arguments as the release's own class reads them."""
     from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
     return {"llm_args": TorchLlmArgs(model=model, **llm_args).model_dump(mode="json")}
@@ -84,9 +85,10 @@ class Model:
             raise RuntimeError("the fault reached no attention layer: this release keeps the cache's scale elsewhere")
 
     def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-        """Generate for each {"prompt", "forced", "tokens", "skip"}: `tokens` tokens of which the first are `forced`.
+        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
 
-        Logits of steps `skip` and later are in the file named in the answer, float32 (rows, vocabulary), little-endian.
+        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
+        little-endian.
         """
         import numpy as np
         from tensorrt_llm import SamplingParams
@@ -117,7 +119,8 @@ class Model:
         return {"answers": answers}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Times of `tokens` tokens for each prompt: to the first one by one, and of every later step of all together."""
+        """Return the times of `tokens` tokens for each prompt: to the first token of one prompt after the other, then of every
+        later step of all prompts together."""
         return asyncio.run(self._load(prompts, tokens))
 
     async def _load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -144,10 +147,10 @@ class Model:
 
 
 def restored(rows: Any, request: dict[str, Any], tokens: list[int], record: Path) -> Any:
-    """The rows (steps, vocabulary) with what forcing replaced put back.
+    """Return the rows (steps, vocabulary) with the logits that forcing replaced.
 
-    Raises RuntimeError unless every row is the one that the processor saw and every known token was taken: otherwise the
-    logits would belong to other positions than the caller thinks.
+    Raises RuntimeError unless every row is the one that the processor saw and every known token was generated: otherwise the
+    logits would belong to other positions than the caller assumes.
     """
     steps = kvgate_forcing.read_record(record)
     forced = request["forced"]
@@ -168,16 +171,17 @@ def restored(rows: Any, request: dict[str, Any], tokens: list[int], record: Path
 
 
 def _finite(row: Any) -> bool:
-    """Whether no logit is NaN or +inf; padding of the vocabulary may be -inf."""
+    """Return whether no logit is NaN or +inf; the padding of the vocabulary may be -inf."""
     high = float(row.max())
     return high == high and high != float("inf")  # noqa: PLR0124  (NaN)
 
 
 def _corrupt_attention(factor: float) -> list[object]:
-    """From now on the cache is read with a scale `factor` times the right one; what is stored stays right.
+    """Let attention layers read the cache with a scale `factor` times the right one; the codes stay right.
 
     The PyTorch runtime keeps both scales of the cache, to and from its codes, in every attention layer and takes neither
-    from the checkpoint (tensorrt_llm/_torch/attention_backend/trtllm.py). Returns the layers as they are made.
+    from the checkpoint (tensorrt_llm/_torch/attention_backend/trtllm.py). Returns a list to which every layer is added when
+    it is constructed.
     """
     kind = importlib.import_module("tensorrt_llm._torch.attention_backend.trtllm").TrtllmAttention
     original, faulted = kind.__init__, []
@@ -192,16 +196,16 @@ def _corrupt_attention(factor: float) -> list[object]:
 
 
 def end_with_parent(stdin: int) -> None:
-    """Kill this process group, a build and the ranks of a model included, once nobody waits for it any more.
+    """Kill this process group, a build and the ranks of a model included, when kvgate has ended.
 
-    A killed kvgate cannot end us, and a request that is running does not look at stdin. The parent is kvgate, or a script
-    around this interpreter that outlives it: there only the end of stdin tells.
+    A killed kvgate cannot end this process, and a running request does not read stdin. The parent is kvgate, or a script around
+    this interpreter that outlives kvgate: then only the end of stdin shows it.
     """
-    parent, closed, left = os.getppid(), select.poll(), CLOSED_SECONDS
-    closed.register(stdin, 0)  # a hang-up is reported without being asked for
-    while os.getppid() == parent and left:
+    parent, hang_up, seconds = os.getppid(), select.poll(), CLOSED_SECONDS
+    hang_up.register(stdin, 0)  # poll always reports a hang-up
+    while os.getppid() == parent and seconds:
         time.sleep(1)
-        left -= bool(closed.poll(0))
+        seconds -= bool(hang_up.poll(0))
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
@@ -210,7 +214,7 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     threading.Thread(target=end_with_parent, args=(requests.fileno(),), daemon=True).start()
-    os.dup2(2, 1)  # TensorRT-LLM and what it starts print to stdout as they like
+    os.dup2(2, 1)  # TensorRT-LLM and its children print to stdout
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     operations: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "build": build, "validate": validate}
 
@@ -224,7 +228,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             answer: dict[str, Any] = {"ok": operations[request.pop("op")](**request)}
-        except Exception as error:  # the other side decides what it means
+        except Exception as error:  # the caller decides what it means
             answer = {"error": f"{type(error).__name__}: {error}"}
         channel.write(json.dumps(answer) + "\n")
 
