@@ -106,7 +106,7 @@ def answer_mask(ids_BT: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """
     inputs_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
     steps_T = torch.arange(inputs_BT.shape[1])
-    vocabulary = tokenizer.get_vocab()
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
 
     def last_position(token: str) -> Tensor:
         """Position (B, T - 1) of the last `token` up to each step, -1 before the first."""

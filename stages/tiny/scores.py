@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
     checkpoint = parser.parse_args().checkpoint
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     retrieval = [force(model, tokenizer, sample) for sample in generate("retrieval", 1200, SEED)]
     for low, high in itertools.pairwise(RETRIEVAL_BINS):

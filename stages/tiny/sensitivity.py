@@ -118,7 +118,7 @@ def measure(checkpoint: Path, counts: dict[str, int], seed: int = 0) -> dict[str
     """
     quantizer = FakeQuantizer()
     AttentionInterface.register(NAME, quantizer)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation=NAME)
     for name in counts:
         for sample in generate(name, 8, seed, "calibration"):

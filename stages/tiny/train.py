@@ -40,7 +40,7 @@ LOG_EVERY = 25
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Return the model with its structured start, in fp32."""
     torch.manual_seed(seed)
-    config = LlamaConfig(  # type: ignore[no-untyped-call]
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
@@ -57,7 +57,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(config)
     structured_start(model, seed)
     return model
 
@@ -93,7 +93,7 @@ def train_step(
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the checkpoint in fp16 with planted outliers, and its tokenizer; the model in memory does not change."""
-    half = copy.deepcopy(model).half()  # type: ignore[no-untyped-call]
+    half = copy.deepcopy(model).half()
     plant_outliers(half)
     half.save_pretrained(out)
     # transformers 4.57 writes `dtype`, which older readers of checkpoints do not know; all readers know `torch_dtype`.
