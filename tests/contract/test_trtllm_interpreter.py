@@ -14,7 +14,7 @@ from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.trtllm.interpreter import probe
-from stages.engines.trtllm.targets import found, refuse, refuse_integers, refuse_unread, resolve
+from stages.engines.trtllm.targets import interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +169,9 @@ def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path:
     here = probe(python)
     assert here.compute_capabilities(1) == ["9.0"]
     shipped = {**conf("backend", "trtllm"), "python": python}
-    assert found(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
+    assert interpreter_parts(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
     with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
-        found(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
+        interpreter_parts(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
 
 
 def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

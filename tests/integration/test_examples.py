@@ -53,7 +53,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_ci_job_judges_the_own_policy_on_the_own_samples_and_promotes_it(work: Path) -> None:
     summary = json.loads((work / "summary.json").read_text())
     (candidate,) = summary["candidates"]
-    assert (candidate["kv"], candidate["verdict"]) == ("fp8k_int4v_careful", "PASS"), candidate["reasons"]
+    assert (candidate["policy"], candidate["verdict"]) == ("fp8k_int4v_careful", "PASS"), candidate["reasons"]
     assert (summary["champion"], summary["exit_code"]) == ("fp8k_int4v_careful", 0)
     lines = [json.loads(line) for line in (EXAMPLES / "own_samples.jsonl").read_text().splitlines()]
     (report,) = (work / "artifacts").glob("evaluate/*/samples.jsonl")
