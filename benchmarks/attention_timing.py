@@ -21,7 +21,7 @@ MIN_RUNS, MAX_RUNS = 20, 200
 TIMED_MICROSECONDS = 200_000
 """Duration that the runs of one kernel in one case add up to, within MIN_RUNS and MAX_RUNS."""
 FLUSHED_L2 = 4
-"""Bytes that are read before each run to flush the L2 cache, in sizes of that cache."""
+"""Multiple of the L2 cache's size that is read before each run to flush it."""
 ROOM_BYTES = 4 << 30
 """Memory that is left free for workspaces, partial sums and fragmentation."""
 

@@ -1,1 +1,1 @@
-"""Pipeline stages: each turns one artifact into the next."""
+"""The work behind the pipeline's stages: workloads, engines, quantization, evaluation, the tiny model, the self-test."""

@@ -34,7 +34,7 @@ class Section(StrictModel):
 
 
 class Header(StrictModel):
-    """Origin of the numbers."""
+    """The run that the numbers come from."""
 
     command: str
     date: str

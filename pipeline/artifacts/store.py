@@ -37,7 +37,7 @@ class Artifact:
     files: dict[str, str]
     """Relative path -> sha256."""
     parts: dict[str, object]
-    """What its key was made from."""
+    """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool
     seconds: float
     """Time that making it took, also when it is reused."""

@@ -46,7 +46,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     for problem in error.errors(include_url=False):
         location = _as_written(problem["loc"], composed)
         if _is_interpolated(composed, location):
-            continue  # the key that it is taken from has the same problem, and its own line
+            continue  # interpolated from another key, whose problem has a line of its own
         key = ".".join(str(part) for part in location)
         text, value = problem["msg"], problem["input"]
         if problem["type"] == "extra_forbidden":

@@ -1,1 +1,1 @@
-"""What everything agrees on: records, formats, policies, errors. Imports nothing of ours."""
+"""Records, formats, policies and errors that every other room uses. Imports no other room."""

@@ -21,7 +21,7 @@ class _BackendConfig(StrictModel):
 
 class _ThreadedConfig(_BackendConfig):
     threads: Annotated[int, Field(ge=1, le=1024)]
-    """Of one engine."""
+    """CPU threads that one engine uses."""
 
 
 class GraphConfig(_BackendConfig):
@@ -58,9 +58,9 @@ class PlanConfig(GraphConfig):
 
     name: str
     max_batch: Annotated[int, Field(ge=1, le=1024)]
-    """Sequences at once."""
+    """Most sequences of a decode step."""
     max_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
-    """Of one sequence. The pool holds max_batch sequences of this length, and is allocated when the engine is loaded."""
+    """Most tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
     cuda_graphs: bool
     """Whether decode steps are captured once per shape and replayed."""
 
@@ -80,7 +80,7 @@ RTX_TARGETS = (75, 80, 86, 89, 120, 121)
 
 
 class TensorRTRTXConfig(PlanConfig):
-    """TensorRT for RTX: builds for named GPUs, without one."""
+    """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
 
     name: Literal["tensorrt_rtx"]
     compute_capabilities: Annotated[tuple[int, ...], Field(strict=False)]
@@ -127,7 +127,7 @@ class Serving(StrictModel):
     host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
     """Host memory for blocks that were pushed out of the GPU; 0 is none."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Of the memory that weights leave free, what the cache may take."""
+    """Fraction of the GPU memory that is free after loading the weights, which the cache may take."""
     attention_windows: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] | None
     """Tokens that a layer attends to, repeated over the layers; null is all."""
     speculation: Speculation | None
@@ -143,14 +143,14 @@ class TrtllmConfig(_BackendConfig):
     """The Python that has TensorRT-LLM: a path, or a command on PATH."""
     build_timeout_s: Annotated[int, Field(ge=1)]
     request_timeout_s: Annotated[int, Field(ge=1)]
-    """Of loading an engine, and of one batch of requests."""
+    """Seconds that loading an engine may take, and also each batch of requests."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     max_batch_size: Annotated[int, Field(ge=1, le=4096)]
     max_input_len: Annotated[int, Field(ge=1)]
     max_seq_len: Annotated[int, Field(ge=2)]
-    """Prompt and answer of one sequence."""
+    """Most tokens of one sequence, prompt and answer together."""
     max_num_tokens: Annotated[int, Field(ge=1)]
-    """Of all sequences of one step."""
+    """Most tokens that one step processes, over all its sequences."""
     paged_context_fmha: Switch
     """Whether prompts attend through the paged cache, which block reuse and chunked prompts need. auto: where TensorRT-LLM
     keeps it."""

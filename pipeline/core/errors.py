@@ -6,7 +6,7 @@ class UserError(ValueError):
 
 
 class GateRefusal(Exception):
-    """A gate said no: nothing was promoted."""
+    """A gate refused the candidate, or the replayed evidence differs from what was judged. Nothing was promoted."""
 
 
 class MissingRequirement(Exception):

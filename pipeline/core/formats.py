@@ -1,6 +1,7 @@
 """Cache formats: what a code is, what shares a scale, where the scale comes from, and the bytes of all that.
 
-A new code type is a new entry of CODES: both engines read their arithmetic and their packing from it.
+A new integer code type is a new entry of CODES, from which the ONNX engine and the oracle read arithmetic and packing. A
+floating-point type also needs its element type in stages/engines/paged/layout.py and stages/engines/oracle/formats.py.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """

@@ -65,12 +65,14 @@ class Engine(Protocol):
     vocab_size: int
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Start one sequence a prompt; logits of each prompt's last token. Those of a prompt of one chunk
-        (PREFILL_CHUNK) do not read the quantized cache."""
+        """Start one sequence for each prompt and return their handles with the logits of each prompt's last token.
+
+        The logits of a prompt of at most PREFILL_CHUNK tokens do not read the quantized cache.
+        """
         ...
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append one token to each sequence; logits computed from the quantized cache."""
+        """Append one token to each sequence and return its logits, computed from the quantized cache."""
         ...
 
     def generate(
@@ -95,8 +97,11 @@ class OnePassEngine(Engine, Protocol):
     """An engine that computes the forced decode of a whole sequence in one pass."""
 
     def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
-        """Logits (len(tokens) - first, vocab_size): row r is what `decode` gives for tokens[first + r] after
-        `prefill` of tokens[:first] (at least one token) and `decode` of those between. No sequence stays behind."""
+        """Return the logits of forced decode, (len(tokens) - first, vocab_size). No sequence stays in the engine.
+
+        Row r is what `decode` returns for tokens[first + r] after `prefill` of tokens[:first], at least one token, and
+        `decode` of the tokens between.
+        """
         ...
 
 
@@ -105,11 +110,11 @@ class LoadTimes:
     """Measured times of one load of prompts on an engine."""
 
     first_token_ms: list[float]
-    """One prompt after the other, alone."""
+    """Time to the first token of each prompt; prompts are prefilled alone, one after the other."""
     step_ms: list[float]
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
-    """At the last step."""
+    """Memory of the cache at the last decode step."""
 
 
 @runtime_checkable

@@ -48,7 +48,7 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Samples per workload that the baseline repeats one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Samples per workload on which a corrupted key scale must be noticed."""
+    """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
     canary_factor: float
     """By how much the canary multiplies every key scale."""
     load: LoadConfig

@@ -174,7 +174,7 @@ class MlflowStore:
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
             if versions:
                 version = str(versions[0].version)
-                model_id = versions[0].tags["logged_model"]  # the version's own field comes back empty
+                model_id = versions[0].tags["logged_model"]  # the field model_id of a version that a search returns is empty
             else:
                 model_id = self._log_model(candidate, run_id, tags)
                 tags |= {"logged_model": model_id}

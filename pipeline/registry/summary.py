@@ -25,7 +25,7 @@ class Cited(StrictModel):
     """A file or directory, and the digest that it had when it was cited."""
 
     path: Path
-    """Absolute."""
+    """Absolute path."""
     digest: str
 
 
@@ -33,9 +33,9 @@ class Registration(StrictModel):
     """Where a candidate is tracked and registered."""
 
     run_id: str
-    """Of its tracked run."""
+    """Id of the MLflow run of its evaluation."""
     model_version: str
-    """Of the registered model."""
+    """Its version of the registered model."""
 
 
 class Candidate(StrictModel):

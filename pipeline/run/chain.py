@@ -38,7 +38,7 @@ class Chain:
     config: Config
     store: Store
     finished: list[FinishedStage] = field(default_factory=list)
-    """In the order of making."""
+    """Finished stages, in the order in which they finished."""
 
     @cached_property
     def backend(self) -> Backend:
@@ -74,7 +74,7 @@ class Chain:
         return self.make(recipe, fill)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the quantized checkpoint: weights, official exports where they tell the truth, and the static scales."""
+        """Return the quantized checkpoint: weights, ModelOpt's exports where they can express the policy, and static scales."""
         texts = self.calibration()
         weights, max_length, seed = self.config.weights.format, self.config.calibration.max_length, self.config.seed
         config: dict[str, object] = {
@@ -115,7 +115,7 @@ class Chain:
         return self.make(recipe, fill, policy, note)
 
     def baseline(self) -> Artifact:
-        """Return what the FP16-KV engine of the same backend and weights says to every sample."""
+        """Return the log-probabilities and answers, for every sample, of the FP16-KV engine of the same backend and weights."""
         bundle = self.bundle(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
@@ -234,5 +234,5 @@ class Chain:
         return stage.load_samples(self.config.workloads), stage.open_tokenizer(bundle.path)
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
-        """Return what loads the bundle, once per call."""
+        """Return a function that loads a new engine from the bundle at every call."""
         return lambda: self.backend.load(bundle.path)

@@ -1,6 +1,7 @@
 """The way from the pipeline into `stages/`: the only place that looks modules up by name.
 
-By name and late, because stages import torch and the like, which a configuration error must not wait for.
+Modules are imported when a stage needs them: they import torch and other heavy libraries, and a configuration error must
+be reported without waiting for those.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +110,7 @@ class Plots(Protocol):
         ...
 
     def quality_by_memory(self, candidates: Sequence[Candidate], path: Path) -> Path:
-        """Plot what each candidate loses over what a token of its cache costs."""
+        """Plot each candidate's mean KL against its cache's bytes per token."""
         ...
 
 
@@ -157,7 +158,7 @@ def required_libraries() -> Iterator[None]:
 
 
 def _importer(traceback: TracebackType | None) -> str:
-    """The last module of ours in a traceback."""
+    """Return the name of the innermost kvgate module in a traceback."""
     name = "kvgate"
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))

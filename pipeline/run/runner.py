@@ -1,4 +1,7 @@
-"""What each stage does: start reading here. STAGES is their table; each makes what it needs first, or reuses it.
+"""Runs the stage of one job: STAGES maps its name to its function. Start reading here.
+
+The stages up to evaluate make the artifacts that they need, or reuse those in the store. Promote, rollback and verify work
+on what earlier commands left.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """

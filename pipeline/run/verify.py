@@ -31,7 +31,7 @@ from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
 BOUND_TOLERANCE = 1e-9
-"""Relative, between the recorded bounds and those that are computed again: another SciPy may sum in another order."""
+"""Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
 
 SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
@@ -106,7 +106,7 @@ def _compare(name: str, recorded: object, actual: object) -> Finding:
 
 
 def _abbreviated(value: object) -> str:
-    """A digest by its beginning, since identity.json holds the whole; any other value as it is."""
+    """Return the first 16 digits of a digest, which identity.json holds in full; return any other value as text."""
     text = str(value)
     return f"{text[:16]}..." if re.fullmatch("[0-9a-f]{64}", text) else text
 

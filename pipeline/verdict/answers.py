@@ -26,9 +26,9 @@ class _PairedAnswers:
     gained: int
     """Wrong in the baseline, right in the candidate."""
     baseline: float
-    """Accuracy."""
+    """Accuracy of the baseline, 0 to 1."""
     candidate: float
-    """Accuracy."""
+    """Accuracy of the candidate, 0 to 1."""
 
     @classmethod
     def of(cls, name: str, rows: Sequence[SampleRow]) -> "_PairedAnswers":
@@ -111,9 +111,9 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict
 
 
 def _needed(pairs: st.Pairs, margin: float, alpha: float, gates: Gates) -> int:
-    """Samples in all that would decide at the observed rates.
+    """Return the total number of samples that would decide the test if the observed rates stay the same.
 
-    At least one more than there are, and at least as many as zero flips would need.
+    It is at least one more than there are, and at least the number with which a candidate without flips passes.
     """
     flips = (pairs.lost + pairs.gained) / pairs.n
     least = max(pairs.n + 1, st.samples_without_flips(margin, alpha))

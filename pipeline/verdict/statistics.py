@@ -33,7 +33,7 @@ NUISANCE_POINTS = 80
 FEW_DOCUMENTS = 10
 """With fewer flipped documents the design effect is its worst case."""
 REPLICATES = 2000
-"""Of every bootstrap."""
+"""Replicates that every bootstrap draws."""
 SEED = 20_260_101
 
 
@@ -209,8 +209,8 @@ def tail_quantile(tails: Sequence[Sequence[float]], weights: Array, tokens: Arra
         tails: The largest values of every row.
         weights: How often each replicate counts each row, shape (replicates, rows).
         tokens: Tokens of every row, shape (rows,).
-        share: Of the tokens, as a fraction.
-        floor: Stands for the values below the tails.
+        share: Fraction of the tokens that exceed the returned value.
+        floor: Returned where the quantile lies below all listed values.
     """
     values = np.array([v for tail in tails for v in tail])
     if not len(values):

@@ -185,9 +185,10 @@ def evaluate_candidate(
         out: An empty directory. It receives `report.json`, `samples.jsonl` and `tokens.safetensors`.
         config: Batch size, limits, context bins, the canary and the load of the system metrics.
         engine_digest: Digest of the candidate's bundle, cited in the report.
-        baseline_digest: Digest of the baseline's artifact, cited in the report.
+        baseline_digest: Digest of the baseline engine's bundle, cited in the report.
         progress: Called with a label, the tokens done, and the tokens in all.
-        graph_digest: Digest of the ONNX bundle that a TensorRT engine was built from, cited in the report.
+        graph_digest: sha256 of the decode graph that the engine runs or its plan was built from, cited in the report; None
+            for an engine without a graph.
 
     Returns:
         The report, as written to `report.json`.

@@ -95,9 +95,9 @@ class Row:
     """One format, compared with the unquantized model."""
 
     mean_kl: float
-    """Nats per token."""
+    """Mean KL, in nats per token."""
     p99_kl: float
-    """Nats."""
+    """99th percentile of the KL, in nats."""
     exact: dict[str, float]
     """Workload -> share of exact answers."""
     flips: int

@@ -34,7 +34,7 @@ WARMUP_STEPS = 20
 DECAY_SHARE = 0.4
 """Share of all steps, at the end, over which the learning rate decays."""
 LOG_EVERY = 25
-"""Steps."""
+"""Steps between two entries of the training log."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -49,7 +49,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=32768,
-        # So slow that half of the rotary pairs hardly turn within 1,000 tokens.
+        # With so large a base, half of the rotary pairs hardly turn within 1,000 tokens.
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,

@@ -39,7 +39,7 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
     if PTX and FP8:
         decoded = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PTX:
-        # Moved to the bits of a float16, exponent and mantissa read as 2^-8 times the number, subnormals included.
+        # Shifted to their places in a float16, exponent and mantissa give 2^-8 times the number, subnormals included.
         moved = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high, sign;

@@ -92,7 +92,7 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
             warps = 1
         halved = True
     if columns * dim * parts == 8192 and chunk >= 64:
-        # The largest query, in two terms. Half the rows of a tile must still give each thread 16 bytes.
+        # This is the largest query, split into two terms. A tile may be halved only if each thread still loads 16 bytes of it.
         warps, halved = 4, halved and value.dtype != "int4"
     tile = min(64, (4096 if halved else 8192) // dim)
     stages = WIDE_STAGES if value.dtype in WIDE and warps < 4 else 1

@@ -26,11 +26,11 @@ class CudaBackend(OracleBackend):
             self._finds_gpu()
 
     @property
-    def engine_module(self) -> str:  # type: ignore[override]  # which engine it is, torch has to say
+    def engine_module(self) -> str:  # type: ignore[override]  # torch decides which engine runs
         return "stages.engines.cuda.engine" if self._finds_gpu() else super().engine_module
 
     def run_parts(self) -> dict[str, object]:
-        """Return which GPU it is, too: what was measured on one is not taken for another's."""
+        """Return the oracle's parts and the GPU's identity, so that results of one GPU are not reused on another."""
         from stages.engines.cuda.device import device_identity
 
         return {**super().run_parts(), **device_identity(self.config.device)}

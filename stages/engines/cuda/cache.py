@@ -73,7 +73,7 @@ class KernelCache(SequencePages):
         """Handle and number of pages of each row of the page table."""
         self.groups: list[LayerGroup] = []
         self.places: list[tuple[LayerGroup, int]] = []
-        """The group of each layer, and its number there."""
+        """For each layer, the group that it belongs to and its index in that group."""
         by_layout: dict[CacheLayout, list[int]] = {}
         for layer, layout in enumerate(layouts):
             by_layout.setdefault(layout, []).append(layer)
@@ -90,7 +90,7 @@ class KernelCache(SequencePages):
         self._enlarge(self.buffers, 0)
 
     def fill_tables(self, handles: Sequence[int], rows: int) -> None:
-        """Let the first rows of the tables be those of `handles`, and those up to `rows` be of empty sequences."""
+        """Write the tables of `handles` into the first rows, and empty sequences into the other rows up to `rows`."""
         sequences = [self.sequences[handle] for handle in handles]
         columns = max(len(sequence.pages) for sequence in sequences)
         old_rows, old_columns = self.page_table.shape
@@ -217,7 +217,7 @@ class KernelCache(SequencePages):
             group.exact[name][:, sequence.buffer][:, :, slots] = x[:, chosen].transpose(1, 2).half()
 
     def _apply_fault(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Corrupt tokens that were just stored as the canary wants it."""
+        """Multiply the scales, or the keys, of tokens that were just stored by their group's `fault`."""
         for group in self.groups:
             if group.fault != 1:
                 rows = self._indices(pages), self._indices(slots)

@@ -105,7 +105,7 @@ class _Decoder(torch.nn.Module):
 
 
 def _write_graph(decoder: torch.nn.Module, out: Path) -> float:
-    """Write `decoder.onnx` and `weights.bin`: the scaling of the attention, which all layers share."""
+    """Write `decoder.onnx` and `weights.bin`; return the scaling of the attention, which all layers share."""
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))

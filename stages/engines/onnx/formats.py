@@ -53,7 +53,7 @@ class SideCodec(StoredSide):
         return [self._round(body, stored[0]), *stored[1:]]
 
     def _zero(self, body: Body, low: str) -> str:
-        """The largest float16 that is not above `low`, up to one unit in the last place: no code is below 0."""
+        """Round `low` down to a float16, at most about two units in the last place below, so that no code is below 0."""
         nearest = body.to_compute(body.op("Cast", low, to=onnx_type(FLOAT16)))
         unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))
         below = body.op("Where", body.op("Greater", nearest, low), body.op("Sub", nearest, unit), nearest)
@@ -77,7 +77,7 @@ class SideCodec(StoredSide):
 
     @property
     def packing(self) -> list[float]:
-        """For each number of a byte, the lowest first: code - stored number."""
+        """For each number of a byte, from the lowest bits up: its code minus the number that is stored."""
         bits = self.form.code.bits
         half = 2.0 ** (bits - 1)
         lowest = 0.0 if self.form.symmetric else half

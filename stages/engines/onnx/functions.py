@@ -45,7 +45,7 @@ class AttentionSpec:
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:
-        """Inputs that all layers share, int32: named dimensions by input."""
+        """The int32 inputs that all layers share: input -> its named dimensions."""
         tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
         if self.policy.window is not None:
             tables |= {"window_base_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
@@ -53,7 +53,7 @@ class AttentionSpec:
 
     @property
     def cache(self) -> list[str]:
-        """Inputs of this layer alone, without its number."""
+        """Names of the inputs that only this layer has, without the layer's number."""
         names = [name for codec in self.sides.values() for name in (*codec.arrays, *codec.constants)]
         return [*names, *(["key_exact", "value_exact"] if self.policy.exact_tokens else [])]
 
@@ -199,13 +199,13 @@ def _shape(body: Body, *dims: int | str) -> str:
 
 
 def _steps(body: Body, count: str) -> str:
-    """0 .. count - 1, int32."""
+    """The numbers 0 to count - 1, int32."""
     end = body.op("Cast", body.op("Squeeze", count, body.ints([0])), to=INT32)
     return body.op("Range", body.const(0, "int32"), end, body.const(1, "int32"))
 
 
 def _per_sequence(body: Body, name: str) -> str:
-    """(B,) as (B, 1, 1, 1)."""
+    """Reshape an input (B,) to (B, 1, 1, 1), which broadcasts against scores."""
     return body.reshape(name, -1, 1, 1, 1)
 
 

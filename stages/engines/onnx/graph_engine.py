@@ -35,7 +35,7 @@ class PagedEngine(ChunkedEngine):
 
     @abstractmethod
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
-        """Append tokens `ids` (B, S) to sequences that have pages for them: logits (B, V) of the last."""
+        """Append tokens `ids` (B, S) to sequences with pages for them; return the logits (B, V) of each one's last token."""
 
     def _start(self) -> int:
         return self.pool.start()

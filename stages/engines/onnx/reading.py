@@ -19,9 +19,10 @@ from stages.engines.onnx.graph import Body
 
 @dataclass(frozen=True)
 class Stream:
-    """Part of the stored numbers, widened: x of shape (B, H, T, D / n).
+    """One of the n numbers of every stored element, in the compute dtype: x of shape (B, H, T, D / n).
 
-    If nested, x contains all higher parts too: the code is gain * x + offset - 2 ** bits * (the next stream's x).
+    Its code is gain * x + offset. Where the stream is nested, x still contains the higher numbers of the element, so that
+    2 ** bits times the next stream's x is subtracted from that.
     """
 
     x: str
@@ -110,9 +111,10 @@ def _streams(body: Body, codec: SideCodec, index: str, nested: bool) -> list[Str
 
 
 def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
-    """The linear map from streams to codes, (D, D + one for every part with an offset); None when they are the same.
+    """The linear map M from streams to codes, (D, D + one column for each part with an offset); None when they are equal.
 
-    codes = (streams, one sum of weights for every offset) @ its transpose, hence q . codes = (q @ it) . streams + biases.
+    codes = (streams, a 1 for each offset) @ M.T. Scores therefore take q @ M, whose last columns are biases, and values
+    multiply (weighted sums of the streams, a sum of the weights for each offset) by M.T.
     """
     if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
         return None
@@ -165,7 +167,7 @@ def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool
 
 
 def _spread(body: Body, codec: SideCodec) -> str:
-    """(g, D), 1 where a channel is in a group: x @ its transpose sums by group, x @ it repeats for every channel."""
+    """The membership matrix M (g, D) of channels in groups: x @ M.T sums each group's channels, x @ M repeats per channel."""
     return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
 
 

@@ -22,7 +22,7 @@ from stages.engines.oracle.model import refuse_options
 ATTENTION = "kvgate_oracle"
 
 BLOCK_ROWS = 64
-"""Most rows of a block: fewer compute less of the masked band in vain, more are larger matrix products."""
+"""Most rows of a block. Smaller blocks waste less work on masked columns; larger ones are larger matrix products."""
 
 BLOCK_BYTES = 1 << 24
 """Bound of a block's scores: long contexts get fewer rows a block."""
@@ -38,7 +38,7 @@ class Copies:
     tokens: Tensor
     """(H, n, D) float32."""
     begin: int = 0
-    """Position of the first."""
+    """Position of the first token."""
 
     def part(self, low: int, high: int) -> Tensor:
         """Return the tokens of positions low to high - 1."""
@@ -121,7 +121,7 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
         low, high = borders[source], borders[source + 1]
         bands: tuple[tuple[int, int], ...]
         begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
-        if last_low < first_high:  # columns of all rows, between two bands of some rows
+        if last_low < first_high:  # all rows read these columns; only some read the bands beside them
             bands = ((begin, last_low), (first_high, end))
             yield Piece(source, last_low, first_high, None)
         else:

@@ -102,12 +102,12 @@ def _affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _stored_scale(scale: Tensor) -> Tensor:
-    """Saturating: a rotation adds up channels, beyond float16 if all of them are huge."""
+    """Round scales to float16, saturating: a rotation sums channels, so that a scale may exceed float16's range."""
     return scale.clamp(MIN_SCALE, MAX_FLOAT16).half()
 
 
 def _half_below(low: Tensor) -> Tensor:
-    """A float16 at most `low` and at most about two ulps below: codes count from it upwards."""
+    """Round `low` down to a float16, the zero of its codes; it is at most about two units in the last place below."""
     zero = low.half()
     below = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24
     return torch.where(zero.float() > low, below, zero.float()).clamp(min=-MAX_FLOAT16).half()

@@ -43,9 +43,9 @@ class KernelLayers:
     """A model's layers: those that the kernels hold, and the others."""
 
     layouts: dict[int, CacheLayout]
-    """By layer: those that the kernels hold. Layers of equal formats have equal layouts."""
+    """Layer -> its layout, for each layer that the kernels hold. Layers of equal formats have equal layouts."""
     refusals: dict[int, KernelRefusal]
-    """By layer: why the kernels do not hold it."""
+    """Layer -> the reason why the kernels do not hold it."""
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:

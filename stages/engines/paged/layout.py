@@ -35,8 +35,9 @@ STORAGE: dict[str, Storage] = {
 }
 
 PACKED = Storage("INT8", np.int8)
-"""Integer codes, n = 8 / bits a byte, of which number j holds channel j * D / n + i of byte i: signed in the topmost bits,
-plus half (2 ** (bits - 1)) in the lower ones. TensorRT takes no uint8."""
+"""Storage of integer codes, n = 8 / bits of them in a byte: number j of byte i, from the lowest bits up, is the code of
+channel j * D / n + i. The topmost number is signed; the others are stored plus half their range, 2 ** (bits - 1). The type
+is int8 because TensorRT takes no uint8."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class StoredSide:
 
     @property
     def fault_targets(self) -> list[str]:
-        """Names of what scales the values: static parameters, stored ones, or the codes themselves where they are exact."""
+        """Arrays that the canary multiplies: static parameters, else stored scales and zeros, else the exact values."""
         return [*self.constants] or [*self.arrays][1:] or [*self.arrays]
 
     @property

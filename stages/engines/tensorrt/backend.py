@@ -15,7 +15,9 @@ TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip
 
 
 class PlanBackend(Backend):
-    """What both libraries do alike. Their distributions have several names, so that keys hold the imported version."""
+    """The base class of both TensorRT backends. Artifact keys hold the version of the imported module, because each library
+    is distributed under several names.
+    """
 
     engine_module = "stages.engines.tensorrt.engine"
     libraries = ("onnx", "numpy")
@@ -29,7 +31,7 @@ class PlanBackend(Backend):
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
-        """Return the version that reads the plan; running it takes nothing else of what built it."""
+        """Return the library, its version, and whether decode steps become CUDA graphs: all that running a plan depends on."""
         versions = {self.library: load(self.library).version}
         return {"library": self.library, "cuda_graphs": self.config.cuda_graphs, "versions": versions}
 
@@ -55,7 +57,7 @@ class PlanBackend(Backend):
 
 
 class RTXBackend(PlanBackend):
-    """TensorRT for RTX: builds for named GPUs, without one."""
+    """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
 
     build_module = "stages.engines.tensorrt.build"
 

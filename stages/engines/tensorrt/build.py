@@ -30,7 +30,7 @@ class Adapted:
 
     graph: Path
     native: dict[int, str]
-    """By layer: why its attention is not the plugin's. Empty without a plugin."""
+    """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
 

@@ -28,7 +28,7 @@ class PlanRecord(BundleRecord):
     plugins: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX, which is inside the decode plan."""
     native: dict[str, str]
-    """Layer -> why its attention is not the plugin's; empty where there is no plugin."""
+    """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     model: ModelInfo
     max_batch: int
     max_tokens: int

@@ -1,4 +1,4 @@
-"""The one module that imports TensorRT, or TensorRT for RTX: the two have one Python API."""
+"""Imports TensorRT or TensorRT for RTX, which have the same Python API. No other module of `stages/engines` imports them."""
 
 import re
 from dataclasses import dataclass

@@ -134,7 +134,7 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:
-    """By layer: why its attention is not the plugin's."""
+    """Return layer -> the reason why it keeps its function body instead of the plugin."""
     return {layer: str(refusal) for layer, refusal in layers.refusals.items()}
 
 

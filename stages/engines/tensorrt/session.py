@@ -108,7 +108,7 @@ class Step:
         self._replay: Callable[[], None] | None = None
 
     def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Copy an input, the rest of its padded shape becomes 0; one that the plan does not read is left out."""
+        """Copy values to an input and fill the rest of its padded shape with 0; skip an input that the plan does not read."""
         if name in self.inputs:
             tensor = self.inputs[name]
             tensor.copy_(torch.from_numpy(padded(values, tuple(tensor.shape))))

@@ -99,7 +99,7 @@ def _build_engine(
     policy: KVPolicy,  # noqa: ARG001  (as _pin_llm_args)
     interpreter: Interpreter,
 ) -> dict[str, Any]:
-    """Build a TensorRT engine: the fields of its bundle."""
+    """Build a TensorRT engine and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
     checkpoint = checkpoints.read_config(source)
@@ -118,7 +118,7 @@ def _build_engine(
 
 
 def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
-    """Write a checkpoint with the LLM arguments of serving: the fields of its bundle."""
+    """Write a checkpoint with the LLM arguments of serving, and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     source.mkdir()
     for path in sorted(export.iterdir()):

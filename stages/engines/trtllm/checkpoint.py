@@ -85,9 +85,9 @@ def kv_scales(checkpoint: Path) -> list[float]:
 def write_faulted(source: Path, out: Path, factor: float) -> None:
     """Write the checkpoint with a scale of the cache that is `factor` times the right one to the new directory `out`.
 
-    The reciprocal, which new keys and values are multiplied with, stays right: the codes are right and read wrong. Without the
-    reciprocal in the file TensorRT-LLM would derive it from the wrong scale, and FP8 loses nothing by a wrong scale that both
-    sides use.
+    The reciprocal, by which new keys and values are multiplied, stays right: the codes are right, and reading them is wrong.
+    The file must hold the reciprocal, since TensorRT-LLM would otherwise derive it from the wrong scale; and FP8 loses nothing
+    when writing and reading use the same wrong scale.
     """
     out.mkdir()
     for path in sorted(source.iterdir()):

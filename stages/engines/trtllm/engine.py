@@ -180,7 +180,7 @@ class TrtllmEngine(OnePassBase):
         )
 
     def _run(self, requests: Sequence[tuple[list[int], list[int], int, int]]) -> list[tuple[list[int], Logits]]:
-        """Run requests (prompt, forced, tokens, skip): all generated tokens, and the logits of step `skip` and later."""
+        """Run requests (prompt, forced, tokens, skip); return for each its tokens and the logits of steps from `skip` on."""
         if not requests:
             return []
         limits = self._described

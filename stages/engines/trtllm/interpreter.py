@@ -54,7 +54,7 @@ class Interpreter:
 
     @property
     def number(self) -> tuple[int, int]:
-        """The release's first two numbers."""
+        """(major, minor) of the release."""
         major, minor = self.release.split(".")[:2]
         return int(major), int(minor)
 

@@ -68,7 +68,7 @@ TARGETS: dict[TargetName, Target] = {
 
 
 def check_inputs(config: TrtllmConfig, job: Job) -> None:
-    """Refuse what cannot be built, before anything is.
+    """Refuse a configuration that TensorRT-LLM cannot build or run, before any artifact is made.
 
     Raises:
         UserError: naming the key that neither target, or the installed one, can hold.
@@ -76,7 +76,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     """
     candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
     refusals = [_refuse_all(name, config, job) for name in candidates]
-    if all(refusals):  # whatever the interpreter turns out to be
+    if all(refusals):  # no target holds it, so that the interpreter need not be asked
         raise UserError(str(refusals[0]))
     interpreter = probe(config.python)
     name = resolve(config.target, interpreter)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = struct.Struct("<dd")
-"""One step: the logit that forcing replaced, and the row's largest before."""
+"""Record of one step: the logit that forcing replaced, and the largest logit of the row before that."""
 
 
 class ForcedTokens:
