@@ -69,7 +69,10 @@ class Artifacts(Protocol):
 
 
 class Backend(ABC):
-    """Builds and loads the engines of one backend."""
+    """Builds and loads the engines of one backend.
+
+    `backend.py` itself is not part of any key: it only hands on what `build_parts` and `run_parts` name.
+    """
 
     build_module: ClassVar[str]
     """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""

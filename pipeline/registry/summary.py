@@ -114,22 +114,29 @@ def load(workdir: Path) -> Summary:
     try:
         return Summary.model_validate_json(content)
     except ValidationError as error:
-        if _is_unversioned(content):
-            problem = "was written by an older kvgate"
-        else:
+        problem = _version_problem(content)
+        if problem is None:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            problem = f"is damaged ({place}: {first['msg']})" if place else f"is damaged ({first['msg']})"
-        raise UserError(f"workdir={workdir}: {FILE} {problem}; remove it and evaluate again") from error
+            detail = f"{place}: {first['msg']}" if place else first["msg"]
+            problem = f"is damaged ({detail}); remove it and evaluate again"
+        raise UserError(f"workdir={workdir}: {FILE} {problem}") from error
 
 
-def _is_unversioned(content: bytes) -> bool:
-    """Whether `content` is a summary from before summaries had a schema_version."""
+def _version_problem(content: bytes) -> str | None:
+    """Return what to do about a summary of another kvgate; None when `content` is no such summary."""
     try:
         summary = json.loads(content)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(summary, dict) and "candidates" in summary and "schema_version" not in summary
+        return None
+    if not isinstance(summary, dict) or "candidates" not in summary:
+        return None
+    version = summary.get("schema_version")
+    if version is None:
+        return "was written by an older kvgate; remove it and evaluate again"
+    if type(version) is int and version > SCHEMA_VERSION:
+        return f"was written by a newer kvgate (schema_version {version}); use that one, or another workdir"
+    return None
 
 
 def _write(workdir: Path, summary: Summary) -> None:

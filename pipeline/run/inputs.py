@@ -6,6 +6,7 @@ from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import UserError
+from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
@@ -16,12 +17,14 @@ def check_inputs(config: Config) -> None:
     """Refuse what cannot be used; cheap, reads no weights.
 
     Raises:
-        UserError: for a file that the configuration names and that cannot be used, and for a policy that does not fit the
-            model or the backend.
+        UserError: for a file that cannot be used, summary.json or one that the configuration names, and for a policy that
+            does not fit the model or the backend.
         MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
     """
     if config.work.exists() and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
+    if config.stage != "verify":
+        summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
         raise UserError(f"bundle={config.bundle}: no such directory")
     if config.stage in WITHOUT_CHECKPOINT:

@@ -88,10 +88,8 @@ def evaluate(run: Run) -> None:
 
     Raises:
         GateRefusal: when it did not pass; not in a sweep, where `conclude_sweep` decides once all candidates are judged.
-        UserError: when the work directory's summary.json cannot take the candidate.
     """
     config, chain = run.config, run.chain
-    summary.load(config.work)  # to refuse a damaged one before the work, not after it
     store = open_store(config.tracking, config.work, config.model.label)
     with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
         evaluation, engine, baseline = chain.evaluation(config.kv)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.registry.summary import Candidate, Cited, Registration, conclude, finish, load, record
+from pipeline.registry.summary import FILE, Candidate, Cited, Registration, conclude, finish, load, record
 
 FP8 = Candidate(
     name="fp8",
@@ -98,7 +98,7 @@ DAMAGED = (
     "[]",
     "[" * 100_000,
     '{"schema_version": 1, "candidates": [{"name": "fp8"}]}',
-    '{"schema_version": 2, "candidates": []}',
+    '{"schema_version": "2", "candidates": []}',
 )
 
 
@@ -124,3 +124,9 @@ def test_a_file_that_an_older_kvgate_wrote_is_named_as_such(tmp_path: Path) -> N
 def test_no_scratch_file_stays_behind(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
     assert {path.name for path in tmp_path.iterdir()} <= {"summary.json", ".summary.json.lock"}
+
+
+def test_a_summary_of_a_newer_kvgate_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"schema_version": 99, "candidates": [], "sweep": "", "champion": null, "exit_code": 0}')
+    with pytest.raises(UserError, match=r"newer kvgate \(schema_version 99\); use that one, or another workdir"):
+        load(tmp_path)

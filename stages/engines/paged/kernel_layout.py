@@ -94,7 +94,9 @@ def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheL
         UserError: The kernels do not hold some layer's cache; names the key, the value and the fix.
     """
     layers = choose_layers(policy, shape, q_heads)
-    for refusal in layers.refusals.values():
+    if layers.refusals:
+        # A format is named before the model: it is what the user can choose.
+        refusal = min(layers.refusals.values(), key=lambda refusal: refusal.fix != POLICY_FIX)
         raise UserError(f"{refusal}; {refusal.fix}")
     return list(layers.layouts.values())
 

@@ -47,7 +47,7 @@ def build_bundle(
         progress: Called with the steps that are done.
         release: The interpreter's release of TensorRT-LLM.
         compute_capabilities: Those of the GPUs that an engine is built for.
-        options: The backend's build_options, with a target that is not `auto`.
+        options: The backend's build_parts, with a target that is not `auto`.
 
     Raises:
         UserError: The policy has no export for the target, TensorRT-LLM failed, or it built something else.
