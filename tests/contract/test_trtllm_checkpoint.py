@@ -16,7 +16,7 @@ from quantize_fixtures import POLICIES, no_progress, quantized_model, stage, tok
 from safetensors.torch import load_file, save_file
 from trtllm_reader import Checkpoint, FormatError, Linear, unpack_int4
 
-from pipeline.core.kv import KVScales
+from pipeline.core.kv import KVScales, Side
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import load_engine
 
@@ -124,10 +124,11 @@ def test_cache_scales_are_shared_by_keys_and_values_and_fp8_never_has_one_below_
     floor = 1.0 if FORMATS[weights] == "fp8" else 0.0
     assert checkpoint.kv_algorithm == ("FP8" if floor else "INT8")
     for layer, (scale, sides) in enumerate(zip(checkpoint.kv_scales, measured.layers, strict=True)):
-        key, value = sides["key"].scale[0], sides["value"].scale[0]
+        key, value = sides[Side.KEY].scale[0], sides[Side.VALUE].scale[0]
+        assert scale is not None
         assert float(scale) == pytest.approx(max(key, value, floor), rel=1e-6), f"layer {layer}"
     if floor:  # why a policy with calibrated FP8 scales is not what TensorRT-LLM runs
-        assert any(sides["value"].scale[0] < 1 for sides in measured.layers)
+        assert any(sides[Side.VALUE].scale[0] < 1 for sides in measured.layers)
 
 
 def test_with_rounded_activations_the_reader_gives_what_modelopts_own_quantizers_give(

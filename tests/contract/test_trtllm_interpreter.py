@@ -14,7 +14,7 @@ from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.trtllm.interpreter import probe
-from stages.engines.trtllm.targets import interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
+from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,13 @@ def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, 
 
 def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:
     info = inspect_checkpoint(tiny_checkpoint)
-    held: dict[str, set[str]] = {"engine": set(), "pytorch": set()}
+    held: dict[TargetName, set[str]] = {"engine": set(), "pytorch": set()}
     for path in (Path(__file__).parents[2] / "conf" / "kv").glob("*.yaml"):
         policy = KVPolicy.model_validate(conf("kv", path.stem))
-        for target in ("engine", "pytorch"):
-            refusal = refuse(target, policy, "none", info, 1)  # type: ignore[arg-type]
+        for target, names in held.items():
+            refusal = refuse(target, policy, "none", info, 1)
             if refusal is None:
-                held[target].add(path.stem)
+                names.add(path.stem)
             else:
                 assert refusal.startswith(f"kv={path.stem}: ")
                 assert "choose kv=fp16" in refusal

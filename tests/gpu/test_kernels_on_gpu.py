@@ -82,7 +82,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: str) -> None:
     captured, eager = Decoder(LAYOUTS[name]), Decoder(LAYOUTS[name])
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         captured.step()

@@ -88,8 +88,12 @@ class FakeEngine:
         config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy=None)
         config.set_execution_context_allocation_strategy = lambda strategy: setattr(config, "strategy", strategy)
         config.create_runtime_cache = object
-        config.set_runtime_cache = lambda cache: self.caches.append(cache) is None
+        config.set_runtime_cache = self._set_runtime_cache
         return config
+
+    def _set_runtime_cache(self, cache: object) -> bool:
+        self.caches.append(cache)
+        return True
 
     def create_execution_context(self, config: Any) -> "FakeContext":
         assert config.strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED

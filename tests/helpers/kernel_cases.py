@@ -3,7 +3,9 @@
 Shapes: B sequences, H KV heads, G query heads of each, N pages, P columns of the page table, M exact buffers, D head_dim.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,17 +93,17 @@ class Case:
                 self.cache[f"{name}_exact"][self.exact_slots[b], :, slots] = exact.half()
 
     @property
-    def tables(self) -> dict[str, Tensor | None]:
+    def tables(self) -> dict[str, Any]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         return {"page_table": self.page_table, "lengths": lengths, "exact_slots": self.exact_slots}
 
     def expected(self, scaling: float) -> Tensor:
         """Return the reference's attention, (B, H * G, D) float32."""
         step = (self.query, self.key_new, self.value_new)
-        return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)  # type: ignore[arg-type]
+        return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)
 
 
-def on_device(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return copies on the GPU, or the tensors themselves where kernels are interpreted."""
     return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
 

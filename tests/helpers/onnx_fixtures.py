@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ import yaml
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipeline.core.formats import Format
+from pipeline.core.formats import Format, Granularity, ScaleSource
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.onnx.export import export_decoder
+from stages.engines.onnx.export import ComputeDType, export_decoder
 from stages.engines.oracle.engine import OracleEngine
 
 AMAX = 3.0
@@ -24,9 +25,9 @@ LAYERS = 2
 CONF = Path(__file__).parents[2] / "conf" / "kv"
 
 
-def fmt(dtype: str, granularity: str = "none", scale: str = "dynamic", **options: object) -> Format:
+def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
     static = granularity in ("per_tensor", "per_head", "per_channel")
-    source = "none" if granularity == "none" else "calibrated" if static else scale
+    source: ScaleSource = "none" if granularity == "none" else "calibrated" if static else scale
     return Format(dtype=dtype, granularity=granularity, scale=source, **options)
 
 
@@ -38,7 +39,7 @@ INT4_TENSOR_ASYM = fmt("int4", "per_tensor", symmetric=False)
 INT4_G32_ASYM_HADAMARD = fmt("int4", "per_group", group_size=32, symmetric=False, rotation="hadamard")
 
 
-def int4_groups(size: int, **options: object) -> Format:
+def int4_groups(size: int, **options: Any) -> Format:
     return fmt("int4", "per_group", group_size=size, **options)
 
 
@@ -104,13 +105,13 @@ def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
     return path if path.exists() else save_model(llama_config(), path)
 
 
-def shared_decoder(factory: pytest.TempPathFactory, dtype: str) -> Path:
+def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType) -> Path:
     """Its skeleton; exporting takes seconds, so test modules share it through the session's temporary directory."""
     path = factory.getbasetemp() / f"onnx_decoder_{dtype}"
     return path if path.exists() else make_decoder(shared_checkpoint(factory), path, dtype)
 
 
-def make_decoder(checkpoint: Path, path: Path, dtype: str = "float32") -> Path:
+def make_decoder(checkpoint: Path, path: Path, dtype: ComputeDType = "float32") -> Path:
     path.mkdir()
     export_decoder(checkpoint, path, compute_dtype=dtype, progress=nothing)
     return path

@@ -163,7 +163,7 @@ class Checkpoint:
         cos_TD, sin_TD = _rope(len(tokens), head_size, config["rotary_base"])
         for norms, linears, kv_scale in zip(self.norms, self.linears, self.kv_scales, strict=True):
             hidden_TI = _rms_norm(x_TI, norms["input_layernorm"], config["norm_epsilon"])
-            qkv = linears["attention.qkv"](hidden_TI, round_activations)
+            qkv: Any = linears["attention.qkv"](hidden_TI, round_activations)
             q, k, v = qkv.split([q_heads * head_size, kv_heads * head_size, kv_heads * head_size], dim=-1)
             q_HTD, k_HTD, v_HTD = (part.reshape(len(tokens), -1, head_size).transpose(0, 1) for part in (q, k, v))
             q_HTD, k_HTD = _rotate(q_HTD, cos_TD, sin_TD), _rotate(k_HTD, cos_TD, sin_TD)
@@ -190,7 +190,8 @@ class Checkpoint:
         causal = rows[None, :] <= rows[:, None]
         scores = torch.where(fresh, q_HTD @ k_HTD.transpose(1, 2), q_HTD @ stored_k.transpose(1, 2)) / q_HTD.shape[-1] ** 0.5
         weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-        return (weights * fresh) @ v_HTD + (weights * ~fresh) @ stored_v
+        attended: torch.Tensor = (weights * fresh) @ v_HTD + (weights * ~fresh) @ stored_v
+        return attended
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import nullcontext
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import attention_cases, attention_kernels, attention_timing, decode_attention
 from benchmarks.attention_cases import Case, Row
+from benchmarks.recording import write_json
+from plugins.kv_attention import ops
 
 torch.set_num_threads(1)
 
@@ -101,7 +104,7 @@ def test_every_kernel_has_a_row_and_is_right_or_says_why_it_did_not_run(tmp_path
         assert row["chosen"] in [{k: v for k, v in tried.items() if k != "microseconds"} for tried in row["tried"]]
     described = {"name": "a GPU"}
     file = tmp_path / "results.json"
-    decode_attention.write_json(file, decode_attention.content(rows, described, COPY))
+    write_json(file, decode_attention.content(rows, described, COPY))
     content = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert {"date", "versions", "commit", "command", "gpu", "copy_gb_per_s", "timing", "targets", "results"} <= content.keys()
     assert {"torch", "triton", "flashinfer-python"} <= content["versions"].keys()
@@ -124,8 +127,7 @@ def test_a_kernel_that_is_wrong_for_the_last_sequence_is_found_out() -> None:
 
     def spoiled(step: Any) -> Any:
         for candidate in shipped.candidates(step):
-            run = spoil(candidate.prepare())
-            yield dataclasses.replace(candidate, prepare=lambda run=run: run)
+            yield dataclasses.replace(candidate, prepare=partial(spoil, candidate.prepare()))
 
     (row,) = toy([dataclasses.replace(shipped, candidates=spoiled)])
     assert not row["correct"]
@@ -150,7 +152,7 @@ def with_ways(kernel: Any, *prepared: Any) -> Any:
             return way
 
         for number, way in enumerate(prepared):
-            yield attention_kernels.Candidate(lambda way=way: give(way), {"way": number})
+            yield attention_kernels.Candidate(partial(give, way), {"way": number})
 
     return dataclasses.replace(kernel, candidates=candidates)
 
@@ -216,8 +218,8 @@ def test_the_judged_rows_are_the_operators_own_and_tuned_ones_are_not_judged(mon
         out: Tensor = shipped(*positional, **named)
         return out
 
-    shipped = attention_kernels.ops.decode_attention
-    monkeypatch.setattr(attention_kernels.ops, "decode_attention", spied)
+    shipped = ops.decode_attention
+    monkeypatch.setattr(ops, "decode_attention", spied)
     toy([by_name("fp8k_int4v")])
     assert calls == [None, None]  # the operator chooses its splits; one run selects the candidate, one is timed
     toy([by_name("fp8k_int4v tuned")])

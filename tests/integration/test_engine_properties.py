@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+    return tokens
 
 
 def decoded(engine: OnnxEngine, handle: int, fed: list[int]) -> np.ndarray:
@@ -142,5 +144,5 @@ def test_the_oracle_names_the_layer_side_and_token_of_a_number_that_is_not_finit
 
 
 @cache
-def cached_model(checkpoint: Path) -> torch.nn.Module:
+def cached_model(checkpoint: Path) -> Any:
     return load_model(checkpoint)

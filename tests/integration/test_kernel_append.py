@@ -66,20 +66,20 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     rng = torch.Generator().manual_seed(seed)
     batch, columns = len(positions), max(positions) // PAGE_TOKENS + 1
     numbers = torch.randperm(batch + 2, generator=rng).int()
-    tables: dict[str, Tensor | None] = {
+    tables: dict[str, Any] = {
         "page_table": torch.full((batch, columns), NO_PAGE, dtype=torch.int32),
         "lengths": torch.tensor(positions, dtype=torch.int32),
         "exact_slots": torch.randperm(batch + 1, generator=rng)[:batch].int() if layout.exact_tokens else None,
     }
     for b, position in enumerate(positions):
-        tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]  # type: ignore[index]
+        tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
     cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     for layer in range(key.shape[0]):
         one = {name: tensor[layer] for name, tensor in expected.items()}
-        reference.append(layout, key[layer], value[layer], one, **tables)  # type: ignore[arg-type]
+        reference.append(layout, key[layer], value[layer], one, **tables)
     appended = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
-    launch.append(layout, key.to(DEVICE), value.to(DEVICE), appended, **on_device(tables))  # type: ignore[arg-type]
+    launch.append(layout, key.to(DEVICE), value.to(DEVICE), appended, **on_device(tables))
     for name, tensor in expected.items():
         unequal = differing(appended[name], tensor)
         assert not unequal.any(), f"{name}: {int(unequal.sum())} differ, at {unequal.nonzero()[0].tolist()}"
@@ -131,9 +131,9 @@ def test_ties_of_every_code_go_to_even_and_their_neighbours_to_the_nearest() -> 
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = neighbours(torch.cat([(codes[1:] + codes[:-1]) / 2, codes, torch.tensor([456.0, 464.0, 480.0])]))
     halves = neighbours(torch.arange(0.0, 130.0, 0.5))
-    rows = [torch.nn.functional.pad(x, (0, 2048 - len(x))).reshape(1, 4, 4, 128) for x in (ties, halves)]
+    key, value = (torch.nn.functional.pad(x, (0, 2048 - len(x))).reshape(1, 4, 4, 128) for x in (ties, halves))
     layout = CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int8 tensor"))
-    check(layout, *rows, positions=[5, 5, 5, 5])
+    check(layout, key, value, [5, 5, 5, 5])
     # Dynamic scales that are powers of two: a group's largest magnitude is the limit itself.
     grouped = halves[halves.abs() < 7][:31]
     group = torch.cat([torch.tensor([7.0]), grouped]).repeat(1, 4, 4, 4)
@@ -178,7 +178,8 @@ def test_scales_stay_between_their_floor_and_float16s_largest() -> None:
 def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
     layout = CacheLayout(1, 64, side("bf16"), side("fp8_e4m3 token"), 4, 5)
     positions = [0, 3, 4, 8, 9, 63, 64, 129]
-    appended = check(layout, *torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0)), positions)
+    key, value = torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0))
+    appended = check(layout, key, value, positions)
     written = ~appended["key_exact"].cpu().isnan().all(-1).squeeze(2)
     assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
 
@@ -187,7 +188,7 @@ def test_one_kernel_reads_what_another_appended() -> None:
     layout = CacheLayout(2, 64, side("fp8_e4m3 token"), side("int4 32"), 2, 5)
     rng = torch.Generator().manual_seed(0)
     cache = {name: tensor.to(DEVICE) for name, tensor in poisoned(layout, 2, 4, 3, seed=0).items()}
-    tables = {
+    tables: dict[str, Any] = {
         "page_table": torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE),
         "lengths": torch.zeros(2, dtype=torch.int32, device=DEVICE),
         "exact_slots": torch.tensor([2, 0], dtype=torch.int32, device=DEVICE),
@@ -201,11 +202,12 @@ def test_one_kernel_reads_what_another_appended() -> None:
         else:
             launch.append(layout, key, value, cache, **tables)
         tables["lengths"] += 1
-    new = [torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64))]
+    query, key, value = (torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64)))
     one = {name: tensor[1] for name, tensor in cache.items()}
-    out = launch.decode_attention(layout, *(x.to(DEVICE) for x in new), one, scaling=0.125, splits=2, **tables).cpu()
-    on_host = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables)]
-    expected = reference.attend(layout, *new, on_host[0], scaling=0.125, **on_host[1])
+    step = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
+    out = launch.decode_attention(layout, *step, one, scaling=0.125, splits=2, **tables).cpu()
+    on_host, tables = ({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables))
+    expected = reference.attend(layout, query, key, value, on_host, scaling=0.125, **tables)
     assert (out - expected).norm() < 2e-3 * expected.norm()
 
 
@@ -277,7 +279,7 @@ INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "
 BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
 # A thread has 16 numbers of keys and 16 of values. Narrow loads read tables and static scales, narrow stores write scales; the
 # 64 bytes of an int4 row are 8 bytes per thread.
-COMPILED = [
+COMPILED: list[tuple[dict[str, Any], dict[str, int]]] = [
     (FP8_INT4 | {"dtype": "bfloat16", "sm": sm}, {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 9, "STG.E.64": 1, "STG.E.U16": 3})
     for sm in (80, 89, 90, 100)
 ] + [

@@ -40,9 +40,11 @@ def _new_memory_is_nan() -> Iterator[None]:
 def check(case: Case, splits: int, scaling: float | None = None) -> None:
     """Run both kernels on a case, and compare their output with the reference's."""
     scaling = case.layout.head_dim**-0.5 if scaling is None else scaling
-    step = [tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new)]
+    query, key, value = (tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new))
     cache, tables = on_device(case.cache), on_device(case.tables)
-    partial_acc, partial_ml = launch.decode_partials(case.layout, *step, cache, scaling=scaling, splits=splits, **tables)
+    partial_acc, partial_ml = launch.decode_partials(
+        case.layout, query, key, value, cache, scaling=scaling, splits=splits, **tables
+    )
     parts = splits + (case.layout.exact_tokens > 0)
     assert partial_acc.shape == (len(case.lengths), case.query.shape[1], parts, case.layout.head_dim)
     assert partial_acc.isfinite().all()
@@ -143,7 +145,7 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
     step = (case.query, case.key_new, case.value_new)
-    launch.decode_partials(case.layout, *step, case.cache, scaling=0.1, splits=2, **case.tables)  # type: ignore[arg-type]
+    launch.decode_partials(case.layout, *step, case.cache, scaling=0.1, splits=2, **case.tables)
     addresses, sizes = np.concatenate(loads, axis=1)
     for name, tensor in case.cache.items():
         # A row holds one token of one head; rows (pages or buffers, H, tokens) counts the bytes that are read of each.

@@ -3,6 +3,7 @@
 On a GPU, or on a CPU in Triton's interpreter.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ class Step(torch.nn.Module):
     ) -> Tensor:
         out = torch.ops.kvgate.decode_attention(*query, **attended)
         torch.ops.kvgate.append(*new, **appended)
-        return out * 2
+        doubled: Tensor = out * 2
+        return doubled
 
 
 def test_an_exported_program_holds_both_operators_and_runs_them() -> None:
@@ -118,7 +120,7 @@ def shifted(x: Tensor) -> Tensor:
     return memory[1:].view(x.shape).copy_(x)
 
 
-WRONG = [
+WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("page_table", spread, r"page_table must be contiguous, got strides \(4, 2\) of shape \(2, 2\): make it so"),
     ("lengths", spread, r"lengths must be contiguous, got strides \(2,\)"),
     ("exact_slots", spread, r"exact_slots must be contiguous, got strides \(2,\)"),

@@ -4,6 +4,8 @@ With the emulator, the kernels run in the interpreter as they are compiled for a
 interpreter has no bf16 arithmetic either: the emulator rounds by integer arithmetic and multiplies in float32.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -31,14 +33,14 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
 
 
-@triton.jit
-def _decode_bytes(codes, out, DTYPE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
+def _decode_bytes(codes: Any, out: Any, DTYPE: tl.constexpr) -> None:
     i = tl.arange(0, 256)
     tl.store(out + i, decode(tl.load(codes + i), DTYPE, True, False))
 
 
-@triton.jit
-def _decode_words(words, out, DTYPE: tl.constexpr, FP8: tl.constexpr, COUNT: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
+def _decode_words(words: Any, out: Any, DTYPE: tl.constexpr, FP8: tl.constexpr, COUNT: tl.constexpr) -> None:
     i = tl.arange(0, 256)
     codes = decode_words(tl.load(words + i), tl.load(words + 256 + i), DTYPE, True, FP8)
     for n in tl.static_range(COUNT):

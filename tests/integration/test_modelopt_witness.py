@@ -112,8 +112,8 @@ def states(model: Any, tiny_checkpoint: Path) -> list[dict[Side, Tensor]]:
         caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(tiny_checkpoint)]
     return [
         {
-            "key": 1.2 * torch.cat([cache.layers[layer].keys[0] for cache in caches], dim=1),
-            "value": 1.2 * torch.cat([cache.layers[layer].values[0] for cache in caches], dim=1),
+            Side.KEY: 1.2 * torch.cat([cache.layers[layer].keys[0] for cache in caches], dim=1),
+            Side.VALUE: 1.2 * torch.cat([cache.layers[layer].values[0] for cache in caches], dim=1),
         }
         for layer in range(4)
     ]
@@ -142,7 +142,8 @@ class Judged:
         """Forced decode of the last 136 tokens by the oracle, its rounding done by a method of Both."""
         engine = OracleEngine.from_model(self.model, self.policy, self.scales)
         if way != "oracle":
-            engine.storages = [{side: Rounds(self.both(layer, side), way) for side in SIDES} for layer in range(4)]
+            storages: Any = [{side: Rounds(self.both(layer, side), way) for side in SIDES} for layer in range(4)]
+            engine.storages = storages
         return engine.forced(tokens, 64)
 
 
@@ -230,7 +231,7 @@ def test_modelopt_hands_its_backend_the_whole_format(
 def test_a_wrong_scale_would_be_seen(model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path) -> None:
     """Both tests above can fail: a static scale that is 1 % off moves more than ties."""
     judged = Judged(static("int8", "per_head"), model, tiny_checkpoint)
-    x, both = states[2]["key"], judged.both(2, "key")
+    x, both = states[2][Side.KEY], judged.both(2, Side.KEY)
     assert both.static is not None
     wrong = Both(both.quantizer, both.form, Static(both.static.scale * 1.01, None))
     assert share_that_differs(wrong.oracle(x), both.modelopt(x), x) > 0.5

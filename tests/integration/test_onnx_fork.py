@@ -21,7 +21,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    return np.random.default_rng(0).integers(0, 256, 300).tolist()
+    tokens: list[int] = np.random.default_rng(0).integers(0, 256, 300).tolist()
+    return tokens
 
 
 def decode(engine: OnnxEngine, handle: int, tokens: list[int]) -> np.ndarray:

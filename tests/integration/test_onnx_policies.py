@@ -1,6 +1,7 @@
 """Every KV policy on the ONNX engine against the oracle: two independent programs over the same policy and weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(shared_checkpoint(tmp_path_factory))
 
 

@@ -118,7 +118,7 @@ def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy,
     assert engine.memory().pool_bytes == engine.memory().exact_bytes == engine.memory().window_bytes == 0
 
 
-class RoundingCache(DynamicCache):
+class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
     """transformers' own cache, whose past is what the policy's base formats make of it: no code of the oracle's attention."""
 
     def __init__(self, storages: list[dict[Any, Storage]]) -> None:

@@ -117,8 +117,8 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
     policy, prompt = BY_NAME[name], texts[0][:40]
     kernels, oracle, sound = make_engine(model, policy), make_oracle(model, policy), make_oracle(model, policy)
     handles, _ = quick(kernels, [prompt])
-    for engine in (oracle, sound):
-        assert engine.prefill([prompt])[0] == handles
+    for exact in (oracle, sound):
+        assert exact.prefill([prompt])[0] == handles
     for engine in (kernels, oracle):
         engine.corrupt_key_scale(2.0)
     for token in texts[0][40:42]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVScales, SideScales
+from pipeline.core.kv import FP16_POLICY, KVScales, Side, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import write_dequantized
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 def test_a_quantizer_that_modelopt_does_not_know_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
     """ModelOpt ignores a name that matches nothing, and would leave the cache exact."""
-    recipe = measuring_recipe({(1, "key"): "per_head"})
+    recipe = measuring_recipe({(1, Side.KEY): "per_head"})
     misspelt = replace(recipe, entries=(("model.layers.1.self_attn.kv_bmm_quantizer", {"num_bits": 8, "axis": None}),))
     with pytest.raises(RuntimeError, match=r"enabled 0 quantizers instead of 1: missing model.layers.1.self_attn.k_bmm"):
         adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), misspelt, None)
@@ -34,7 +34,7 @@ def test_a_quantizer_that_modelopt_does_not_know_is_an_error_before_any_text_run
 def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
     """What ModelOpt does with attention that it cannot hook: it inserts nothing and says nothing."""
     model = load_model(inspect_checkpoint(tiny_checkpoint))
-    places = measurements(POLICIES["fp8"], 4)["none"] | {(4, "key"): "per_tensor"}
+    places = measurements(POLICIES["fp8"], 4)["none"] | {(4, Side.KEY): "per_tensor"}
     with pytest.raises(RuntimeError, match=r"8 quantizers instead of 9: missing model.layers.4.self_attn.k_bmm_quantizer"):
         adapter.measure(model, places, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
 
@@ -42,11 +42,11 @@ def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_
 def test_a_quantizer_that_attention_bypasses_is_an_error(tiny_checkpoint: Path) -> None:
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
-        adapter.measure(model, {(0, "value"): "per_tensor"}, "none", lambda _: None, tiny_checkpoint)
+        adapter.measure(model, {(0, Side.VALUE): "per_tensor"}, "none", lambda _: None, tiny_checkpoint)
 
 
 def test_other_attributes_than_asked_for_are_an_error(tiny_checkpoint: Path) -> None:
-    recipe = measuring_recipe({(0, "key"): "per_channel"})
+    recipe = measuring_recipe({(0, Side.KEY): "per_channel"})
     changed = replace(recipe, entries=((recipe.entries[0][0], {"num_bits": 8, "axis": (1,)}),))
     with pytest.raises(RuntimeError, match=r"k_bmm_quantizer: ModelOpt set axis=\(1,\), asked for \(1, 3\)"):
         adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), changed, None)
@@ -81,7 +81,7 @@ def test_the_exporters_lies_are_caught(policy: str, tiny_checkpoint: Path, tmp_p
         validate_unified_hf(tmp_path, POLICIES[policy], "none", 4, scales)
     # Nor may the label pass as plain FP8 when the scales of the values are missing or mean something else.
     one = SideScales(scale=(1.0,))
-    claimed = KVScales(layers=tuple({"key": layer.get("key", one), "value": one} for layer in scales.layers))
+    claimed = KVScales(layers=tuple({Side.KEY: layer.get(Side.KEY, one), Side.VALUE: one} for layer in scales.layers))
     with pytest.raises(ExportMismatch):
         validate_unified_hf(tmp_path, POLICIES["fp8"], "none", 4, claimed)
 

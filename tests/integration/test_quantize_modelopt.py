@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.core.checkpoint import INDEX, inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export_tensors import ExportMismatch
@@ -113,7 +113,7 @@ def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path])
     unified = load_file(out / "unified_hf" / "model.safetensors")
     engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
     for layer in range(4):
-        (key,), (value,) = scales[layer]["key"].scale, scales[layer]["value"].scale
+        (key,), (value,) = scales[layer][Side.KEY].scale, scales[layer][Side.VALUE].scale
         floor = adapter.UNIFIED_HF_SCALE_FLOOR
         stored = unified[f"model.layers.{layer}.self_attn.k_proj.k_scale"].item()
         assert stored == pytest.approx(max(key, floor), rel=1e-6)
@@ -138,7 +138,7 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
     engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
     for layer, scales in enumerate(scales_of(out).layers):
-        shared = max(scales["key"].scale[0], scales["value"].scale[0])
+        shared = max(scales[Side.KEY].scale[0], scales[Side.VALUE].scale[0])
         assert shared < 1
         assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
     report = json.loads((out / "quantizers.json").read_text())["exports"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
 from pipeline.core.weights import WeightsFormat
 
 torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def test_every_static_format_has_the_extremes_of_what_shares_a_scale(
 ) -> None:
     scales = scales_of(tiny_checkpoint, tmp_path, KVPolicy(name="test", key=form, value=form))
     for layer, sides in enumerate(states):
-        for side in ("key", "value"):
+        for side in (Side.KEY, Side.VALUE):
             check(scales.layers[layer][side], sides[side], form)
 
 
@@ -108,8 +108,8 @@ def test_every_static_format_has_the_extremes_of_what_shares_a_scale(
 def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_checkpoint: Path, tmp_path: Path) -> None:
     scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], weights)
     for layer, sides in enumerate(states_of(tmp_path / "checkpoint")):
-        check(scales.layers[layer]["key"], sides["key"], POLICIES["fp8_head"].key)
-        check(scales.layers[layer]["value"], sides["value"], POLICIES["fp8_head"].value)
+        check(scales.layers[layer][Side.KEY], sides["key"], POLICIES["fp8_head"].key)
+        check(scales.layers[layer][Side.VALUE], sides["value"], POLICIES["fp8_head"].value)
 
 
 def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkp
     )
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
     for layer in range(4):
-        check(scales.layers[layer]["key"], states[layer]["key"], channel if layer == 1 else FP8)
+        check(scales.layers[layer][Side.KEY], states[layer]["key"], channel if layer == 1 else FP8)
     assert [sorted(layer) for layer in scales.layers] == [["key"], ["key", "value"], ["key"], ["key", "value"]]
-    check(scales.layers[3]["value"], states[3]["value"], head)
+    check(scales.layers[3][Side.VALUE], states[3]["value"], head)
     report = json.loads((tmp_path / "quantizers.json").read_text())
     assert report["quantizers"]["count"] == 8 - 2 * ("sidecar only" in report["kv_expressed_by"][3].values())
 
@@ -152,8 +152,8 @@ def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_check
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
     for layer in range(4):
         assert scales.layers[layer].keys() == {"window_key", "window_value"}
-        check(scales.layers[layer]["window_key"], states[layer]["key"], static("int8", "per_head"))
-        check(scales.layers[layer]["window_value"], states[layer]["value"], FP8)
+        check(scales.layers[layer][Side.WINDOW_KEY], states[layer]["key"], static("int8", "per_head"))
+        check(scales.layers[layer][Side.WINDOW_VALUE], states[layer]["value"], FP8)
     enabled = json.loads((tmp_path / "quantizers.json").read_text())["quantizers"]["enabled"]
     assert enabled == [f"model.layers.{layer}.self_attn.v_bmm_quantizer" for layer in range(4)]
 
@@ -163,11 +163,11 @@ def _drop_a_layer(scales: KVScales) -> KVScales:
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
-    return KVScales(layers=tuple({**layer, "key": SideScales(scale=(1.0,))} for layer in scales.layers))
+    return KVScales(layers=tuple({**layer, Side.KEY: SideScales(scale=(1.0,))} for layer in scales.layers))
 
 
 def _no_value(scales: KVScales) -> KVScales:
-    return KVScales(layers=tuple({"key": layer["key"]} for layer in scales.layers))
+    return KVScales(layers=tuple({Side.KEY: layer[Side.KEY]} for layer in scales.layers))
 
 
 @pytest.mark.parametrize(

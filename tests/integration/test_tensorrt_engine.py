@@ -11,6 +11,7 @@ from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 
 from pipeline.core.errors import UserError
+from stages.engines.base import Mode
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt.build import build_bundle
@@ -18,6 +19,7 @@ from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import PlanEngine, open_session
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Plan
+from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession
 from stages.selftest.bench import GpuBench
 
@@ -35,7 +37,7 @@ class Pair:
     def onnx(self) -> OnnxEngine:
         return load_onnx(self.onnx_bundle, threads=1)
 
-    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[str, FakeEngine]]:
+    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
         device = FakeDevice()
         engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode) for mode in PLANS}
         sessions = {
@@ -171,10 +173,12 @@ def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
 
 def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:
     engine, _, fakes = pairs["ages"].tensorrt()
-    before = {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()}
+    pool = engine.pool
+    assert isinstance(pool, TorchPool)
+    before = {name: tensor.data_ptr() for name, tensor in pool.tensors.items()}
     handles, _ = engine.prefill([[7] * 200, [8] * 300])
     engine.decode(handles, [1, 2])
-    assert {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()} == before
+    assert {name: tensor.data_ptr() for name, tensor in pool.tensors.items()} == before
     for fake in fakes.values():
         for context in fake.contexts:
             assert {name: context.addresses[name] for name in before} == before
@@ -207,7 +211,8 @@ def test_more_sequences_or_tokens_than_the_plans_were_built_for_name_the_key(pai
 def test_a_plan_that_is_not_what_its_bundle_describes_is_refused(
     change: dict[str, str], message: str, pairs: dict[str, Pair]
 ) -> None:
-    pair, mode = pairs["int8_asym"], "decode"
+    pair = pairs["int8_asym"]
+    mode: Mode = "decode"
     fake = FakeEngine(pair.onnx_bundle / "decode.onnx", pair.record, mode)
     inputs = [t.model_copy(update=change if t.name == "lengths" else {}) for t in pair.record.inputs[mode]]
     altered: PlanRecord = pair.record.model_copy(update={"inputs": {mode: inputs}})

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -23,11 +23,12 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, bits_float, node_of
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation, bits_float, node_of
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.bundle import open_bundle
@@ -65,13 +66,15 @@ class Surgery:
     limits: Limits
 
     def node(self, name: str) -> onnx.NodeProto:
+        node: onnx.NodeProto
         (node,) = (node for node in self.model.graph.node if node.name == name)
         return node
 
     def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
         """In the order of the declaration: ONNX sorts them."""
         attributes = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
-        return {name: attributes[name] for name in ATTRIBUTES[node.name.partition(".")[0]] if name in attributes}
+        operation = cast(Operation, node.name.partition(".")[0])
+        return {name: attributes[name] for name in ATTRIBUTES[operation] if name in attributes}
 
     def tensors(self, node: onnx.NodeProto, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
@@ -105,10 +108,8 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
     root = tmp_path_factory.mktemp("surgery")
-    return {
-        policy.name: operate(root, shared_decoder(tmp_path_factory, dtype), policy)
-        for policy, dtype in ((BY_NAME["fp8k_int4v"], "float16"), (AGED, "float32"))
-    }
+    policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED}
+    return {policy.name: operate(root, shared_decoder(tmp_path_factory, dtype), policy) for dtype, policy in policies.items()}
 
 
 @pytest.fixture(scope="module")
@@ -271,12 +272,14 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     def none(*_: object) -> int:
         raise AssertionError("no layer has kernels")
 
+    def parse(library: Library, graph: Path) -> Parsed:
+        parsed_graphs.append(graph)
+        return Parsed(library, None, None, None, [], [])
+
     parsed_graphs: list[Path] = []
     rtx = load("tensorrt_rtx")
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
-    monkeypatch.setattr(
-        build_module, "parse", lambda library, graph: parsed_graphs.append(graph) or Parsed(library, None, None, None, [], [])
-    )
+    monkeypatch.setattr(build_module, "parse", parse)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", none)
@@ -301,7 +304,8 @@ def test_a_bundle_that_does_not_say_the_scaling_loads_and_must_be_built_again_fo
     older = json.loads((surgery.onnx_bundle / BUNDLE_FILE).read_text())
     del older["model"]["scaling"]
     info = Bundle.model_validate_json(json.dumps(older)).model
-    assert (info.scaling, surgery.bundle.model.scaling) == (None, pytest.approx(info.head_dim**-0.5))
+    assert info.scaling is None
+    assert surgery.bundle.model.scaling == pytest.approx(info.head_dim**-0.5)
     with pytest.raises(UserError, match=r"aged/bundle\.json: model\.scaling is missing, .*: build the engine again"):
         write_plugin_graph(surgery.onnx_bundle / "decode.onnx", tmp_path, info=info, limits=surgery.limits, sm=SM)
     assert not any(tmp_path.iterdir())

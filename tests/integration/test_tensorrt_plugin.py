@@ -43,7 +43,7 @@ from stages.engines.paged.kernel_layout import check_kernels
 
 CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
-TENSORRT_TYPES = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
+TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
 FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32}
 VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "L": (1, 1, 32)}
@@ -209,8 +209,8 @@ def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: 
     for side in spec.sides.values():
         for array, (storage, width) in side.arrays.items():
             assert taken[array] == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
-        for constant, dims in side.constants.items():
-            assert taken[constant] == ("FLOAT", dims)
+        for constant, constant_dims in side.constants.items():
+            assert taken[constant] == ("FLOAT", constant_dims)
     if policy.exact_tokens:
         assert taken["key_exact"] == taken["value_exact"] == ("HALF", ("M", 2, sinks + recent, 128))
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,9 +13,10 @@ from onnx_fixtures import BY_NAME, SHIPPED, fmt, make_bundle, nothing, shared_de
 from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, LayerOverride
+from pipeline.core.kv import KVPolicy, LayerOverride, Side
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
+from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PlanRecord, open_bundle
@@ -35,9 +37,8 @@ def layer_formats() -> list[tuple[Format, Format]]:
     def structure(form: Format) -> Format:
         return form.model_copy(update={"scale": "calibrated"}) if form.static else form
 
-    sides = [
-        (structure(policy.sides(layer)["key"]), structure(policy.sides(layer)["value"])) for policy in TAKEN for layer in (0, 1)
-    ]
+    layers = [policy.sides(layer) for policy in TAKEN for layer in (0, 1)]
+    sides = [(structure(layer[Side.KEY]), structure(layer[Side.VALUE])) for layer in layers]
     return list({(key.model_dump_json(), value.model_dump_json()): (key, value) for key, value in sides}.values())
 
 
@@ -76,7 +77,7 @@ def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.mark.parametrize(("dtype", "mode"), [("float32", "decode"), ("float16", "prefill")])
 def test_every_shipped_policy_parses_into_a_network(
-    dtype: str, mode: Mode, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    dtype: ComputeDType, mode: Mode, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for policy in TAKEN:
         bundle = make_bundle(shared_decoder(tmp_path_factory, dtype), tmp_path / policy.name, policy)
@@ -130,7 +131,7 @@ def test_the_plans_hold_the_weights(plans: tuple[Path, Path]) -> None:
     external = [tensor for tensor in model.graph.initializer if external_data_helper.uses_external_data(tensor)]
     assert external
     for tensor in external:
-        where = external_data_helper.ExternalDataInfo(tensor)
+        where: Any = external_data_helper.ExternalDataInfo(tensor)
         weights = np.frombuffer(data, np.float32, where.length // 4, where.offset)
         for row in weights[: len(weights) // 32 * 32].reshape(-1, 32)[::7]:
             assert row.tobytes() in plan, tensor.name
@@ -234,4 +235,4 @@ def test_the_record_is_what_a_reader_of_json_gets(plans: tuple[Path, Path]) -> N
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(engine_module, "gpus", list)
-    assert hardware.gpus is not engine_module.gpus
+    assert hardware.gpus is not vars(engine_module)["gpus"]

@@ -69,7 +69,8 @@ def imported(*folders: str) -> set[str]:
 def declared(*extras: str) -> set[str]:
     """Canonical names of the dependencies, and of those of the extras."""
     groups = [PROJECT["optional-dependencies"][extra] for extra in extras] if extras else [PROJECT["dependencies"]]
-    return {canonicalize_name(Requirement(line).name) for group in groups for line in group} - {"kvgate"}
+    names: set[str] = {canonicalize_name(Requirement(line).name) for group in groups for line in group}
+    return names - {"kvgate"}
 
 
 def test_the_packages_import_what_is_declared() -> None:

@@ -77,7 +77,7 @@ def test_a_finished_sequence_makes_room_for_the_next() -> None:
 
 
 def test_ragged_batches_give_the_logits_of_single_runs() -> None:
-    def run(batch_size: int) -> dict[tuple[int, int], np.ndarray]:  # type: ignore[type-arg]
+    def run(batch_size: int) -> dict[tuple[int, int], np.ndarray]:
         steps = forced_decode(fake_engine(SAMPLES), encoded(), batch_size)
         return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
 

@@ -1,5 +1,7 @@
 """The verdict: what passes, what fails, what is left open, and that neither gaps nor noise ever pass."""
 
+from typing import Any
+
 import pytest
 from gate_reports import CLASSES, GATES, answered, every_class, fidelity, gates, report, row, verdict
 from hypothesis import given, settings
@@ -130,7 +132,7 @@ def test_a_small_bin_without_losses_does_not_stop_a_pass() -> None:
         ({"mean_squared_delta_p": 0.2}, "max_rms_delta_p"),
     ],
 )
-def test_each_trip_wire_fails_alone(changes: dict[str, object], gate: str) -> None:
+def test_each_trip_wire_fails_alone(changes: dict[str, Any], gate: str) -> None:
     rows = [r for r in every_class() if r.workload != "copy"] + answered("copy", 128, **changes)
     outcome = verdict(rows)
     assert outcome.status == "FAIL"
@@ -171,7 +173,7 @@ def test_a_heavy_tail_fails_at_the_percentile() -> None:
 
 
 def test_a_slope_through_two_documents_decides_nothing() -> None:
-    unjudged = {"judged": False, "baseline_correct": None, "candidate_correct": None}
+    unjudged: dict[str, Any] = {"judged": False, "baseline_correct": None, "candidate_correct": None}
     short, long = (
         row("prose", 0, **unjudged),
         row("prose", 1, **unjudged).model_copy(update={"context_tokens": 1100, "mean_kl": 0.04}),

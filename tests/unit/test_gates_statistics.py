@@ -174,5 +174,5 @@ def test_the_slope_agrees_with_scipy() -> None:
 
 
 def test_one_context_length_has_no_slope() -> None:
-    slope, _ = pooled_slope(np.ones(3), np.arange(3.0), np.ones(3), ["a"] * 3, ["1", "2", "3"])
+    slope, _ = pooled_slope(np.ones(3), np.arange(3, dtype=np.float64), np.ones(3), ["a"] * 3, ["1", "2", "3"])
     assert math.isnan(slope)

@@ -48,7 +48,7 @@ def test_a_policy_that_is_not_held_is_refused_in_one_line_that_names_the_key_and
 
 
 FP8 = SHIPPED["fp8"].key
-PER_GROUP = {"granularity": "per_group", "scale": "dynamic"}
+PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetri
         assert code.levels == 2**code.bits - 1
     if code.kind == "float":
         types = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
-        assert code.limit == float(ml_dtypes.finfo(types[dtype]).max)
+        assert code.limit == float(ml_dtypes.finfo(types[dtype]).max)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_wrong_group_below_a_window_is_named_with_its_key() -> None:
 
 
 def test_scales_survive_their_file() -> None:
-    scales = KVScales(layers=({"key": SideScales(scale=(0.1, 2.5e-7), zero=(-1.0, 0.0))}, {}))
+    scales = KVScales(layers=({Side.KEY: SideScales(scale=(0.1, 2.5e-7), zero=(-1.0, 0.0))}, {}))
     assert KVScales.model_validate_json(scales.model_dump_json(indent=1)) == scales
 
 
@@ -215,7 +215,7 @@ def test_a_side_is_its_name_in_files_and_knows_what_it_stores() -> None:
         (Side.KEY, Side.WINDOW_KEY),
         (Side.VALUE, Side.WINDOW_VALUE),
     ]
-    scales = KVScales(layers=({"window_key": SideScales(scale=(0.5,))},))
+    scales = KVScales(layers=({Side.WINDOW_KEY: SideScales(scale=(0.5,))},))
     assert scales.model_dump_json() == '{"layers":[{"window_key":{"scale":[0.5],"zero":null}}]}'
     assert KVScales.model_validate_json(scales.model_dump_json()).layers[0][Side.WINDOW_KEY].scale == (0.5,)
 
@@ -240,4 +240,4 @@ def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dic
 
 
 def test_scales_that_the_policy_needs_are_accepted() -> None:
-    KVScales(layers=({"key": PER_HEAD, "value": PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")
+    KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")

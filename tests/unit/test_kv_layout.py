@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.core import formats
-from pipeline.core.formats import Format
+from pipeline.core.formats import Format, ScaleSource
 from pipeline.core.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import (
@@ -83,7 +83,7 @@ def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
     assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (formats.MIN_SCALE, formats.MAX_FLOAT16)
     for side in SIDES:
-        source = "none" if side.exact else "calibrated" if side.static else "dynamic"
+        source: ScaleSource = "none" if side.exact else "calibrated" if side.static else "dynamic"
         form = Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=source)
         for dim in HEAD_DIMS:
             if form.refuse_head_dim(dim) is None:
@@ -121,8 +121,9 @@ def test_a_side_that_no_kernel_reads_is_refused(arguments: dict[str, Any], messa
     ],
 )
 def test_a_cache_that_no_kernel_reads_is_refused(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "key": FP8_TOKEN, "value": INT4_G64}
     with pytest.raises(ValueError, match=message):
-        CacheLayout(**({"kv_heads": 2, "head_dim": 128, "key": FP8_TOKEN, "value": INT4_G64} | changed))
+        CacheLayout(**arguments | changed)
 
 
 def test_a_byte_holds_channels_d_and_d_plus_half() -> None:

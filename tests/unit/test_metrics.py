@@ -13,7 +13,7 @@ from stages.evaluate.distance import StepStatistics, compare, log_softmax
 from stages.evaluate.metrics import context_bin, depth_name, fidelity
 
 
-def random_logits(rows: int, vocab: int, seed: int) -> np.ndarray:  # type: ignore[type-arg]
+def random_logits(rows: int, vocab: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, vocab)).astype(np.float32) * 3
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import helper
 
-from pipeline.core.formats import CODES, MIN_SCALE, Code, Format
+from pipeline.core.formats import CODES, MIN_SCALE, Code, Format, Granularity
 from pipeline.core.kv import KVScales, Side, SideScales
 from stages.engines.onnx.formats import SideCodec, onnx_type
 from stages.engines.onnx.functions import quantize_function
@@ -59,8 +59,8 @@ def scales_of(form: Format, heads: int, head_dim: int) -> SideScales | None:
     return SideScales(scale=tuple(step), zero=None if form.symmetric else tuple(-amax))
 
 
-STATIC = {"per_tensor": None, "per_head": None, "per_channel": None}
-DYNAMIC = {"per_token": None, "per_group": 16}
+STATIC: dict[Granularity, int | None] = {"per_tensor": None, "per_head": None, "per_channel": None}
+DYNAMIC: dict[Granularity, int | None] = {"per_token": None, "per_group": 16}
 FORMATS = [Format(dtype="fp16"), Format(dtype="bf16")] + [
     Format(dtype=dtype, granularity=granularity, group_size=size, symmetric=symmetric, rotation=rotation,
            scale="calibrated" if granularity in STATIC else "dynamic")

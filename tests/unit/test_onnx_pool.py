@@ -10,7 +10,8 @@ from stages.engines.paged.pool import PagedPool
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
 FP16 = FP16_POLICY.key
 EXACT = KVPolicy(name="exact", key=FP16, value=FP16, sink_tokens=2, recent_tokens=3)
-WINDOW = KVPolicy(name="window", key=FP16, value=FP16, window=Window(tokens=64, value=FP16))
+LAST_64 = Window(tokens=64, value=FP16)
+WINDOW = KVPolicy(name="window", key=FP16, value=FP16, window=LAST_64)
 
 
 def tokens(first: int, count: int, batch: int = 1) -> np.ndarray:
@@ -125,7 +126,7 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
     for count in chunks:
         fill(pool, handle, count)
         length = pool.length(handle)
-        tables, first = pool.tables([handle]), WINDOW.window.first_page(length)
+        tables, first = pool.tables([handle]), LAST_64.first_page(length)
         assert tables["window_starts"].tolist() == [64 * first]
         copies = stored(pool, handle, "window_value_pool.0", "window_table")
         assert copies[: length - 64 * first] == list(range(64 * first, length))

@@ -63,7 +63,7 @@ def test_shards_come_from_the_index(tmp_path: Path) -> None:
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
 
 
 def test_missing_keys_mean_what_the_family_takes_them_for(tmp_path: Path) -> None:

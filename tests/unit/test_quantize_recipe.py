@@ -9,7 +9,8 @@ import pytest
 from pipeline.core.errors import UserError
 from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not
 from pipeline.core.formats import Format, Granularity, Rotation
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
+from pipeline.core.weights import WeightsFormat
 from stages.quantize.recipe import (
     BACKEND,
     cache_quantizer,
@@ -45,16 +46,16 @@ def policy(key: Format, value: Format, window: Window | None = None, *overrides:
 
 
 @pytest.mark.parametrize(("weights", "count"), [("none", 0), ("fp8", 3 * 14), ("int8_sq", 3 * 14), ("int4_awq", 3 * 7)])
-def test_weights_and_their_inputs_are_expected_with_their_attributes(weights, count) -> None:
+def test_weights_and_their_inputs_are_expected_with_their_attributes(weights: WeightsFormat, count: int) -> None:
     expected = weight_recipe(weights, 3).expected
     assert len(expected) == count
     if count:
-        bits = {"fp8": (4, 3), "int8_sq": 8, "int4_awq": 4}[weights]
+        bits: object = {"fp8": (4, 3), "int8_sq": 8, "int4_awq": 4}[weights]
         assert expected["model.layers.2.mlp.down_proj.weight_quantizer"]["num_bits"] == bits
 
 
 def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
-    scales = KVScales(layers=({"key": ONE}, {"key": ONE, "value": SideScales(scale=(1.0, 2.0))}))
+    scales = KVScales(layers=({Side.KEY: ONE}, {Side.KEY: ONE, Side.VALUE: SideScales(scale=(1.0, 2.0))}))
     override = LayerOverride(layers=(1,), value=static("int8", "per_head"))
     quantizers = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales, backend=True)
     assert {name: cache.attributes for name, cache in quantizers.items()} == {
@@ -93,7 +94,7 @@ def test_what_modelopt_cannot_round_is_left_to_the_backend_or_the_sidecar(
     arguments = cache.attributes["backend_extra_args"]
     assert Format.model_validate(arguments["format"]) == form
     assert arguments["static"] == (static_scales and static_scales.model_dump())
-    scales = KVScales(layers=({"key": ONE} if static_scales else {},) * 2)
+    scales = KVScales(layers=({Side.KEY: ONE} if static_scales else {},) * 2)
     assert cache_quantizers(policy(form, FP16), SMALL, scales, backend=False) == {}
     assert expressed_by(form, backend=False) == "sidecar only"
 
@@ -135,7 +136,7 @@ def extremes(low: tuple[float, ...], high: tuple[float, ...]) -> Extremes:
 
 
 def measured(key: Extremes | None = None, value: Extremes | None = None) -> Measured:
-    sides = {"key": key, "value": value}
+    sides = {Side.KEY: key, Side.VALUE: value}
     return {"none": {(layer, side): x for layer in range(2) for side, x in sides.items() if x is not None}}
 
 
@@ -156,18 +157,19 @@ def test_a_finer_measurement_is_reduced_to_minimum_and_maximum(tmp_path: Path) -
     window = Window(tokens=64, key=static("int4", "per_head", symmetric=False))
     kv = policy(static("int4", "per_tensor", symmetric=False), FP16, window)
     scales = static_scales(kv, SMALL, extremes_by_place, tmp_path)
-    assert scales.layers[1]["key"] == SideScales(scale=(1.0,), zero=(-3.0,))
-    assert scales.layers[1]["window_key"] == SideScales(scale=(13 / 15, 5 / 15), zero=(-1.0, -3.0))
+    assert scales.layers[1][Side.KEY] == SideScales(scale=(1.0,), zero=(-3.0,))
+    assert scales.layers[1][Side.WINDOW_KEY] == SideScales(scale=(13 / 15, 5 / 15), zero=(-1.0, -3.0))
 
 
 def test_a_finer_measurement_is_reduced_head_by_head(tmp_path: Path) -> None:
     channels = tuple(float(i) for i in range(32))
     extremes_by_place = measured(key=extremes(tuple(-x for x in channels), (0.0,) * 32))
     window = Window(tokens=64, key=static("int4", "per_channel"))
-    for granularity, reduced in (("per_head", (15 / 127, 31 / 127)), ("per_tensor", (31 / 127,))):
+    cases: dict[Granularity, tuple[float, ...]] = {"per_head": (15 / 127, 31 / 127), "per_tensor": (31 / 127,)}
+    for granularity, reduced in cases.items():
         scales = static_scales(policy(static("int8", granularity), FP16, window), SMALL, extremes_by_place, tmp_path)
-        assert scales.layers[0]["key"].scale == pytest.approx(reduced)
-        assert scales.layers[0]["window_key"].scale[1:] == pytest.approx([x / 7 for x in channels[1:]])
+        assert scales.layers[0][Side.KEY].scale == pytest.approx(reduced)
+        assert scales.layers[0][Side.WINDOW_KEY].scale[1:] == pytest.approx([x / 7 for x in channels[1:]])
         scales.check(policy(static("int8", granularity), FP16, window), SMALL, "here")
 
 
@@ -175,7 +177,7 @@ def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
     extremes_by_place = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
     scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
     smallest_normal = 2.0**-126
-    assert scales.layers[0]["key"].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
+    assert scales.layers[0][Side.KEY].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
 
 
 def test_uncalibrated_scales_are_one_and_dynamic_ones_absent(tmp_path: Path) -> None:

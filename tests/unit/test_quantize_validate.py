@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, SideScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.recipe import LINEARS
@@ -30,7 +30,7 @@ INT8_TENSOR_POLICY = KVPolicy(name="int8_tensor", key=INT8_STATIC, value=INT8_ST
 
 def layers_of(key: tuple[float, ...], value: tuple[float, ...]) -> KVScales:
     pairs = zip(key, value, strict=True)
-    return KVScales(layers=tuple({"key": SideScales(scale=(k,)), "value": SideScales(scale=(v,))} for k, v in pairs))
+    return KVScales(layers=tuple({Side.KEY: SideScales(scale=(k,)), Side.VALUE: SideScales(scale=(v,))} for k, v in pairs))
 
 
 SCALES = layers_of((0.25, 2.0), (0.5, 4.0))
@@ -215,7 +215,7 @@ def test_a_tensorrt_llm_export_that_lies_is_refused(tmp_path: Path, change: Chan
 
 
 def test_an_all_fp8_label_for_mixed_keys_and_values_is_refused(tmp_path: Path) -> None:
-    scales = KVScales(layers=tuple({"key": layer["key"]} for layer in SCALES.layers))
+    scales = KVScales(layers=tuple({Side.KEY: layer[Side.KEY]} for layer in SCALES.layers))
     with pytest.raises(
         ExportMismatch, match=r"fp8k_int4v has no official export \(key fp8_e4m3 per_tensor, value int4 per_group"
     ):

@@ -31,7 +31,8 @@ class Bench:
         return {"kv::decode_partial": True, "kv::decode_reduce": "operations" not in self.faults}
 
     def plugin_nodes(self) -> Sequence[str]:
-        return self.faults.get("nodes", ["decode_partial.0", "decode_reduce.0"])
+        nodes: Sequence[str] = self.faults.get("nodes", ["decode_partial.0", "decode_reduce.0"])
+        return nodes
 
     def load_without_plugin(self) -> str:
         if "needs_plugin" in self.faults:
@@ -46,7 +47,8 @@ class Bench:
 
     def binding(self, name: str) -> tuple[str, str]:
         assert name == "key_pool.0"
-        return self.faults.get("binding", ("FP8", "Row major linear FP8 format (kLINEAR)"))
+        binding: tuple[str, str] = self.faults.get("binding", ("FP8", "Row major linear FP8 format (kLINEAR)"))
+        return binding
 
     def captured(self, engine: Any) -> int:
         return 0 if "uncaptured" in self.faults else int(engine.captured)

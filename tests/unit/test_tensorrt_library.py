@@ -50,7 +50,7 @@ def test_a_library_that_is_not_installed_is_named_with_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingRequirement, match=rf"backend={name} needs TensorRT.*{how}"):
-        load(name)  # type: ignore[arg-type]
+        load(name)
 
 
 def test_a_tensorrt_that_is_too_old_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
