@@ -13,7 +13,7 @@ TENSORRT_LLM_KV = ("FP8", "INT8")
 """Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
 
 
-def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
+def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     """Return why an export cannot carry the policy, None when it can.
 
     Args:
@@ -33,7 +33,7 @@ def why_not(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
 
 
-def why_not_tensorrt_llm(info: CheckpointInfo) -> str | None:
+def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
     """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"

@@ -193,7 +193,7 @@ def verify(run: Run) -> None:
         raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
 
 
-def everything(run: Run) -> None:
+def evaluate_and_promote(run: Run) -> None:
     """Evaluate, and promote what passed. Jobs of a sweep only register: else the last to finish would win."""
     evaluate(run)
     if not run.sweeping and run.config.tracking.enabled:
@@ -216,11 +216,11 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "promote": promote,
     "rollback": rollback,
     "verify": verify,
-    "all": everything,
+    "all": evaluate_and_promote,
 }
 
 
-JUDGING = ("evaluate", "all")
+JUDGING_STAGES = ("evaluate", "all")
 
 
 def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
@@ -252,7 +252,7 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
     finally:
         # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates. verify writes nothing.
         if config.stage != "verify":
-            summary.finish(config.work, sweep if config.stage in JUDGING else None, code)
+            summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
 
 
 def conclude_sweep(config: Config, sweep: str) -> int:
@@ -260,7 +260,7 @@ def conclude_sweep(config: Config, sweep: str) -> int:
 
     It is the worst of its jobs' codes; if all of them ended well, it says whether any candidate passed.
     """
-    if config.stage not in JUDGING:
+    if config.stage not in JUDGING_STAGES:
         return 0
     last = summary.load(config.work)
     if last.sweep != sweep or not last.candidates:

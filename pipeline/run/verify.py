@@ -36,7 +36,7 @@ BOUND_TOLERANCE = 1e-9
 SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
 
-FROM_OUTSIDE = {
+USER_INPUTS = {
     ("calibration", "checkpoint"),
     ("calibration", "jsonl"),
     ("quantize", "checkpoint"),
@@ -45,7 +45,7 @@ FROM_OUTSIDE = {
 }
 """(stage, input) that no artifact of the chain provides: the user's files."""
 
-CITED: dict[Role, dict[str, Role]] = {
+INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "quantized": {"calibration": "calibration"},
     "answers": {"baseline": "baseline"},
     "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
@@ -125,15 +125,15 @@ def _chain(identity: Identity) -> list[Finding]:
 
 
 def _links(identity: Identity) -> list[Finding]:
-    """Check that each input of each artifact is another artifact of the chain, and that the roles' inputs are as CITED."""
+    """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
-            if (link.parts["stage"], name) not in FROM_OUTSIDE and digest not in provided:
+            if (link.parts["stage"], name) not in USER_INPUTS and digest not in provided:
                 detail = f"its input {name} {digest[:12]} is nothing of this chain"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
-    for role, inputs in CITED.items():
+    for role, inputs in INPUT_ROLES.items():
         for name, source_role in inputs.items():
             link, source = identity.link(role), identity.link(source_role)
             if link.inputs.get(name) != source.digest:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
@@ -60,7 +60,7 @@ def export_all(
     adapter.cast_for_export(model, dtype)
 
     progress("exporting", 0, 2)
-    reason = why_not(policy, TENSORRT_LLM_KV) or why_not_tensorrt_llm(info)
+    reason = export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info)
     if reason:
         reports["tensorrt_llm"] = {"written": False, "reason": reason}
     else:
@@ -71,7 +71,7 @@ def export_all(
         reports["tensorrt_llm"] = _written(policy, floor, shared=True)
 
     progress("exporting", 1, 2)
-    reason = why_not(policy, UNIFIED_HF_KV)
+    reason = export_refusal(policy, UNIFIED_HF_KV)
     if reason:
         reports["unified_hf"] = {"written": False, "reason": reason}
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, why_not
+from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
 from pipeline.core.kv import KVPolicy, KVScales, Side
 from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
@@ -216,7 +216,7 @@ def _check_kv(tensors: ExportTensors, policy: KVPolicy, template: str, expected:
 
 def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     """Return the name under which an export declares the policy's cache; ExportMismatch when there is none."""
-    reason = why_not(policy, algorithms)
+    reason = export_refusal(policy, algorithms)
     if reason is not None:
         raise ExportMismatch(
             f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"

@@ -27,7 +27,7 @@ from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plugin import register
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION
-from stages.selftest.checks import Failed
+from stages.selftest.checks import CheckFailure
 from stages.selftest.probes import append_in_place, far_shared_memory
 
 PLUGIN_FREE_PROGRAM = """
@@ -90,7 +90,7 @@ class GpuBench:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             reason = (result.stderr.strip().splitlines() or ["no reason"])[-1]
-            raise Failed(f"the plan does not load without the plugin: {reason}")
+            raise CheckFailure(f"the plan does not load without the plugin: {reason}")
         return result.stdout.strip()
 
     def engine(self, *, cuda_graphs: bool) -> Engine:
@@ -163,5 +163,5 @@ class GpuBench:
         runtime = self.library.trt.Runtime(self.library.log)
         engine = runtime.deserialize_cuda_engine((self.bundle / PLANS["decode"]).read_bytes())
         if engine is None:
-            raise Failed(f"the decode plan does not load: {'; '.join(self.library.take_errors())}")
+            raise CheckFailure(f"the decode plan does not load: {'; '.join(self.library.take_errors())}")
         return engine

@@ -1,7 +1,7 @@
 """The checks of `python -m stages.selftest`: what CI cannot see of backend=tensorrt.
 
 A check runs on a bench, which is a machine with TensorRT, a GPU and engines to compare. It returns a sentence on what it
-measured, or raises Failed. The bench is a protocol, so that the checks' judgement is tested without TensorRT or a GPU.
+measured, or raises CheckFailure. The bench is a protocol, so that the checks' judgement is tested without TensorRT or a GPU.
 stages/selftest/__main__.py runs each check in a process of its own: a kernel that breaks CUDA breaks only its own check.
 """
 
@@ -19,7 +19,7 @@ from stages.evaluate.distance import log_softmax
 MAX_KL = 0.01
 """Largest KL in nats per token between the oracle (float32) and the plans (float16), which round activations."""
 
-BROKEN_GAIN = 10.0
+CORRUPTION_GAIN = 10.0
 """A corrupted key scale must raise the KL this many times, or the logits do not come from the cache."""
 
 LEAK_BYTES = 4096
@@ -29,7 +29,7 @@ SHAPE_CHANGES = 400
 """Shape changes over which the average is taken."""
 
 
-class Failed(Exception):
+class CheckFailure(Exception):
     """The machine does not do what the engines rely on."""
 
 
@@ -52,7 +52,7 @@ class Bench(Protocol):
     def load_without_plugin(self) -> str:
         """Load the decode plan in a process that never imports the plugin; return a sentence on its inputs and outputs.
 
-        Raises Failed when it does not load.
+        Raises CheckFailure when it does not load.
         """
         ...
 
@@ -101,7 +101,7 @@ def plugin_load(bench: Bench) -> str:
     operations = bench.operations()
     missing = [name for name, registered in operations.items() if not registered]
     if missing:
-        raise Failed(f"{len(missing)} of {len(operations)} operations are not in TensorRT's registry, first {missing[0]}")
+        raise CheckFailure(f"{len(missing)} of {len(operations)} operations are not in TensorRT's registry, first {missing[0]}")
     return f"{len(operations)} operations registered"
 
 
@@ -109,7 +109,7 @@ def run_time_load(bench: Bench) -> str:
     """Check that the plan contains its kernels: it loads in a process that does not import the plugin."""
     nodes = bench.plugin_nodes()
     if not nodes:
-        raise Failed("the decode plan has no plugin node: the policy's layers kept their function bodies")
+        raise CheckFailure("the decode plan has no plugin node: the policy's layers kept their function bodies")
     return f"{len(nodes)} plugin nodes; loaded without the plugin: {bench.load_without_plugin()}"
 
 
@@ -119,7 +119,7 @@ def launch(bench: Bench) -> str:
     handles, _ = engine.prefill([_tokens(engine, size) for size in (5, 64, 129)])
     logits = engine.decode(handles, [1, 2, 3])
     if not np.isfinite(logits).all():
-        raise Failed(f"logits of {int((~np.isfinite(logits)).any(-1).sum())} of 3 sequences are not finite")
+        raise CheckFailure(f"logits of {int((~np.isfinite(logits)).any(-1).sum())} of 3 sequences are not finite")
     return "decoded 3 sequences of 5, 64 and 129 tokens"
 
 
@@ -129,7 +129,7 @@ def shared_memory(bench: Bench) -> str:
     expected = np.arange(1, 33, dtype=np.float32)
     values = bench.far_shared_memory(size)
     if not np.array_equal(values, expected):
-        raise Failed(
+        raise CheckFailure(
             f"a launch with {size} bytes of shared memory read back {values[:4].tolist()}, wrote {expected[:4].tolist()}"
         )
     return f"{size} bytes of dynamic shared memory"
@@ -144,7 +144,7 @@ def fp8_bindings(bench: Bench) -> str:
         )
     kind, layout = bench.binding("key_pool.0")
     if kind != "FP8" or "linear" not in layout.lower():
-        raise Failed(f"key_pool.0 is bound as {kind}, {layout}")
+        raise CheckFailure(f"key_pool.0 is bound as {kind}, {layout}")
     engine = bench.engine(cuda_graphs=False)
     handles, _ = engine.prefill([_tokens(engine, 130)])
     repeated, _ = engine.prefill([_tokens(engine, 130)])
@@ -152,7 +152,7 @@ def fp8_bindings(bench: Bench) -> str:
     engine.corrupt_key_scale(0.1)
     corrupted_logits = engine.decode(repeated, [1])
     if np.array_equal(logits, corrupted_logits):
-        raise Failed("logits did not change with the scale of the FP8 keys: the pool is not read where it is bound")
+        raise CheckFailure("logits did not change with the scale of the FP8 keys: the pool is not read where it is bound")
     return f"key_pool.0 is {kind}, {layout}"
 
 
@@ -162,7 +162,7 @@ def aliased_append(bench: Bench) -> str:
     for name, values in expected.items():
         wrong = int((written[name].view(np.uint8) != values.view(np.uint8)).sum())
         if wrong:
-            raise Failed(
+            raise CheckFailure(
                 f"{wrong} of {values.nbytes} bytes of {name} are not what the reference writes; engines append outside"
             )
     return f"{', '.join(expected)} written in place"
@@ -172,10 +172,12 @@ def logits_against_oracle(bench: Bench) -> str:
     """Check that forced decode through the plans gives the oracle's logits, and other ones with a corrupted key scale."""
     kl = _forced_kl(bench.engine(cuda_graphs=True), bench.oracle(), broken=False)
     if not kl <= MAX_KL:
-        raise Failed(f"mean KL to the oracle is {kl:.2e} nats a token, above {MAX_KL}")
+        raise CheckFailure(f"mean KL to the oracle is {kl:.2e} nats a token, above {MAX_KL}")
     broken = _forced_kl(bench.engine(cuda_graphs=True), bench.oracle(), broken=True)
-    if not broken >= BROKEN_GAIN * kl:
-        raise Failed(f"a broken key scale costs {broken:.2e} nats, no broken one {kl:.2e}: the logits are not the cache's")
+    if not broken >= CORRUPTION_GAIN * kl:
+        raise CheckFailure(
+            f"a broken key scale costs {broken:.2e} nats, no broken one {kl:.2e}: the logits are not the cache's"
+        )
     return f"mean KL to the oracle {kl:.2e} nats a token; with a broken key scale {broken:.2e}"
 
 
@@ -187,9 +189,9 @@ def cuda_graph(bench: Bench) -> str:
         handles, _ = engine.prefill([_tokens(engine, size) for size in (60, 7)])
         logits.append([engine.decode(handles, [step, step + 1]) for step in range(8)])
     if not bench.captured(engine):
-        raise Failed("no decode step was captured")
+        raise CheckFailure("no decode step was captured")
     if not all(np.array_equal(a, b) for a, b in zip(*logits, strict=True)):
-        raise Failed("replayed steps give other logits than launched ones")
+        raise CheckFailure("replayed steps give other logits than launched ones")
     return f"{bench.captured(engine)} shapes captured, 8 steps equal"
 
 
@@ -200,7 +202,7 @@ def leak(bench: Bench) -> str:
     bench.change_shape(SHAPE_CHANGES)
     bytes_per_change = (free_bytes - bench.free_bytes()) / SHAPE_CHANGES
     if bytes_per_change > LEAK_BYTES:
-        raise Failed(f"{bytes_per_change:,.0f} bytes of device memory are lost a shape change")
+        raise CheckFailure(f"{bytes_per_change:,.0f} bytes of device memory are lost a shape change")
     return f"{max(0.0, bytes_per_change):,.0f} bytes a shape change over {SHAPE_CHANGES}"
 
 
@@ -251,7 +253,7 @@ def judge(name: str, bench: Callable[[], Bench]) -> tuple[str, str]:
     """
     try:
         return "PASS", CHECKS[name](bench())
-    except Failed as error:
+    except CheckFailure as error:
         return "FAIL", str(error)
     except MissingRequirement as error:
         return "CANNOT RUN", str(error)

@@ -14,7 +14,7 @@ from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import OnePassEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
 from stages.engines.trtllm.engine import LOOKAHEAD, TrtllmEngine
-from stages.engines.trtllm.protocol import Ran
+from stages.engines.trtllm.protocol import RunAnswer
 from stages.engines.trtllm.tensors import read_tensors
 from stages.evaluate.system import measure_system
 
@@ -97,7 +97,7 @@ def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monke
     requests = []
     call = TrtllmEngine._call
 
-    def counted(self: TrtllmEngine, op: str, answer: type[Ran], **fields: object) -> Ran:
+    def counted(self: TrtllmEngine, op: str, answer: type[RunAnswer], **fields: object) -> RunAnswer:
         requests.append(op)
         return call(self, op, answer, **fields)
 

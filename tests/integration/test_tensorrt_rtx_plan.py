@@ -22,7 +22,7 @@ from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import Refused, build, parse
+from stages.engines.tensorrt.plan import GraphRefusal, build, parse
 from stages.engines.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
@@ -222,7 +222,7 @@ def test_what_tensorrt_refuses_for_no_named_input_still_has_its_reason(tmp_path:
     values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
     graph = onnx.helper.make_graph([node], "g", values[:1], values[1:])
     onnx.save(onnx.helper.make_model(graph), tmp_path / "odd.onnx")
-    with pytest.raises(Refused, match="Nothing") as refused:
+    with pytest.raises(GraphRefusal, match="Nothing") as refused:
         parse(load("tensorrt_rtx"), tmp_path / "odd.onnx")
     assert refused.value.inputs == []
 

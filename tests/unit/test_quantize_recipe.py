@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
 from pipeline.core.weights import WeightsFormat
@@ -210,13 +210,13 @@ PER_HEAD = static("fp8_e4m3", "per_head")
 )
 def test_what_no_export_can_declare_is_explained(kv: KVPolicy, reason: str) -> None:
     for algorithms in (UNIFIED_HF_KV, TENSORRT_LLM_KV):
-        assert reason in str(why_not(kv, algorithms))
+        assert reason in str(export_refusal(kv, algorithms))
 
 
 def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_declared() -> None:
     for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY):
-        assert why_not(kv, UNIFIED_HF_KV) is None
-    refusal = why_not(policy(BF16, BF16), UNIFIED_HF_KV)
+        assert export_refusal(kv, UNIFIED_HF_KV) is None
+    refusal = export_refusal(policy(BF16, BF16), UNIFIED_HF_KV)
     assert refusal is not None
     assert "the export has no name for this format" in refusal
 

@@ -11,7 +11,7 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from stages.selftest import checks
-from stages.selftest.checks import CHECKS, Failed, judge
+from stages.selftest.checks import CHECKS, CheckFailure, judge
 
 
 class Bench:
@@ -36,7 +36,7 @@ class Bench:
 
     def load_without_plugin(self) -> str:
         if "needs_plugin" in self.faults:
-            raise Failed("the plan does not load without the plugin")
+            raise CheckFailure("the plan does not load without the plugin")
         return "30 inputs and outputs"
 
     def engine(self, *, cuda_graphs: bool) -> Any:
@@ -127,7 +127,7 @@ def test_a_machine_that_does_everything_passes(name: str) -> None:
     ],
 )
 def test_what_is_wrong_fails_its_check_with_the_reason(name: str, faults: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Failed, match=reason):
+    with pytest.raises(CheckFailure, match=reason):
         CHECKS[name](Bench(**faults))
     assert judge(name, lambda: Bench(**faults))[0] == "FAIL"
 

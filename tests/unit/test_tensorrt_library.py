@@ -17,7 +17,7 @@ from pipeline.core.kv import KVPolicy, LayerOverride, Side, Window
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import Refused
+from stages.engines.tensorrt.plan import GraphRefusal
 from stages.engines.tensorrt.plugin import check_gpu
 from stages.engines.tensorrt.refusal import refusal
 from stages.engines.tensorrt.shapes import Limits, bucket, padded
@@ -100,19 +100,19 @@ def test_the_chunk_of_a_prefill_is_no_longer_than_a_sequence() -> None:
 def test_a_refused_input_is_traced_to_the_key_that_chose_its_format(side: str, layer: int, key: str) -> None:
     assert LAYERED.format_key(Side(side), layer) == key
     name = f"{side}_scale_pool.{layer}" if side == "window_key" else f"{side}_pool.{layer}"
-    said = str(refusal(LIBRARY, LAYERED, Refused("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
+    said = str(refusal(LIBRARY, LAYERED, GraphRefusal("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
     assert said.startswith(f"{key}.dtype=")
     assert f"TensorRT for RTX 1.7 refuses the graph's input {name}: no such type" in said
 
 
 def test_a_refusal_without_an_input_names_the_policy() -> None:
-    said = str(refusal(LIBRARY, LAYERED, Refused("Some tactics do not have sufficient workspace", []), [89]))  # type: ignore[arg-type]
+    said = str(refusal(LIBRARY, LAYERED, GraphRefusal("Some tactics do not have sufficient workspace", []), [89]))  # type: ignore[arg-type]
     assert said.startswith("kv=layered: TensorRT for RTX 1.7 refuses its graph: Some tactics")
 
 
 def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
     reason = "Cannot compile for target(s) sm75, because the model contains HW-specific datatypes: fp8_e4m3"
-    said = str(refusal(LIBRARY, LAYERED, Refused(reason, []), [75]))  # type: ignore[arg-type]
+    said = str(refusal(LIBRARY, LAYERED, GraphRefusal(reason, []), [75]))  # type: ignore[arg-type]
     assert said.startswith("backend.compute_capabilities=[75]: ")
     assert said.endswith("name a later GPU")
 
@@ -120,7 +120,7 @@ def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
 def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_does_not_exist() -> None:
     reason = "Cannot compile for target(s) sm80, because the model contains HW-specific datatypes: fp8_e4m3"
     gpu = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
-    said = str(refusal(LIBRARY, LAYERED, Refused(reason, []), (), gpu))  # type: ignore[arg-type]
+    said = str(refusal(LIBRARY, LAYERED, GraphRefusal(reason, []), (), gpu))  # type: ignore[arg-type]
     assert said.startswith("kv.key.dtype=int8, kv.value.dtype=int8")
     assert "for this GPU (NVIDIA A100, SM 8.0)" in said
     assert "compute_capabilities" not in said

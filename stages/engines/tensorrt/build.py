@@ -19,13 +19,13 @@ from stages.engines.onnx.bundle import ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.library import Name, load
-from stages.engines.tensorrt.plan import Plan, Refused, build, parse
+from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse
 from stages.engines.tensorrt.refusal import refusal
 from stages.engines.tensorrt.shapes import Limits, Range
 
 
 @dataclass(frozen=True)
-class Adapted:
+class DecodeGraph:
     """The decode graph that a plan is built from."""
 
     graph: Path
@@ -35,7 +35,7 @@ class Adapted:
     """Plugin node -> sha256 of its kernel's PTX."""
 
 
-Adapt = Callable[[Path, ModelInfo, Limits], AbstractContextManager[Adapted]]
+GraphAdapter = Callable[[Path, ModelInfo, Limits], AbstractContextManager[DecodeGraph]]
 """Returns the decode graph that replaces one of a bundle; its file exists as long as the context."""
 
 
@@ -51,7 +51,7 @@ def build_bundle(
     progress: Progress,
     targets: Sequence[int] = (),
     gpu: Mapping[str, str] | None = None,
-    adapt: Adapt | None = None,
+    adapt: GraphAdapter | None = None,
 ) -> None:
     """Write a bundle of plans.
 
@@ -78,7 +78,7 @@ def build_bundle(
     limits = Limits(policy, max_batch, max_tokens)
     graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
-    unchanged = nullcontext(Adapted(graphs["decode"], {}, {}))
+    unchanged = nullcontext(DecodeGraph(graphs["decode"], {}, {}))
     with adapt(graphs["decode"], described.model, limits) if adapt is not None else unchanged as adapted:
         graphs["decode"] = adapted.graph
         for mode, graph in graphs.items():
@@ -88,7 +88,7 @@ def build_bundle(
 
             try:
                 plan = build(parse(trt, graph), limits.ranges(mode), targets, steps)
-            except Refused as refused:
+            except GraphRefusal as refused:
                 raise refusal(trt, policy, refused, targets, gpu) from refused
             (out / PLANS[mode]).write_bytes(plan.data)
             plans[mode] = replace(plan, data=b"")  # it contains all weights: no two plans are kept in memory

@@ -34,7 +34,7 @@ TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT
 parser names the input only in raw lines on standard error."""
 
 
-class Refused(Exception):
+class GraphRefusal(Exception):
     """TensorRT does not take the graph. `inputs` are those that it refuses, if any; `reason` is its own message."""
 
     def __init__(self, reason: str, inputs: list[str]) -> None:
@@ -66,12 +66,12 @@ class Plan:
 
 
 def parse(library: Library, graph: Path) -> Parsed:
-    """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises Refused."""
+    """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises GraphRefusal."""
     trt = library.trt
     dims, types = _signature(graph)
     unsupported = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
     if unsupported:
-        raise Refused(f"it has no type {types[unsupported[0]]}", unsupported)
+        raise GraphRefusal(f"it has no type {types[unsupported[0]]}", unsupported)
     library.take_errors()
     builder = trt.Builder(library.log)
     kinds = trt.NetworkDefinitionCreationFlag
@@ -80,7 +80,7 @@ def parse(library: Library, graph: Path) -> Parsed:
     parser = trt.OnnxParser(network, library.log)
     if not parser.parse_from_file(str(graph)):
         reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise Refused(reasons[0] if reasons else _last(library.take_errors()), [])
+        raise GraphRefusal(reasons[0] if reasons else _last(library.take_errors()), [])
     inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
     outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
     return Parsed(library, builder, network, parser, inputs, outputs)
@@ -99,7 +99,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         steps: Called with the steps that are done.
 
     Raises:
-        Refused: TensorRT cannot build it.
+        GraphRefusal: TensorRT cannot build it.
     """
     library, trt = parsed.library, parsed.library.trt
     config = parsed.builder.create_builder_config()
@@ -111,7 +111,9 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
         if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
-            raise Refused(f"{library.title} {library.version} has no target SM{target}: {_last(library.take_errors())}", [])
+            raise GraphRefusal(
+                f"{library.title} {library.version} has no target SM{target}: {_last(library.take_errors())}", []
+            )
     profile = parsed.builder.create_optimization_profile()
     for tensor in parsed.inputs:
         sizes = [ranges[d] if isinstance(d, str) else Range(smallest=d, likely=d, largest=d) for d in tensor.shape]
@@ -121,7 +123,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     config.progress_monitor = _monitor(trt, steps)
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
-        raise Refused(_last(library.take_errors()), [])
+        raise GraphRefusal(_last(library.take_errors()), [])
     flags = [*NETWORK_FLAGS[library.name], *SET_FLAGS[library.name], *(f"-{name}" for name in CLEARED_FLAGS)]
     return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
 

@@ -24,7 +24,7 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
-from stages.engines.tensorrt.build import Adapted
+from stages.engines.tensorrt.build import DecodeGraph
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
@@ -62,10 +62,10 @@ def build_bundle(
     sm = int(gpu["compute_cap"].replace(".", ""))
 
     @contextmanager
-    def with_plugin(graph: Path, info: ModelInfo, limits: Limits) -> Iterator[Adapted]:
+    def with_plugin(graph: Path, info: ModelInfo, limits: Limits) -> Iterator[DecodeGraph]:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
-            yield Adapted(graph, _reasons(layers), {})
+            yield DecodeGraph(graph, _reasons(layers), {})
             return
         # beside `out`, so that the weights can be linked
         with TemporaryDirectory(prefix=".plugin-", dir=out.parent) as folder:
@@ -105,7 +105,7 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
         )
 
 
-def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> Adapted:
+def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> DecodeGraph:
     """Write a decode graph with plugin nodes to `folder`, beside its weights, and register the plugin with TensorRT.
 
     Args:
@@ -130,7 +130,7 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
     out = folder / graph.name
     onnx.save(model, out)
     link_or_copy(graph.with_name(WEIGHTS_FILE), folder / WEIGHTS_FILE)
-    return Adapted(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
+    return DecodeGraph(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:

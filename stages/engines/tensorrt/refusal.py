@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
 from stages.engines.tensorrt.library import Library
-from stages.engines.tensorrt.plan import Refused
+from stages.engines.tensorrt.plan import GraphRefusal
 
 INPUT = re.compile(r"(?P<side>(?:window_)?(?:key|value))_(?:pool|scale|zero)\w*\.(?P<layer>\d+)")
 TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
 
 
 def refusal(
-    library: Library, policy: KVPolicy, refused: Refused, targets: Sequence[int], gpu: Mapping[str, str] | None = None
+    library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int], gpu: Mapping[str, str] | None = None
 ) -> UserError:
     """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
 

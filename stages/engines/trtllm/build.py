@@ -19,7 +19,7 @@ from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.bundle import BACKEND, CHECKPOINT, ENGINE, LIBRARY, LLM_ARGS_FILE, TrtllmBundle
 from stages.engines.trtllm.interpreter import Interpreter, Worker, WorkerError, files_below, probe
-from stages.engines.trtllm.protocol import Done, Validated
+from stages.engines.trtllm.protocol import EmptyAnswer, ValidatedArguments
 from stages.engines.trtllm.targets import TARGETS, TargetName, resolve
 
 STEPS = 3
@@ -84,7 +84,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python
     with Worker(python) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
         try:
-            worker.call("build", timeout_s, key="backend.build_timeout_s", answer=Done, flags=arguments)
+            worker.call("build", timeout_s, key="backend.build_timeout_s", answer=EmptyAnswer, flags=arguments)
         except WorkerError as error:
             raise UserError(f"backend.python={python}: {error}; it last said: {worker.last_line()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
@@ -136,7 +136,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
                     "validate",
                     config.build_timeout_s,
                     key="backend.build_timeout_s",
-                    answer=Validated,
+                    answer=ValidatedArguments,
                     model=str(source.absolute()),
                     llm_args=arguments,
                 )

@@ -24,7 +24,7 @@ from stages.engines.trtllm.build import compile_engine
 from stages.engines.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
 from stages.engines.trtllm.checkpoint import write_faulted
 from stages.engines.trtllm.interpreter import A, Interpreter, Worker, WorkerError, probe, require_gpus
-from stages.engines.trtllm.protocol import Done, Generated, Loaded, Ran
+from stages.engines.trtllm.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
@@ -192,10 +192,10 @@ class TrtllmEngine(OnePassBase):
                 )
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
             named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
-            answers = self._call("run", Ran, requests=named, folder=folder).answers
+            answers = self._call("run", RunAnswer, requests=named, folder=folder).answers
             return [(answer.tokens, self._rows(answer)) for answer in answers]
 
-    def _rows(self, answer: Generated) -> Logits:
+    def _rows(self, answer: Generation) -> Logits:
         """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
         rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
         return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
@@ -221,7 +221,7 @@ class TrtllmEngine(OnePassBase):
         worker = Worker(self._python, self._described.tensor_parallel_size)
         try:
             worker.call(
-                "open", self._timeout_s, key="backend.request_timeout_s", answer=Done,
+                "open", self._timeout_s, key="backend.request_timeout_s", answer=EmptyAnswer,
                 target=self._described.target, model=str(model), llm_args=self._described.evaluated_with, key_fault=fault,
             )  # fmt: skip
         except WorkerError as error:

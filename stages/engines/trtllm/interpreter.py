@@ -18,22 +18,22 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import MissingRequirement, UserError
-from stages.engines.trtllm.protocol import PROTOCOL, Described
+from stages.engines.trtllm.protocol import PROTOCOL, Description
 from stages.engines.trtllm.worker import kvgate_forcing
 
 WORKER = Path(kvgate_forcing.__file__).with_name("kvgate_worker.py")
 PROBE_SECONDS = 300
 """Importing TensorRT-LLM from a cold disk takes a minute."""
-GONE_SECONDS = 30
+EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
 """The longest answer; logits come in files."""
-LAST_BYTES = 8 << 10
+LOG_TAIL_BYTES = 8 << 10
 """Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
 
 A = TypeVar("A", bound=BaseModel)
 
-HOW = (
+INSTALL_HINT = (
     "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 (backend.target=engine; a 1.3 tag for "
     "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "
     "pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as backend.python=PATH"
@@ -75,10 +75,10 @@ class Interpreter:
 def find_python(python: str | None) -> str:
     """Return the interpreter's path. Raises MissingRequirement when there is none."""
     if python is None:
-        raise MissingRequirement(f"backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM: {HOW}")
+        raise MissingRequirement(f"backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM: {INSTALL_HINT}")
     program = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
     if program is None:
-        raise MissingRequirement(f"backend.python={python}: there is no such program; {HOW}")
+        raise MissingRequirement(f"backend.python={python}: there is no such program; {INSTALL_HINT}")
     return os.path.abspath(program)  # not resolved: a virtual environment's python is a link
 
 
@@ -88,9 +88,11 @@ def probe(python: str | None) -> Interpreter:
     path = find_python(python)
     with Worker(path) as worker:
         try:
-            described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=Described)
+            described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=Description)
         except WorkerError as error:
-            raise MissingRequirement(f"backend.python={python}: TensorRT-LLM cannot be used there ({error}); {HOW}") from error
+            raise MissingRequirement(
+                f"backend.python={python}: TensorRT-LLM cannot be used there ({error}); {INSTALL_HINT}"
+            ) from error
     gpus = tuple((gpu.name, gpu.compute_cap, gpu.driver_version) for gpu in described.gpus)
     return Interpreter(path, described.release, described.python, gpus)
 
@@ -136,7 +138,9 @@ class Worker:
                 )
         except OSError as error:
             self._scratch.cleanup()
-            raise MissingRequirement(f"backend.python={python}: cannot be started ({error.strerror}); {HOW}") from error
+            raise MissingRequirement(
+                f"backend.python={python}: cannot be started ({error.strerror}); {INSTALL_HINT}"
+            ) from error
 
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs does not read either
@@ -168,7 +172,7 @@ class Worker:
             line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
         except (BrokenPipeError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GONE_SECONDS)
+                self._process.wait(EXIT_TIMEOUT_S)
             code = self._process.poll()
             ended = "closed its output" if code is None else f"ended with exit code {code}"
             if code is not None and code < 0:
@@ -186,14 +190,14 @@ class Worker:
         if self._process.stdin is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.stdin.close()
-                self._process.wait(GONE_SECONDS)
+                self._process.wait(EXIT_TIMEOUT_S)
         self._kill()
         self._scratch.cleanup()
 
     def last_line(self) -> str:
         """Return the last line that TensorRT-LLM printed."""
         with self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""
 

@@ -9,7 +9,7 @@ from pipeline.core.strict import StrictModel
 PROTOCOL = 1
 
 
-class Done(StrictModel):
+class EmptyAnswer(StrictModel):
     """Answer to `build` and `open`."""
 
 
@@ -22,7 +22,7 @@ class Gpu(StrictModel):
     driver_version: str
 
 
-class Described(StrictModel):
+class Description(StrictModel):
     """Answer to `describe`."""
 
     protocol: Literal[1]
@@ -32,13 +32,13 @@ class Described(StrictModel):
     """In CUDA's order: rank r runs on number r."""
 
 
-class Validated(StrictModel):
+class ValidatedArguments(StrictModel):
     """Answer to `validate`."""
 
     llm_args: dict[str, Any]
 
 
-class Generated(StrictModel):
+class Generation(StrictModel):
     """The tokens and logits of one request of `run`."""
 
     tokens: list[int]
@@ -48,10 +48,10 @@ class Generated(StrictModel):
     """(rows, vocabulary)"""
 
 
-class Ran(StrictModel):
+class RunAnswer(StrictModel):
     """Answer to `run`."""
 
-    answers: list[Generated]
+    answers: list[Generation]
 
 
 class Loaded(StrictModel):

@@ -9,10 +9,10 @@ from pipeline.artifacts.backend import Job
 from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, why_not, why_not_tensorrt_llm
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
 from pipeline.core.kv import KVPolicy
 from pipeline.core.weights import WeightsFormat
-from stages.engines.trtllm.interpreter import HOW, Interpreter, probe, require_gpus
+from stages.engines.trtllm.interpreter import INSTALL_HINT, Interpreter, probe, require_gpus
 
 TargetName = Literal["engine", "pytorch"]
 NO_INTEGERS_SM = range(100, 120)
@@ -125,7 +125,7 @@ def resolve(target: str, installed: Interpreter) -> TargetName:
         releases = TARGETS[target].releases if target in TARGETS else "1.2 or later"
         raise MissingRequirement(
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={target} needs "
-            f"{releases}; {HOW}"
+            f"{releases}; {INSTALL_HINT}"
         )
     return available
 
@@ -133,7 +133,7 @@ def resolve(target: str, installed: Interpreter) -> TargetName:
 def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
     """Return why the target cannot hold this, with key, value and fix; None when it can."""
     target = TARGETS[name]
-    reason = why_not(policy, target.caches)
+    reason = export_refusal(policy, target.caches)
     if reason is not None:
         return (
             f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}, or "
@@ -141,7 +141,7 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
         )
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
-    reason = why_not_tensorrt_llm(info) if name == "engine" else None
+    reason = tensorrt_llm_refusal(info) if name == "engine" else None
     if reason is not None:
         return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"
     return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
