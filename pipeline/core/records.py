@@ -38,6 +38,8 @@ class Sample:
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
+    difficulty: str = ""
+    """Graded workloads: "easy", "medium" or "hard"."""
 
     @property
     def cluster(self) -> str:

@@ -53,6 +53,10 @@ class SampleRow(_Record):
     top10_overlap: Number
     mean_squared_delta_p: Number
     non_finite_steps: int
+    difficulty: str = ""
+    """Graded workloads: "easy", "medium" or "hard"."""
+    round: int = 1
+    """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
 
 
 class Fidelity(_Record):

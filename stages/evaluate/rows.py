@@ -147,6 +147,7 @@ def make_row(
         top10_overlap=_mean(steps.top10),
         mean_squared_delta_p=_mean(steps.delta_p**2),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
+        difficulty=item.sample.difficulty,
     )
 
 
