@@ -13,10 +13,10 @@
 #include "codes.h"
 #include "ort_abi.h"
 
-enum { PAGE = 64, UNIT_PAGES = 8, MAX_GROUPS = VECTORS };
+enum { PAGE = 64, UNIT_PAGES = 4, MAX_GROUPS = HEAD_DIM / 16 };
 
-/* Queries whose sums over a page stay in registers: 16 vectors of them, while each row is widened once for all. */
-enum { BLOCK = GROUP * VECTORS <= 16 ? GROUP : VECTORS >= 16 ? 1 : 16 / VECTORS };
+/* Queries whose sums over a page stay in registers, while each row is widened once for all of them. */
+enum { BLOCK = GROUP * VECTORS <= (int)SUMS ? GROUP : VECTORS < (int)SUMS ? (int)SUMS / VECTORS : 1 };
 
 enum { KEY, VALUE, WINDOW_KEY, WINDOW_VALUE, EXACT_KEY, EXACT_VALUE, SIDES };
 
@@ -70,11 +70,9 @@ typedef struct {
 
 /* ---- one page ---- */
 
-/* Stored numbers of a page, float16 (tokens, groups), as floats. */
-INLINE void stored_floats(const uint16_t *from, int count, float *to) {
-  int i = 0;
-  for (; i + LANES <= count; i += LANES) store(to + i, load_half(from + i));
-  for (; i < count; i++) to[i] = half_to_float(from[i]);
+/* Stored numbers of a page, float16 (PAGE, groups), as floats. */
+INLINE void stored_floats(const uint16_t *from, int groups, float *to) {
+  for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, from_half(from + i));
 }
 
 /* How stored scales enter: not at all or as a factor of a token's whole row, or on each vector, or with a zero each. */
@@ -92,7 +90,7 @@ INLINE void fetch(const uint8_t *row, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* Scores (GROUP, PAGE) of the 16-token blocks that hold tokens [first, last). `scales`, `zeros`: (PAGE, groups). */
+/* Scores (GROUP, PAGE) of the blocks of LANES tokens that hold tokens [first, last). `scales`, `zeros`: (PAGE, groups). */
 INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
                         const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) {
   int of[VECTORS];
@@ -101,9 +99,9 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
     Vec quarters[BLOCK][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      Vec sums[BLOCK][4];
+      Vec sums[BLOCK][LANES / 4];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
+      for (int j = 0; j < LANES / 4; j++) {
         int token = base + 4 * j + i;
         if (token >= page->rows) token = page->rows - 1; /* the exact buffers end within a block */
         const uint8_t *row = codes + (size_t)token * row_bytes(kind);
@@ -120,15 +118,11 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
         }
       }
 #pragma GCC unroll 16
-      for (int q = 0; q < count; q++) {
-        Vec a = FOLD_256(sums[q][0], sums[q][1]), b = FOLD_256(sums[q][2], sums[q][3]);
-        quarters[q][i] = FOLD_128(a, b);
-      }
+      for (int q = 0; q < count; q++) quarters[q][i] = quarter(sums[q]);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < count; q++) {
-      Vec a = FOLD_64(quarters[q][0], quarters[q][1]), b = FOLD_64(quarters[q][2], quarters[q][3]);
-      Vec total = FOLD_32(a, b);
+      Vec total = fold_quarters(quarters[q]);
       store(scores[q] + base, mode == ROWS && groups ? total * load(scales + base) : total);
     }
   }
@@ -259,7 +253,8 @@ static void finish(const Store *values, const Unit *unit, Partial *partial) {
 
 /* Moves from the maximum so far to that of the page's scores, which become weights, and adds their sum. */
 static void weigh(const PageView *page, float bias, float *scores, Partial *partial, float *sums) {
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
   int begin = page->first / LANES * LANES;
   Vec highest = splat(-INFINITY), total = {0};
   for (int t = begin; t < page->last; t += LANES) {
@@ -369,8 +364,8 @@ static void attend_unit(void *argument, size_t number) {
   for (int page = unit->page; page < unit->page + unit->pages; page++) {
     PageView view = {0};
     view_page(call, unit, &region, page, &view);
-    stored_floats(view.key_scales, PAGE * key_side->groups, scales);
-    if (key_side->asymmetric) stored_floats(view.key_zeros, PAGE * key_side->groups, zeros);
+    stored_floats(view.key_scales, key_side->groups, scales);
+    if (key_side->asymmetric) stored_floats(view.key_zeros, key_side->groups, zeros);
     SCORES[key_side->kind][by_vector(key_side)](view.keys, &view, key_side->groups, scales, zeros, query, scores);
     if (!region.key_table) {
       int any = 0;
@@ -381,8 +376,8 @@ static void attend_unit(void *argument, size_t number) {
       }
       if (!any) continue;
     }
-    stored_floats(view.value_scales, PAGE * value_side->groups, scales);
-    if (value_side->asymmetric) stored_floats(view.value_zeros, PAGE * value_side->groups, zeros);
+    stored_floats(view.value_scales, value_side->groups, scales);
+    if (value_side->asymmetric) stored_floats(view.value_zeros, value_side->groups, zeros);
     for (int q = 0; q < GROUP; q++) {
       weigh(&view, bias[q], scores[q], &partials[q], sums[q]);
       if (value_side->groups && !by_vector(value_side))

@@ -23,8 +23,8 @@ SOURCES = ("operator.c", "attention.c", "codes.h", "ort_abi.h")
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
 
-MACHINES = ("x86_64", "amd64", "aarch64", "arm64")
-"""Processors, as platform.machine names them, for which the kernel is written: 64 bits, little-endian."""
+FEATURES = {"avx2", "f16c", "fma"}
+"""What the kernel needs of an x86-64 processor at least; with AVX-512 it is faster."""
 
 SECONDS = 300
 """A compilation takes some seconds; a machine that is busy takes longer."""
@@ -42,8 +42,8 @@ class Compiler:
 
 @cache
 def find_compiler() -> Compiler | None:
-    """Return the system's `cc`, else the one of the wheel `ziglang`, else None."""
-    if platform.machine().lower() not in MACHINES or os.name != "posix":
+    """Return the system's `cc`, else the one of the wheel `ziglang`; None without either, or for another processor."""
+    if not _processor()[1] >= FEATURES:
         return None
     commands = []
     system = shutil.which("cc")
@@ -65,6 +65,8 @@ def require_compiler() -> Compiler:
     """Return the compiler. Raises MissingRequirement when this machine has none."""
     compiler = find_compiler()
     if compiler is None:
+        if not _processor()[1] >= FEATURES:
+            raise MissingRequirement("backend.attention=native needs Linux on x86-64 with AVX2: set backend.attention=graph")
         raise MissingRequirement(f"backend.attention=native compiles its kernel, and there is no C compiler here: {HINT}")
     return compiler
 
@@ -72,7 +74,8 @@ def require_compiler() -> Compiler:
 def kernel_digest(compiler: Compiler) -> str:
     """Return the digest of all that decides the kernel's code on this machine but the model's heads."""
     digest = hashlib.sha256()
-    for part in (*FLAGS, compiler.version, platform.machine(), _processor()):
+    name, features = _processor()
+    for part in (*FLAGS, compiler.version, name, *sorted(features)):
         digest.update(part.encode() + b"\0")
     for name in SOURCES:
         digest.update(_source(name).read_bytes() + b"\0")
@@ -135,11 +138,11 @@ def _source(name: str) -> Path:
 
 
 @cache
-def _processor() -> str:
-    """The processor's model and features, which -march=native compiles for."""
+def _processor() -> tuple[str, frozenset[str]]:
+    """The processor's model and features, which -march=native compiles for; no features where Linux does not tell them."""
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return platform.processor()
-    first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(line for line in first if line.startswith(wanted))
+    if platform.machine() != "x86_64" or not cpuinfo.exists():
+        return "", frozenset()
+    first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return fields.get("model name", ""), frozenset(fields.get("flags", "").split())

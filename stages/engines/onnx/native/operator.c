@@ -58,7 +58,7 @@ static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context
 /* `count` numbers as floats: where they lie, or widened into `to`. */
 static const float *floats(const Layer *layer, const void *from, size_t count, float *to) {
   if (!layer->half) return from;
-  for (size_t i = 0; i < count; i += LANES) store(to + i, load_half((const uint16_t *)from + i));
+  for (size_t i = 0; i < count; i += LANES) store(to + i, from_half((const uint16_t *)from + i));
   return to;
 }
 
@@ -118,7 +118,7 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
       }
     }
     if (layer->half)
-      for (size_t i = 0; i < queries * HEAD_DIM; i++) ((_Float16 *)out)[i] = (_Float16)results[i];
+      for (size_t i = 0; i < queries * HEAD_DIM; i += LANES) to_half((uint16_t *)out + i, load(results + i));
   }
   free(scratch);
   return status;
