@@ -19,7 +19,7 @@ from stages.engines.onnx.backend import OnnxBackend
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
-from stages.engines.onnx.native.rewrite import refusals
+from stages.engines.onnx.native.rewrite import refusals, use_kernel
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 """Around the ends of pages, with one page or several in a window of 64 or 128 tokens, in units of 256 tokens."""
@@ -153,6 +153,44 @@ def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:
     info = AttentionCase(FP16_POLICY, Heads(2, 1, 16), (1,)).info.model_copy(update={"head_dim": 24})
     assert refusals(info, BY_NAME["fp16"]) == {0: "head_dim 24 is no multiple of 16, which the kernel takes for fp16"}
     assert "no multiple of 32" in refusals(info.model_copy(update={"head_dim": 16}), BY_NAME["int4"])[0]
+
+
+@pytest.mark.parametrize("name", ["page_table", "exact_slots", "lengths", "window_table"])
+def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str) -> None:
+    """A bundle's graph may come from anybody, and may compute the attention's inputs as it likes."""
+    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
+    case.inputs[name][-1] = 1 << 20
+    session = case.session(native=True)
+    with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
+        session.run()
+    case.inputs[name][-1] = -1
+    with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
+        session.run()
+
+
+@pytest.mark.parametrize("name", ["query", "value", "value_pool", "value_scale_pool", "key_scale", "key_exact"])
+def test_an_input_of_another_shape_than_the_policys_is_refused(name: str) -> None:
+    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
+    case.inputs[name] = np.concatenate([case.inputs[name]] * 2, axis=1)
+    graph = case.graph()
+    for value in graph.graph.input:
+        if value.name == name:
+            value.type.tensor_type.shape.dim[1].dim_value *= 2
+    case.graph = lambda: graph  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="another type or shape than the bundle's policy and model give it"):
+        case.session(native=True).run()
+
+
+def test_a_graph_that_is_not_the_policys_or_names_the_kernel_itself_is_refused() -> None:
+    case = AttentionCase(BY_NAME["fp8"], HEADS, (70,))
+    other = case.graph()
+    other.graph.node[0].input.append("query")
+    with pytest.raises(UserError, match="PagedAttention_0 is not the attention of the bundle's policy"):
+        use_kernel(other, case.info, case.policy)
+    other = case.graph()
+    other.functions[0].node[0].domain = "kvgate.native"
+    with pytest.raises(UserError, match=r"it names kvgate\.native, which no bundle does"):
+        use_kernel(other, case.info, case.policy)
 
 
 # ---- the compiler ----

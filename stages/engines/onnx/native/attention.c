@@ -39,6 +39,7 @@ typedef struct {
   const uint8_t *codes;
   const uint16_t *scales, *zeros;
   const float *static_scale, *static_zero;
+  int64_t blocks; /* pages of its pool, or exact buffers */
 } Store;
 
 typedef struct {

@@ -45,7 +45,7 @@ def find_compiler() -> Compiler | None:
     """Return the system's `cc`, else the one of the wheel `ziglang`; None without either, or for another processor."""
     if not _processor()[1] >= FEATURES:
         return None
-    commands = []
+    commands: list[tuple[str, ...]] = []
     system = shutil.which("cc")
     if system is not None:
         commands.append((system,))

@@ -20,39 +20,79 @@ static OrtStatus *integers(const OrtApi *api, const OrtKernelInfo *info, const c
   return NULL;
 }
 
-static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int index, const void **data) {
-  const OrtValue *value;
-  *data = NULL;
-  if (index < 0) return NULL;
-  TRY(ORT_INPUT(api)(context, (size_t)index, &value));
-  return ORT_TENSOR_DATA(api)(value, (void **)data);
-}
+#define REFUSE(api, text) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: " text)
 
-/* The dimensions of an input, at most four. */
-static OrtStatus *dimensions(const OrtApi *api, const OrtKernelContext *context, int index, int64_t *out) {
+/* The address of an input, NULL for number -1. It is refused unless it has this element type and these dimensions, of which -1
+ * is any and is then set to the one that it has: graphs come from bundles, and a bundle may come from anybody. */
+static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int index, int type, size_t rank, int64_t *dims,
+                         const void *address) {
   const OrtValue *value;
   OrtTensorTypeAndShapeInfo *shape;
-  size_t rank;
-  if (index < 0) return NULL;
-  TRY(ORT_INPUT(api)(context, (size_t)index, &value));
-  TRY(ORT_SHAPE(api)(value, &shape));
-  OrtStatus *status = ORT_DIMENSIONS_COUNT(api)(shape, &rank);
-  if (!status) status = ORT_DIMENSIONS(api)(shape, out, rank < 4 ? rank : 4);
-  ORT_RELEASE_SHAPE(api)(shape);
-  return status;
+  void *data = NULL;
+  if (index >= 0) {
+    int64_t found[4];
+    size_t found_rank = 0;
+    int found_type = ORT_UNDEFINED, fits;
+    TRY(ORT_INPUT(api)(context, (size_t)index, &value));
+    if (!value) REFUSE(api, "an input of the attention is missing");
+    TRY(ORT_SHAPE(api)(value, &shape));
+    OrtStatus *status = ORT_ELEMENT_TYPE(api)(shape, &found_type);
+    if (!status) status = ORT_DIMENSIONS_COUNT(api)(shape, &found_rank);
+    fits = found_type == type && found_rank == rank;
+    if (!status && fits) status = ORT_DIMENSIONS(api)(shape, found, rank);
+    ORT_RELEASE_SHAPE(api)(shape);
+    if (status) return status;
+    for (size_t i = 0; i < rank && fits; i++) {
+      if (dims[i] < 0) dims[i] = found[i];
+      fits = dims[i] == found[i];
+    }
+    if (!fits) REFUSE(api, "an input of the attention has another type or shape than the bundle's policy and model give it");
+    TRY(ORT_TENSOR_DATA(api)(value, &data));
+  }
+  memcpy((void *)address, &data, sizeof data);
+  return NULL;
 }
 
+/* Reads the inputs of one side; `blocks` is then the number of its pages or exact buffers. */
 static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context, int number, Store *store) {
+  static const int types[KINDS] = {ORT_FLOAT16, ORT_BFLOAT16, ORT_E4M3, ORT_E5M2, ORT_INT8, ORT_INT8, ORT_INT8, ORT_INT8};
   const Side *side = &layer->sides[number];
+  const OrtApi *api = layer->api;
   store->side = side;
   if (side->input < 0) return NULL;
-  int next = side->input;
-  TRY(tensor(layer->api, context, next++, (const void **)&store->codes));
-  if (side->groups) TRY(tensor(layer->api, context, next++, (const void **)&store->scales));
-  if (side->groups && side->asymmetric) TRY(tensor(layer->api, context, next++, (const void **)&store->zeros));
-  if (side->is_static) TRY(tensor(layer->api, context, next++, (const void **)&store->static_scale));
-  if (side->is_static && side->asymmetric) TRY(tensor(layer->api, context, next++, (const void **)&store->static_zero));
+  int next = side->input, type = types[side->kind], exact = number == EXACT_KEY || number == EXACT_VALUE;
+  int64_t element = side->kind == FP16 || side->kind == BF16 ? 2 : 1, tokens = exact ? layer->sink + layer->recent : PAGE;
+  int64_t codes[] = {-1, layer->kv_heads, tokens, row_bytes(side->kind) / element};
+  TRY(tensor(api, context, next++, type, 4, codes, &store->codes));
+  store->blocks = codes[0];
+  int64_t stored[] = {codes[0], layer->kv_heads, PAGE, side->groups};
+  if (side->groups) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->scales));
+  if (side->groups && side->asymmetric) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->zeros));
+  int64_t fixed[] = {1, side->scale_heads, 1, side->scale_channels};
+  if (side->is_static) TRY(tensor(api, context, next++, ORT_FLOAT, 4, fixed, &store->static_scale));
+  if (side->is_static && side->asymmetric) TRY(tensor(api, context, next++, ORT_FLOAT, 4, fixed, &store->static_zero));
   return NULL;
+}
+
+/* Whether every page that the units of a row read is in its table and in its pool, and its exact buffer in its own. */
+static int in_bounds(const Call *call, int row) {
+  if (call->lengths[row] < 0 || (call->layer->windowed && call->window_starts[row] < 0)) return 0;
+  for (int number = 0; number < REGIONS; number++) {
+    Region region = find_region(call, row, number);
+    if (region.last <= region.first) continue;
+    if (number == EXACT) {
+      int32_t slot = call->exact_slots[row];
+      if (slot < 0 || slot >= region.keys->blocks || slot >= region.values->blocks) return 0;
+      continue;
+    }
+    int64_t width = number == BEFORE ? call->pages : call->window_pages, pages = (region.last + PAGE - 1) / PAGE;
+    if (region.first < 0 || pages > width) return 0;
+    for (int64_t i = region.first / PAGE; i < pages; i++) {
+      int32_t key = region.key_table[i], value = region.value_table[i];
+      if (key < 0 || key >= region.keys->blocks || value < 0 || value >= region.values->blocks) return 0;
+    }
+  }
+  return 1;
 }
 
 /* `count` numbers as floats: where they lie, or widened into `to`. */
@@ -66,25 +106,26 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   const Layer *layer = kernel;
   const OrtApi *api = layer->api;
   Call call = {.layer = layer};
-  const void *inputs[3];
-  int64_t shape[4], table[4];
-  for (int i = 0; i < 3; i++) TRY(tensor(api, context, i, &inputs[i]));
-  TRY(dimensions(api, context, 0, shape));
-  TRY(dimensions(api, context, layer->page_table, table));
-  call.pages = table[1];
-  TRY(tensor(api, context, layer->page_table, (const void **)&call.page_table));
-  TRY(tensor(api, context, layer->lengths, (const void **)&call.lengths));
-  if (layer->windowed) {
-    TRY(dimensions(api, context, layer->window_table, table));
-    call.window_pages = table[1];
-    TRY(tensor(api, context, layer->window_base_table, (const void **)&call.window_base_table));
-    TRY(tensor(api, context, layer->window_table, (const void **)&call.window_table));
-    TRY(tensor(api, context, layer->window_starts, (const void **)&call.window_starts));
-  }
-  TRY(tensor(api, context, layer->exact_slots, (const void **)&call.exact_slots));
+  const void *query, *key, *value;
+  int type = layer->half ? ORT_FLOAT16 : ORT_FLOAT;
+  int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, 1, HEAD_DIM};
+  TRY(tensor(api, context, 0, type, 4, shape, &query));
+  int64_t new_shape[] = {shape[0], layer->kv_heads, 1, HEAD_DIM};
+  TRY(tensor(api, context, 1, type, 4, new_shape, &key));
+  TRY(tensor(api, context, 2, type, 4, new_shape, &value));
+  int64_t table[] = {shape[0], -1}, window_table[] = {shape[0], -1};
+  TRY(tensor(api, context, layer->page_table, ORT_INT32, 2, table, &call.page_table));
+  TRY(tensor(api, context, layer->lengths, ORT_INT32, 1, shape, &call.lengths));
+  TRY(tensor(api, context, layer->window_base_table, ORT_INT32, 2, window_table, &call.window_base_table));
+  TRY(tensor(api, context, layer->window_table, ORT_INT32, 2, window_table, &call.window_table));
+  TRY(tensor(api, context, layer->window_starts, ORT_INT32, 1, shape, &call.window_starts));
+  TRY(tensor(api, context, layer->exact_slots, ORT_INT32, 1, shape, &call.exact_slots));
+  call.pages = table[1], call.window_pages = window_table[1];
   for (int i = 0; i < SIDES; i++) TRY(read_store(layer, context, i, &call.stores[i]));
+  for (int row = 0; row < shape[0]; row++)
+    if (!in_bounds(&call, row)) REFUSE(api, "a table of the attention names a page outside of its pool");
 
-  const int64_t out_shape[4] = {shape[0], 1, shape[1], HEAD_DIM};
+  const int64_t out_shape[] = {shape[0], 1, shape[1], HEAD_DIM};
   OrtValue *out_value;
   void *out;
   TRY(ORT_OUTPUT(api)(context, 0, out_shape, 4, &out_value));
@@ -100,9 +141,9 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   Unit *units = (Unit *)(scratch + partials + widened);
   list_units(&call, (int)rows, units);
   call.units = units, call.partials = (Partial *)scratch;
-  call.query = floats(layer, inputs[0], queries * HEAD_DIM, space);
-  const float *key = floats(layer, inputs[1], heads * HEAD_DIM, space + queries * HEAD_DIM);
-  const float *value = floats(layer, inputs[2], heads * HEAD_DIM, space + (queries + heads) * HEAD_DIM);
+  call.query = floats(layer, query, queries * HEAD_DIM, space);
+  const float *keys = floats(layer, key, heads * HEAD_DIM, space + queries * HEAD_DIM);
+  const float *values = floats(layer, value, heads * HEAD_DIM, space + (queries + heads) * HEAD_DIM);
   float *results = layer->half ? space + (queries + 2 * heads) * HEAD_DIM : out;
 
   OrtStatus *status = count ? ORT_PARALLEL_FOR(api)(context, attend_unit, count, 0, &call) : NULL;
@@ -113,8 +154,8 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
       while (unit < count && (size_t)units[unit].row * layer->kv_heads + units[unit].head == head) unit++;
       for (int q = 0; q < GROUP; q++) {
         size_t at = (head * GROUP + q) * HEAD_DIM;
-        join(call.partials + first * GROUP + q, (int)(unit - first), call.query + at, layer->scaling, key + head * HEAD_DIM,
-             value + head * HEAD_DIM, results + at);
+        join(call.partials + first * GROUP + q, (int)(unit - first), call.query + at, layer->scaling, keys + head * HEAD_DIM,
+             values + head * HEAD_DIM, results + at);
       }
     }
     if (layer->half)

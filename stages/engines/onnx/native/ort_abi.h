@@ -26,7 +26,9 @@ typedef struct {
 } OrtApiBase;
 
 enum { ORT_FAIL = 1 };
-enum { ORT_UNDEFINED = 0, ORT_FLOAT = 1, ORT_FLOAT16 = 10 };
+enum { /* element types, numbered as in ONNX */
+  ORT_UNDEFINED = 0, ORT_FLOAT = 1, ORT_INT8 = 3, ORT_INT32 = 6, ORT_FLOAT16 = 10, ORT_BFLOAT16 = 16, ORT_E4M3 = 17, ORT_E5M2 = 19
+};
 enum { ORT_REQUIRED = 0, ORT_VARIADIC = 2 };
 
 #define ORT_SLOT(api, slot, type) ((type)(api)[slot])
@@ -35,6 +37,7 @@ enum { ORT_REQUIRED = 0, ORT_VARIADIC = 2 };
 #define ORT_ADD_TO_DOMAIN(api) ORT_SLOT(api, 27, OrtStatus *(*)(OrtCustomOpDomain *, const OrtCustomOp *))
 #define ORT_ADD_DOMAIN(api) ORT_SLOT(api, 28, OrtStatus *(*)(OrtSessionOptions *, OrtCustomOpDomain *))
 #define ORT_TENSOR_DATA(api) ORT_SLOT(api, 51, OrtStatus *(*)(const OrtValue *, void **))
+#define ORT_ELEMENT_TYPE(api) ORT_SLOT(api, 60, OrtStatus *(*)(const OrtTensorTypeAndShapeInfo *, int *))
 #define ORT_DIMENSIONS_COUNT(api) ORT_SLOT(api, 61, OrtStatus *(*)(const OrtTensorTypeAndShapeInfo *, size_t *))
 #define ORT_DIMENSIONS(api) ORT_SLOT(api, 62, OrtStatus *(*)(const OrtTensorTypeAndShapeInfo *, int64_t *, size_t))
 #define ORT_SHAPE(api) ORT_SLOT(api, 65, OrtStatus *(*)(const OrtValue *, OrtTensorTypeAndShapeInfo **))

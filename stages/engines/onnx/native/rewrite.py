@@ -48,20 +48,28 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy) -> Non
         model: The decode graph of a bundle.
         info: The bundle's model.
         policy: The bundle's policy.
+
+    Raises UserError for a graph that is not of this model and policy.
     """
     refused = refusals(info, policy)
+    if NATIVE_DOMAIN.encode() in model.SerializeToString():
+        # The kernel trusts the attributes of its operators, because no other place than this one writes any.
+        raise UserError(f"decode.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
     nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
     bodies = {body.name: body for body in model.functions}
     for layer in range(info.layers):
         if layer in refused:
             continue
         function = layer_function("PagedAttention", layer)
-        node = nodes[function]
+        spec = _spec(info, policy, layer)
+        node, body = nodes.get(function), bodies.get(function)
+        if node is None or body is None or len(node.input) != len(_inputs(spec)) or len(node.output) != 1:
+            raise UserError(f"decode.onnx: {function} is not the attention of the bundle's policy: build the engine again")
         (result,) = node.output
-        fields = attributes(_spec(info, policy, layer))
+        fields = attributes(spec)
         name = OPERATORS[info.compute_dtype]
         node.CopyFrom(helper.make_node(name, list(node.input), [result], name=node.name, domain=NATIVE_DOMAIN, **fields))
-        model.functions.remove(bodies[function])
+        model.functions.remove(body)
         dims: list[int | str] = ["B", 1, info.q_heads, info.head_dim]
         model.graph.value_info.append(helper.make_tensor_value_info(result, FLOAT_TYPES[info.compute_dtype], dims))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
@@ -90,8 +98,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
 
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes, as `create` in operator.c reads them."""
-    inputs = ["query", "key", "value", *spec.tables, *spec.cache]
-    place = {name: number for number, name in enumerate(inputs)}
+    place = {name: number for number, name in enumerate(_inputs(spec))}
     policy, shape = spec.policy, spec.shape
     exact = (KINDS.index(("fp16", True)), 0, 0, 0, 1, 1, 0)
     sides = {side: [ABSENT] * 8 for side in Side}
@@ -106,6 +113,10 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
         **{str(side): numbers for side, numbers in sides.items()},
         **{name: [*exact, place.get(name, ABSENT)] for name in ("key_exact", "value_exact")},
     }
+
+
+def _inputs(spec: AttentionSpec) -> list[str]:
+    return ["query", "key", "value", *spec.tables, *spec.cache]
 
 
 def _side(codec: SideCodec) -> tuple[int, ...]:
