@@ -5,9 +5,10 @@ because JSON has no NaN; the gates treat null as a failure.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -167,6 +168,8 @@ class EvaluationReport(_Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
+    planned_rounds: list[float] = [1.0]
+    """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
     slices: list[Slice]
     kl_slope: Slope
     noise: NoiseFloor
@@ -174,6 +177,13 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+
+    @field_validator("planned_rounds")
+    @classmethod
+    def _ascends_to_one(cls, shares: list[float]) -> list[float]:
+        if not shares or shares[0] <= 0 or shares[-1] != 1 or any(low >= high for low, high in pairwise(shares)):
+            raise ValueError(f"planned_rounds must be ascending shares above 0 that end in 1, got {shares}")
+        return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""
