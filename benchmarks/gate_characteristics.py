@@ -11,8 +11,8 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +125,7 @@ def progress(samples: int, rates: Rates, rule: Rule, workloads: int) -> list[Pro
         bad = crossed(undecided + passed, now, fail_level, for_pass=False)
         undecided, passed, before = np.where(bad, 0.0, undecided), np.where(bad, 0.0, passed), now
         passed_before = float(passed.sum())
-        good = crossed(undecided, now, pass_level, for_pass=True) & (now >= GATES.min_samples)
+        good = crossed(undecided, now, pass_level if now >= GATES.min_samples else 0.0, for_pass=True)
         passed, undecided = passed + np.where(good, undecided, 0.0), np.where(good, 0.0, undecided)
         result.append(Progress(float(passed.sum()), passed_before, float((passed + undecided).sum())))
     return result
@@ -163,7 +163,10 @@ def holm_for_pass(case: Sequence[Rates], samples: int) -> Outcome:
     return Outcome(passes, sequential(case, samples, Rule((1.0,))).fails, 1.0, 1.0)
 
 
-def table(title: str, columns: dict[str, Callable[[Sequence[Rates]], Outcome]], cases: Sequence[str]) -> None:
+Judge = Callable[[Sequence[Rates]], Outcome]
+
+
+def table(title: str, columns: dict[str, Judge], cases: Sequence[str]) -> None:
     """Print a Markdown table: for each case and rule PASS, FAIL and the mean share of the samples, in percent."""
     print(f"\n{title}\n\n| candidate | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name in cases:
@@ -172,15 +175,15 @@ def table(title: str, columns: dict[str, Callable[[Sequence[Rates]], Outcome]], 
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def main() -> None:
+def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=160, help="planned samples of a workload")
     parser.add_argument("--rounds", default="0.1,0.25,0.5,0.75,1", help="cumulative shares of the planned samples")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     samples, shares = arguments.samples, tuple(float(share) for share in arguments.rounds.split(","))
     one, planned = Rule((1.0,)), Rule(shares)
     what = f"{WORKLOADS} workloads, {samples} samples of each, margin {GATES.margin:g}: PASS / FAIL / mean samples, in %"
-    rules: dict[str, Callable[[Sequence[Rates]], Outcome]] = {
+    rules: dict[str, Judge] = {
         "one look, Holm for PASS (rules 1)": lambda case: holm_for_pass(case, samples),
         "one look": lambda case: sequential(case, samples, one),
         f"{len(shares)} looks": lambda case: sequential(case, samples, planned),
@@ -193,9 +196,13 @@ def main() -> None:
         "alpha sqrt(t)": square_root_spending,
         "Pocock type": lambda share, alpha: alpha * math.log(1 + (math.e - 1) * share),
     }
-    for_pass = {n: lambda case, f=f: sequential(case, samples, Rule(shares, for_pass=f)) for n, f in others.items()}
+
+    def judges(rules: dict[str, Rule]) -> dict[str, Judge]:
+        return {name: partial(sequential, samples=samples, rule=rule) for name, rule in rules.items()}
+
+    for_pass = judges({name: replace(planned, for_pass=function) for name, function in others.items()})
     table("What PASS spends", for_pass, ["0.5 % lost, 0.5 % gained", "one at the margin (5 % lost), the others harmless"])
-    for_fail = {n: lambda case, f=f: sequential(case, samples, Rule(shares, for_fail=f)) for n, f in others.items()}
+    for_fail = judges({name: replace(planned, for_fail=function) for name, function in others.items()})
     table("What FAIL spends", for_fail, [name for name in CASES if "lose" in name])
     broken = sequential(CASES["all lose 60 %"], samples, planned)
     print(f"\nAll lose 60 %: it ends after the first round in {100 * broken.first:.1f} % of the evaluations.")

@@ -17,6 +17,9 @@ SAMPLES_FILE = "samples.jsonl"
 STEP_FLAG_KL = 0.15
 """A decode step with a larger KL to the baseline, in nats, counts as flagged."""
 
+LEAST_STEP = 0.01
+"""The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
+
 Number = float | None
 
 
@@ -181,8 +184,9 @@ class EvaluationReport(_Record):
     @field_validator("planned_rounds")
     @classmethod
     def _ascends_to_one(cls, shares: list[float]) -> list[float]:
-        if not shares or shares[0] <= 0 or shares[-1] != 1 or any(low >= high for low, high in pairwise(shares)):
-            raise ValueError(f"planned_rounds must be ascending shares above 0 that end in 1, got {shares}")
+        steps = [high - low for low, high in pairwise([0.0, *shares])]
+        if not shares or shares[-1] != 1 or min(steps) < LEAST_STEP * (1 - 1e-9):
+            raise ValueError(f"planned_rounds must ascend to 1 in steps of {LEAST_STEP} or more, got {shares}")
         return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:

@@ -96,7 +96,7 @@ class Verdict(BaseModel):
     samples_needed: dict[str, int]
     """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
     round: int = 1
-    """The look, from 1, that was the last to decide; 0 where the samples do not reach the first."""
+    """The last look, from 1, that was taken at the samples; 0 where none was."""
     rules: int = 1
     """`RULES` of the gates that decided. Evidence from before it was recorded lacks it."""
 

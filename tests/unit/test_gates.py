@@ -86,7 +86,7 @@ def test_a_pass_asks_the_same_of_each_class_however_many_there_are() -> None:
 
 def test_holm_asks_more_of_a_fail_when_there_are_more_classes() -> None:
     def copy_status(*others: str) -> str:
-        rows = answered("copy", 100, lost=13) + [r for name in others for r in answered(name, 100)]
+        rows = answered("copy", 100, lost=11) + [r for name in others for r in answered(name, 100)]
         return next(c.status for c in verdict(rows).checks if c.where == "copy" and c.gate == "accuracy")
 
     assert copy_status() == "FAIL"

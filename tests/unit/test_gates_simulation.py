@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gate_reports import GATES, report, row
 
-from benchmarks.gate_characteristics import CASES, HARMLESS, Rates, Rule, sequential
+from benchmarks.gate_characteristics import CASES, HARMLESS, Rates, Rule, holm_for_pass, main, sequential
 from pipeline.verdict import distances
 from pipeline.verdict import statistics as st
 from pipeline.verdict.gates import decide, is_final
@@ -135,3 +135,16 @@ def test_no_rate_of_flips_at_the_margin_lets_more_than_5_percent_pass_or_fail(sa
         outcome = sequential([Rates(GATES.margin + gained, gained)], samples, Rule(PLAN))
         assert outcome.passes <= GATES.alpha
         assert outcome.fails <= GATES.alpha
+
+
+def test_holms_procedure_for_a_pass_costs_power_and_one_workload_has_none_of_it() -> None:
+    one_look = Rule((1.0,))
+    assert holm_for_pass([HARMLESS] * 4, 70).passes < sequential([HARMLESS] * 4, 70, one_look).passes
+    assert holm_for_pass([HARMLESS], 70).passes == pytest.approx(sequential([HARMLESS], 70, one_look).passes)
+
+
+def test_the_benchmark_prints_a_line_for_each_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--samples", "40", "--rounds", "0.5,1"])
+    printed = capsys.readouterr().out
+    assert "| candidate | one look, Holm for PASS (rules 1) | one look | 2 looks |" in printed
+    assert all(f"\n| {name} |" in printed for name in CASES)
