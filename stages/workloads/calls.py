@@ -62,8 +62,9 @@ def _value(node: ast.expr | None) -> Any:
     match node:
         case ast.Constant():
             value = "..." if node.value is Ellipsis else node.value
-        case ast.UnaryOp(ast.USub(), ast.Constant(number)):
-            value = operator.neg(number)
+        case ast.UnaryOp(ast.USub(), ast.Constant()):
+            negated: Any = _value(node.operand)
+            value = -negated  # TypeError where it is no number
         case ast.BinOp():
             value = _arithmetic(node)
         case ast.List(elements):

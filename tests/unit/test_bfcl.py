@@ -81,7 +81,9 @@ def test_nothing_that_a_model_writes_is_executed(template: str, tmp_path: Path) 
 
 
 def test_a_reference_takes_first_values_and_leaves_out_what_may_be_left_out() -> None:
-    possible = [{"f": {"a": [1, 2], "b": ["", "x"], "c": ["", "y"], "d": [{"k": ["v", "w"], "l": [""]}], "e": [[{"m": [3]}]]}}]
+    possible: list[dict[str, dict[str, list[Any]]]] = [
+        {"f": {"a": [1, 2], "b": ["", "x"], "c": ["", "y"], "d": [{"k": ["v", "w"], "l": [""]}], "e": [[{"m": [3]}]]}}
+    ]
     text = write_calls(possible, {"f": ["b"]})
     assert read_calls(text) == [{"f": {"a": 1, "b": "x", "d": {"k": "v"}, "e": [{"m": 3}]}}]
 
