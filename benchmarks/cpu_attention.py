@@ -100,8 +100,8 @@ def _contenders(policies: Sequence[KVPolicy], heads: Heads, context: int, thread
         case = AttentionCase(policy, heads, (context,))
         bits = (policy.key.code.bits, policy.value.code.bits)
         for kind, native in (("kernel", True), ("body", False)):
-            run = case.session(native=native, threads=threads).run
-            listed.append(Contender(policy.name, kind, case.cache_bytes, run, bits))
+            session = case.session(native=native, threads=threads)
+            listed.append(Contender(policy.name, kind, case.cache_bytes, session.run, bits))
         source = np.ones(case.cache_bytes, np.uint8)
         listed.append(Contender(policy.name, "copy", case.cache_bytes, _copy(source)))
     for peer in PEERS:

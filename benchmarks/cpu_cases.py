@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,7 @@ from stages.engines.paged.layout import FLOAT16
 from stages.engines.paged.pool import PagedPool
 
 Array = npt.NDArray[Any]
+ComputeDType = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class AttentionCase:
     policy: KVPolicy
     heads: Heads
     lengths: tuple[int, ...]
-    compute: str = "float32"
+    compute: ComputeDType = "float32"
     seed: int = 0
     inputs: dict[str, Array] = field(init=False)
     """All inputs of the graph, by name."""
@@ -98,7 +99,7 @@ class AttentionCase:
         for codec in spec.sides.values():
             inputs += _side_inputs(codec)
         for name in [name for name in spec.cache if name.endswith("_exact")]:
-            dims = ["M", heads.kv, self.policy.exact_tokens, heads.dim]
+            dims: list[int | str] = ["M", heads.kv, self.policy.exact_tokens, heads.dim]
             inputs.append(helper.make_tensor_value_info(name, onnx_type(FLOAT16), dims))
         names = ["query", "key", "value", *spec.tables, *spec.cache]
         node = helper.make_node(layer_function("PagedAttention", 0), names, ["attended"], name="attention.0", domain=DOMAIN)

@@ -34,6 +34,7 @@ ROOMS = (
     "pipeline.run",
     "pipeline.__main__",
     "stages.selftest",
+    "stages.lm_eval",
     "benchmarks",
     "examples",
 )
