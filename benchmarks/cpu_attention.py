@@ -138,17 +138,27 @@ def _same_bits(ours: Sequence[int], peers: Sequence[int]) -> bool:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the kernels' rows as a Markdown table."""
+    """Return the kernels' rows, each beside its peer, body and copy, as a Markdown table; times in microseconds."""
+    times = {(row["context"], row["kind"], row["name"]): row for row in rows}
     lines = [
-        "| context | policy | KiB | cold, us | GB/s | over peer | over body | over copy | warm, us | over peer |",
-        "|" + "---|" * 10,
+        "| tokens | policy | KiB | kernel, cold and warm | peer, cold and warm | over peer | body, warm | copy, cold and warm |",
+        "|" + "---|" * 8,
     ]
-    for row in (row for row in rows if row["kind"] == "kernel"):
+    for (context, kind, name), row in times.items():
+        if kind != "kernel":
+            continue
+        body, copy = (times[context, other, name] for other in ("body", "copy"))
+        cold, warm = (times[context, "peer", row[f"{state}_peer"]] for state in ("cold", "warm"))
         cells = (
-            f"{row['context']:,}", f"`{row['name']}`", f"{row['cache_bytes'] / 1024:,.0f}", f"{row['cold_us']:,.0f}",
-            f"{row['cold_gb_per_s']:.1f}", f"{row['cold_over_peer']:.2f} ({row['cold_peer']})", f"{row['cold_over_body']:.3f}",
-            f"{row['cold_over_copy']:.2f}", f"{row['warm_us']:,.0f}", f"{row['warm_over_peer']:.2f}",
-        )  # fmt: skip
+            f"{context:,}",
+            f"`{name}`",
+            f"{row['cache_bytes'] / 1024:,.0f}",
+            f"{row['cold_us']:,.0f}, {row['warm_us']:,.0f}",
+            f"{cold['cold_us']:,.0f}, {warm['warm_us']:,.0f} ({row['cold_peer']})",
+            f"{row['cold_over_peer']:.2f}, {row['warm_over_peer']:.2f}",
+            f"{body['warm_us']:,.0f}",
+            f"{copy['cold_us']:,.0f}, {copy['warm_us']:,.0f}",
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
