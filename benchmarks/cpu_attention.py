@@ -141,7 +141,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the kernels' rows, each beside its peer, body and copy, as a Markdown table; times in microseconds."""
     times = {(row["context"], row["kind"], row["name"]): row for row in rows}
     lines = [
-        "| tokens | policy | KiB | kernel, cold and warm | peer, cold and warm | over peer | body, warm | copy, cold and warm |",
+        "| tokens | policy | KiB | kernel, cold and warm | peer, cold and warm | over peer | body, warm | copy, both |",
         "|" + "---|" * 8,
     ]
     for (context, kind, name), row in times.items():

@@ -25,7 +25,7 @@ static OrtStatus *integers(const OrtApi *api, const OrtKernelInfo *info, const c
 /* The address of an input, NULL for number -1. It is refused unless it has this element type and these dimensions, of which -1
  * is any and is then set to the one that it has: graphs come from bundles, and a bundle may come from anybody. */
 static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int index, int type, size_t rank, int64_t *dims,
-                         const void *address) {
+                         void *address) {
   const OrtValue *value;
   OrtTensorTypeAndShapeInfo *shape;
   void *data = NULL;
@@ -49,7 +49,7 @@ static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int
     if (!fits) REFUSE(api, "an input of the attention has another type or shape than the bundle's policy and model give it");
     TRY(ORT_TENSOR_DATA(api)(value, &data));
   }
-  memcpy((void *)address, &data, sizeof data);
+  memcpy(address, &data, sizeof data);
   return NULL;
 }
 
