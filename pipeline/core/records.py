@@ -107,6 +107,22 @@ class OnePassEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingEngine(Engine, Protocol):
+    """An engine whose sequences can share what they have in common."""
+
+    max_sequences: int | None
+    """Most sequences that may live at once; None where only memory limits them."""
+
+    def fork(self, sequence: int) -> int:
+        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
+        ...
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadTimes:
     """Measured times of one load of prompts on an engine."""

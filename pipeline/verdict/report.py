@@ -155,6 +155,28 @@ class SystemMetrics(_Record):
     max_live_tokens: int
 
 
+class Compaction(_Record):
+    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+
+    tokens: int
+    """Scored tokens whose whole distribution was kept as well."""
+    kl_full: Number
+    """Mean KL over the vocabulary."""
+    kl_head: Number
+    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
+    difference: Number
+    """kl_full - kl_head."""
+
+
+class Work(_Record):
+    """Tokens of forced decode and answers, as they went through the candidate."""
+
+    prefilled_tokens: int
+    shared_tokens: int
+    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
+    decoded_tokens: int
+
+
 class EvaluationReport(_Record):
     """Everything that was measured of one engine against one baseline."""
 
@@ -174,6 +196,8 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+    compaction: Compaction | None = None
+    work: Work | None = None
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""

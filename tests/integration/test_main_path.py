@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluations import evaluate
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 
@@ -146,11 +147,11 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     from pipeline.verdict.thresholds import Gates
     from stages.engines.onnx.build import build_bundle
     from stages.engines.onnx.engine import load_engine
-    from stages.evaluate import evaluate_candidate, load_samples, open_tokenizer
+    from stages.evaluate import assign_rounds, load_samples, open_tokenizer
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
-    (baseline,) = _only(work / "artifacts" / "baseline")
+    (baseline, *_) = [path for path in _only(work / "artifacts" / "baseline") if _is_first(path)]
     candidate = next(c for c in summary(work)["candidates"] if c["policy"] == "fp8")
     engine = Path(candidate["engine"]["path"])
     policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
@@ -165,16 +166,14 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
-    evaluate_candidate(
+    evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
-        load_samples(workloads),
+        assign_rounds(load_samples(workloads), workloads.rounds)[0],
         open_tokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
-        config=workloads,
+        config=workloads.model_copy(update={"rounds": [1.0]}),
         engine_digest="corrupted",
-        baseline_digest=candidate["baseline"]["digest"],
-        progress=lambda *_: None,
     )
     gates = Gates.model_validate(_default_gates())
     verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), gates)
@@ -183,6 +182,11 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
 
 def _only(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()]
+
+
+def _is_first(baseline: Path) -> bool:
+    record = json.loads((baseline / "round.json").read_text())
+    return record["noise"] is not None
 
 
 def _default_gates() -> Any:
