@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Reports a stage's progress: (what it is doing, units done, units in all)."""
+"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
+[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
 Check = Literal["none", "exact", "json", "tool_call"]
 
@@ -133,6 +134,13 @@ class LoadTimes:
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
     """Memory of the cache at the last decode step."""
+
+
+@runtime_checkable
+class ThreadedEngine(Engine, Protocol):
+    """An engine that computes on a CPU, with as many threads as it was told."""
+
+    threads: int
 
 
 @runtime_checkable

@@ -153,6 +153,8 @@ class SystemMetrics(_Record):
     budget_gib: float
     sequence_tokens: int
     max_live_tokens: int
+    threads: int | None = None
+    """CPU threads of the engine; null for an engine that is not told how many to use."""
 
 
 class Compaction(_Record):

@@ -19,7 +19,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 TOP_K = 10
 
-REST_MASS = 1e-5
+REST_MASS = 1e-4
 """A head is made long enough for the rest to have at most this mass, where the cap allows it."""
 
 LEAST_CAP = 1024
@@ -107,8 +107,8 @@ class Distributions:
         tokens = np.flatnonzero(logits >= lowest)
         if not least <= len(tokens) <= cap:
             count = min(max(len(tokens), least), cap)
-            tokens = np.sort(np.argpartition(logits, vocab - count)[vocab - count :])
-        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
+            tokens = np.flatnonzero(logits >= np.partition(logits, vocab - count)[vocab - count])
+        tokens = tokens[np.argsort(-logits[tokens], kind="stable")][:cap]  # more of them are equal to the last
         left = self._totals[row] - np.cumsum(self._weights_BV[row, tokens], dtype=np.float64)
         enough = int(np.searchsorted(-left, -REST_MASS * self._totals[row])) + 1
         return tokens[: max(least, enough)]

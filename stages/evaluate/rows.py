@@ -137,8 +137,7 @@ def run_samples(
     for event in events:
         if noted.requested and not announced:
             announced = True
-            left = len(scorer.in_flight)
-            progress(f"finishing {left} samples in flight; Ctrl-C again stops at once", len(results), len(results) + left)
+            progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
         if isinstance(event, Step):
             scorer.score(event)
             done += len(event.samples)
@@ -148,10 +147,10 @@ def run_samples(
             if folder is not None:
                 folder.save(event.sample, result, heads)
             results[event.sample] = result
-        if not announced and done < total:
-            progress("forced decode, tokens", done, total)
-        elif not announced:
-            progress("answers, samples", len(results), len(encoded))
+        if done < total:
+            progress("forced decode [tokens]", done, total)
+        else:
+            progress("answers [samples]", len(results), len(encoded))
     if len(results) < len(encoded):
         raise KeyboardInterrupt
     return [results[i] for i in range(len(encoded))]

@@ -116,6 +116,7 @@ def test_the_noise_floor_is_far_below_the_gates(reports: dict[str, EvaluationRep
 
 def test_memory_really_allocated_is_the_policys_own_arithmetic(reports: dict[str, EvaluationReport]) -> None:
     for report in reports.values():
+        assert (report.system.threads, report.baseline_system.threads) == (1, 1)
         assert report.system.kib_per_token_allocated == report.system.kib_per_token
 
 

@@ -22,6 +22,7 @@ FEW = [
     "gates.margin=0.45",  # ten samples cannot show less under Holm
     "gates.min_samples=8",
     "calibration.samples=8",
+    "backend.threads=1",
 ]
 
 

@@ -20,6 +20,7 @@ from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
 from stages.evaluate import measure_baseline
+from stages.evaluate.distance import REST_MASS
 from stages.evaluate.scores import BaselineHeads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,5 +249,5 @@ def test_stored_heads_hold_all_of_a_small_vocabulary_where_they_must(baseline: P
         head = heads.head(position)
         assert np.exp(head.logp.astype(np.float64)).sum() + head.rest == pytest.approx(1.0, abs=1e-6)
         assert (np.diff(head.logp) <= 0).all()
-        assert head.rest <= 1e-5
+        assert head.rest <= REST_MASS
     assert {stored[f"{s.id}/full"].shape[1] for s in SAMPLES} == {VOCAB}

@@ -72,6 +72,8 @@ def test_a_head_is_as_long_as_its_distribution_is_wide() -> None:
     (sure,) = heads_of(one)
     assert len(sure.tokens) == TOP_K
     assert sure.tokens[0] == 7
+    (equal,) = heads_of(np.zeros((1, vocab), np.float32))
+    assert equal.tokens.tolist() == list(range(vocab // 8))
     # the head ends with the first token that brings the rest below the bound
     left = 1 - np.exp(peaked.logp.astype(np.float64)).cumsum()
     assert (left[:-1] > REST_MASS * 0.999).all()
