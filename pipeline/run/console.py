@@ -97,12 +97,12 @@ def progress(title: str) -> Iterator[Progress]:
             nonlocal last
             now = time.monotonic()
             if not total:
-                err.print(f"  {title}: {label}")
+                err.print(f"  {title}: {label}", soft_wrap=True)
                 return
             entered(label, done, now)
             if now - last >= LINE_SECONDS:
                 last = now
-                err.print(f"  {title}: {phase.describe(done, total, now)}")
+                err.print(f"  {title}: {phase.describe(done, total, now)}", soft_wrap=True)
 
         yield line
         return
@@ -120,7 +120,7 @@ def progress(title: str) -> Iterator[Progress]:
         def update(label: str, done: int, total: int) -> None:
             now = time.monotonic()
             if not total:
-                bar.console.print(f"  {title}: {label}")
+                bar.console.print(f"  {title}: {label}", soft_wrap=True)
                 return
             what, unit = split(label)
             if entered(label, done, now):

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,33 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
     assert result.returncode == 3
     assert "fp8 is not promoted" in result.stderr
     assert summary(work)["exit_code"] == 3
+
+
+def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
+    artifacts = swept[0] / "artifacts"
+    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
+    work.mkdir()
+    (work / "artifacts").symlink_to(artifacts)
+    arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 400
+        while not list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
+    assert summary(work)["exit_code"] == 130
+    left = list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors"))
+    assert 0 < len(left) < 94
+    assert pipeline(work, *arguments).returncode == 0
+    assert not list(artifacts.glob(".partial/*/*"))
 
 
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def stderr(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> io.StringIO:
     written = io.StringIO()
-    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=terminal, width=160, highlight=False))
+    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=terminal, width=60, highlight=False))
     return written
 
 
@@ -79,6 +79,7 @@ def test_a_message_is_shown_at_once(terminal: bool, clock: Clock, monkeypatch: p
 
 def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal=True)
+    monkeypatch.setattr(console.err, "_width", 160)
     with console.progress("round fp8") as progress:
         progress("forced decode [tokens]", 0, 8000)
         progress("forced decode [tokens]", 1200, 8000)
