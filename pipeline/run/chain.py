@@ -19,14 +19,9 @@ from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.run import console, loading
 from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
-
-
-def finished(verdict: Verdict) -> bool:
-    """Whether no further round can change what a verdict after some rounds says."""
-    return verdict.status != "INCONCLUSIVE"
 
 
 @dataclass(frozen=True)
@@ -197,7 +192,7 @@ class Chain:
         weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
         assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
         for number in range(2, len(self._rounds) + 1):
-            if finished(self._verdict(measured, engine, baseline)):
+            if self._is_decided(measured, engine, baseline):
                 break
             measured.append((self.baseline(number), self.round(policy, number)))
         inputs = {"engine": engine.digest, "baseline": baseline.digest}
@@ -223,12 +218,14 @@ class Chain:
             graph_digest=read_bundle(engine.path).get("graph_digest"),
         )
 
-    def _verdict(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> Verdict:
-        """Return what the gates say after the rounds that ran."""
+    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
+        """Whether the gates want no round after those that ran."""
+        gates = self.config.gates
         with TemporaryDirectory() as scratch:
             out = Path(scratch)
             self._join(measured, engine, baseline, out)
-            return decide(load_report(out), load_rows(out), self.config.gates)
+            report = load_report(out)
+            return is_final(decide(report, load_rows(out), gates), report, gates)
 
     def identity(self, policy: KVPolicy, report: EvaluationReport, verdict: Verdict) -> Artifact:
         """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""

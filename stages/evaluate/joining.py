@@ -13,7 +13,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, Work
 from stages.evaluate import metrics
 from stages.evaluate.distance import StepStatistics
-from stages.evaluate.rounds import assign_rounds
+from stages.evaluate.rounds import assign_rounds, planned_shares
 from stages.evaluate.rows import Answer, make_rows
 from stages.evaluate.stored import CandidateRound, arrays, read_answers, read_baseline, read_candidate, read_statistics
 from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
@@ -68,8 +68,8 @@ def join_rounds(
     after: list[Answer | None] = []
     parts: list[StepStatistics] = []
     records: list[CandidateRound] = []
-    rounds = assign_rounds(samples, config.rounds)[: len(measured)]
-    for number, (chosen, directories) in enumerate(zip(rounds, measured, strict=True), start=1):
+    rounds = assign_rounds(samples, config.rounds)
+    for number, (chosen, directories) in enumerate(zip(rounds, measured, strict=False), start=1):
         items = encode(chosen, tokenizer, config.max_scored_tokens)
         record = read_candidate(directories.candidate)
         if record.samples_digest != workloads_digest(items):
@@ -92,6 +92,7 @@ def join_rounds(
         baseline_digest=baseline_digest,
         workloads_digest=workloads_digest(encode(samples, tokenizer, config.max_scored_tokens)),
         samples=len(rows),
+        planned_rounds=planned_shares(rounds),
         slices=metrics.slices(rows, parts, config.context_bins),
         kl_slope=metrics.slope(rows),
         noise=noise,

@@ -3,8 +3,10 @@
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pipeline.core.records import Sample
+from pipeline.verdict.report import LEAST_STEP
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
@@ -18,7 +20,8 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         shares: The share of the samples that each round ends at, ascending to 1.
 
     Returns:
-        The samples of each round, in their order. Rounds that would be empty are left out.
+        The samples of each round, in their order. A round of less than LEAST_STEP of all samples, as few and long documents
+        make it, is run with the one after it, the last with the one before.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:
@@ -39,5 +42,27 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         rounds[name] = chosen
         for stratum, count in document.items():
             missing[chosen][stratum] -= count
-    divided = [[sample for sample in samples if rounds[sample.cluster] == number] for number in range(len(shares))]
-    return [round_ for round_ in divided if round_]
+    sizes = Counter(rounds[sample.cluster] for sample in samples)
+    return [[s for s in samples if rounds[s.cluster] in numbers] for numbers in _merged(sizes, len(shares), len(samples))]
+
+
+def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
+    """Return the numbers of the rounds that are run together, none of them with less than LEAST_STEP of all samples."""
+    groups: list[set[int]] = [set()]
+    for number in range(count):
+        if _size(groups[-1], sizes) >= LEAST_STEP * total:
+            groups.append(set())
+        groups[-1].add(number)
+    if len(groups) > 1 and _size(groups[-1], sizes) < LEAST_STEP * total:
+        groups[-2] |= groups.pop()
+    return groups
+
+
+def _size(numbers: set[int], sizes: Counter[int]) -> int:
+    return sum(sizes[number] for number in numbers)
+
+
+def planned_shares(rounds: Sequence[Sequence[Sample]]) -> list[float]:
+    """Return the share of all samples that each round ends at, which is what the looks of the gates go by."""
+    total = sum(map(len, rounds))
+    return [ended / total for ended in accumulate(map(len, rounds))]

@@ -18,8 +18,9 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from pipeline.run import loading
 from pipeline.run.chain import Chain
-from pipeline.verdict.report import load_report, load_rows
+from pipeline.verdict.report import LEAST_STEP, load_report, load_rows
 from stages.evaluate import MeasuredRound, assign_rounds, evaluate_round, join_rounds, measure_baseline
+from stages.evaluate.rounds import planned_shares
 
 SHARES = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -50,10 +51,19 @@ def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None
     assert all([s.id for s in chosen] == [s.id for s in questions if s in chosen] for chosen in rounds)
 
 
-def test_a_round_that_would_be_empty_is_left_out() -> None:
+def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
     rounds = assign_rounds(SAMPLES[:3], SHARES)
     assert [len(chosen) for chosen in rounds] == [1, 1, 1]
+    assert planned_shares(rounds) == [1 / 3, 2 / 3, 1]
     assert assign_rounds(SAMPLES, [1.0]) == [SAMPLES]
+    many = samples(400)
+    one_document = [replace(s, document="all") if i < 795 else s for i, s in enumerate(many)]
+    for shares in (SHARES, [0.5, 1.0], [0.001, 0.002, 1.0], [0.5, 0.999, 1.0]):
+        for questions in (many, one_document):
+            divided = assign_rounds(questions, shares)
+            assert min(map(len, divided)) >= LEAST_STEP * len(questions)
+            assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
+            assert planned_shares(divided)[-1] == 1
 
 
 @pytest.mark.parametrize("bad", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [1.0, 0.5]])
@@ -90,6 +100,7 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
         assert load_report(out).workloads_digest == load_report(tmp_path / "joined1").workloads_digest
     joined = load_report(out)
     assert joined.slices == whole.slices
+    assert joined.planned_rounds == planned_shares(rounds)
     assert joined.work == whole.work
     rows = load_rows(out)
     assert [(row.id, row.round) for row in rows] == [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
