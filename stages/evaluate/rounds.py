@@ -54,7 +54,8 @@ def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
             groups.append(set())
         groups[-1].add(number)
     if len(groups) > 1 and _size(groups[-1], sizes) < LEAST_STEP * total:
-        groups[-2] |= groups.pop()
+        last = groups.pop()
+        groups[-1] |= last
     return groups
 
 
