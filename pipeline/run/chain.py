@@ -47,8 +47,9 @@ class Chain:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The directory of the user's checkpoint."""
-        return locate_checkpoint(self.config.model.path)
+        """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
+        path = locate_checkpoint(self.config.model.path)
+        return self._converted(path).path if path.is_file() else path
 
     @cached_property
     def checkpoint_digest(self) -> str:
@@ -56,6 +57,12 @@ class Chain:
         info = inspect_checkpoint(self.checkpoint)
         names = (*info.weight_files, *info.other_files)
         return files_digest({name: file_digest(self.checkpoint / name) for name in names})
+
+    def _converted(self, gguf: Path) -> Artifact:
+        """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
+        libraries = (*TORCH, "gguf", "numpy")
+        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
+        return self.make(recipe, lambda out, progress: loading.conversion().convert_gguf(gguf, out, progress=progress))
 
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""

@@ -23,6 +23,14 @@ from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 
 
+class Conversion(Protocol):
+    """`stages.gguf.convert`."""
+
+    def convert_gguf(self, gguf: Path, out: Path, *, progress: Progress) -> None:
+        """Write the Hugging Face checkpoint of a GGUF."""
+        ...
+
+
 class Calibration(Protocol):
     """`stages.quantize.calibration`."""
 
@@ -112,6 +120,11 @@ class Plots(Protocol):
     def quality_by_memory(self, candidates: Sequence[Candidate], path: Path) -> Path:
         """Plot each candidate's mean KL against its cache's bytes per token."""
         ...
+
+
+def conversion() -> Conversion:
+    """Load the module that converts GGUF files."""
+    return cast(Conversion, _load("stages.gguf.convert"))
 
 
 def calibration() -> Calibration:
