@@ -99,9 +99,9 @@ def _refuse_unread(header: Header, architecture: str) -> None:
 
 
 def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[str, Any]:
-    def value(name: str, kind: type, default: Any = None) -> Any:
+    def value(name: str, kind: Any, default: Any = None) -> Any:
         found: Any = header.metadata.get(f"{architecture}.{name}", default)
-        if type(found) is not kind or not 0 < found < LARGEST:
+        if not (type(found) is kind and 0 < found < LARGEST):
             raise header.error(f"{architecture}.{name} must be a positive {kind.__name__}, got {found!r:.40}")
         return found
 

@@ -41,6 +41,7 @@ USER_INPUTS = {
     ("calibration", "checkpoint"),
     ("calibration", "jsonl"),
     ("quantize", "checkpoint"),
+    ("exports", "checkpoint"),
     ("baseline", "jsonl"),
     ("evaluate", "jsonl"),
 }

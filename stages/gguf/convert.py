@@ -7,6 +7,7 @@ scaling, and makes another tokenizer than the model's.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,13 +117,13 @@ def read_tensor(path: Path, tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dt
     return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
 
 
-def _rotated_heads(config: Mapping[str, int], name: str) -> int | None:
+def _rotated_heads(config: Mapping[str, Any], name: str) -> int | None:
     """Return the heads of a matrix whose rows llama.cpp has in another order than transformers; None for all others."""
     if config["model_type"] != "llama":
         return None
     if name.endswith(".attn_q.weight"):
-        return config["num_attention_heads"]
-    return config["num_key_value_heads"] if name.endswith(".attn_k.weight") else None
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if name.endswith(".attn_k.weight") else None
 
 
 def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

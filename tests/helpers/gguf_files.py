@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 from gguf.quants import dequantize, quantize
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -55,7 +55,8 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
         "tie_word_embeddings": False,
         "rope_theta": 50000.0,
     }
-    options |= {"Mistral": {"sliding_window": None}, "Qwen3": {"head_dim": 32}}.get(family, {}) | changes
+    own: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": None}, "Qwen3": {"head_dim": 32}}
+    options |= own.get(family, {}) | changes
     config = getattr(transformers, f"{family}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, values in model.named_parameters():

@@ -22,7 +22,7 @@ from gguf_files import (
     write_gguf,
 )
 from jinja2.exceptions import SecurityError
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import UserError
