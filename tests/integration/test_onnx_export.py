@@ -142,5 +142,6 @@ def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
     assert stored < 0.6 * before
-    logits = [run(load_engine(bundle, threads=1), [[5, 6, 7, 8, 9], list(range(70))]) for bundle in (narrow, wide)]
-    assert np.array_equal(*logits)
+    texts = [[5, 6, 7, 8, 9], list(range(70))]
+    logits, expected = (run(load_engine(bundle, threads=1), texts) for bundle in (narrow, wide))
+    assert np.array_equal(logits, expected)
