@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Reports a stage's progress: (what it is doing, units done, units in all)."""
 
-Check = Literal["none", "exact", "json", "tool_call"]
+LineCheck = Literal["none", "exact", "json", "tool_call"]
+"""The checks that a line of the user's own file may ask for."""
+Check = Literal[LineCheck, "bfcl"]
 
 PREFILL_CHUNK = 1024
 """Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -31,13 +33,15 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How a generated answer is judged: not at all, as text, as strict JSON, or as a call of one of `tools`."""
+    """How a generated answer is judged: not at all, as text, strict JSON, a call of one of `tools`, or by BFCL's checker."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
+    expected: str = ""
+    """Check "bfcl": JSON of the category, the functions and the possible answers."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
 

@@ -37,7 +37,7 @@ def check_inputs(config: Config) -> None:
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     with required_libraries():
-        if config.workloads.file is not None or config.gates.margins:
+        if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.records import Sample
+from stages.workloads.bfcl import correct_calls
 
 
 class _NotStrictJson(ValueError):
@@ -62,11 +63,14 @@ def judge(sample: Sample, text: str) -> Judgement:
 
     Returns:
         For check "exact": correct when `text` is the reference, character by character. For "json" and "tool_call":
-        valid when `text` is strict JSON (and calls a declared tool), correct when its value is the reference's.
+        valid when `text` is strict JSON (and calls a declared tool), correct when its value is the reference's. For "bfcl":
+        correct when BFCL's checker accepts the calls.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return Judgement(valid=None, correct=text == sample.reference)
+    if sample.check == "bfcl":
+        return Judgement(valid=None, correct=correct_calls(sample, text))
     try:
         value = strict_json(text)
     except (ValueError, RecursionError):

@@ -14,10 +14,11 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.core.records import Check, Sample
+from pipeline.core.records import LineCheck, Sample
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.checks import strict_json
 from stages.workloads import generate
+from stages.workloads.bfcl import bfcl_samples
 
 
 class _Strict(BaseModel):
@@ -42,14 +43,14 @@ class _Line(_Strict):
     prompt: str | None = Field(default=None, min_length=1)
     messages: list[_Message] | None = Field(default=None, min_length=1)
     reference: str = Field(min_length=1)
-    check: Check = "exact"
+    check: LineCheck = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     tools: list[_Tool] = []
 
 
 _FIXES = {
-    "check": f"give one of {', '.join(get_args(Check))}",
+    "check": f"give one of {', '.join(get_args(LineCheck))}",
     "workload": "give a name of letters, digits, _ and -",
     "depth": "give a number from 0 to 1",
     "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
@@ -58,7 +59,7 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return every sample of an evaluation: the generated ones, then those of the user's JSONL file.
+    """Return every sample of an evaluation: the generated ones, those of BFCL, then those of the user's JSONL file.
 
     Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
 
@@ -67,10 +68,13 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+        MissingRequirement: BFCL is asked and not installed.
     """
     # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
+    if config.bfcl is not None:
+        samples += bfcl_samples(config.bfcl, config.seed)
     if config.file is not None:
         samples += read_jsonl(config.file, {sample.id for sample in samples})
     return samples

@@ -36,6 +36,7 @@ ROOMS = (
     "pipeline.run",
     "pipeline.__main__",
     "stages.selftest",
+    "stages.lm_eval",
     "benchmarks",
     "examples",
 )
