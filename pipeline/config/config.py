@@ -18,7 +18,7 @@ Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify"
 
 
 class ModelConfig(StrictModel):
-    """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
+    """The checkpoint: a local Hugging Face directory or GGUF file, or `pkg://module/...` for one inside a Python package."""
 
     path: str
 

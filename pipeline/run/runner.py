@@ -67,9 +67,9 @@ class Run:
 
 
 def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights and measure the cache's static scales."""
-    artifact = run.chain.quantized(run.config.kv)
-    console.out.print(f"quantized checkpoint: {artifact.path}", soft_wrap=True)
+    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
+    quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
+    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
 
 
 def build(run: Run) -> None:
