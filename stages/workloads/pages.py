@@ -13,16 +13,19 @@ from dataclasses import dataclass
 
 from stages.workloads import documentation
 from stages.workloads.conversation import Message
-from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, LAST_NAMES, words
+from stages.workloads.vocabulary import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES, words
 
 DIFFICULTIES = ("easy", "medium", "hard")
+RESIDENTS, MEMBERS = FIRST_NAMES[::2], FIRST_NAMES[1::2]
 PLACES = words("gate safe cabin locker garage office cellar attic kitchen tower")
 HOMES, DESTINATIONS = CITIES[::2], CITIES[1::2]
-"""Apart, so that a right answer of one kind mentions no value of another."""
+"""Apart, as are RESIDENTS and MEMBERS, so that the sentence of one fact mentions nothing of another."""
 LONGEST_PARAGRAPH = 320
 """Characters."""
 NOTE_WORDS = (7, 20)
 """Fewest and most words of a note."""
+OPENING_WORDS = 4
+"""Words of a note that the question for it names; no two notes begin with the same."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
 """A sentence without code and brackets."""
 
@@ -45,7 +48,7 @@ class Size:
 SIZES = {
     "easy": Size(alike=2, notes=2, paragraphs=0, told=1, between=0),
     "medium": Size(alike=3, notes=3, paragraphs=0, told=1, between=1),
-    "hard": Size(alike=5, notes=4, paragraphs=2, told=2, between=2),
+    "hard": Size(alike=5, notes=4, paragraphs=1, told=2, between=2),
 }
 
 
@@ -67,13 +70,13 @@ def _numbers(low: int, high: int) -> Callable[[random.Random, int], list[str]]:
 
 
 def _full_names(rng: random.Random, count: int) -> list[str]:
-    return [f"{a} {b}" for a, b in zip(rng.sample(FIRST_NAMES, count), rng.sample(LAST_NAMES, count), strict=True)]
+    return [f"{a} {b}" for a, b in zip(rng.sample(MEMBERS, count), rng.sample(LAST_NAMES, count), strict=True)]
 
 
 KINDS = {
     "code": _Kind("The code for the {} is {}.", "What is the code for the {}?", _from(PLACES), _numbers(1000, 10_000)),
     "price": _Kind("The {} costs {} euros.", "How much does the {} cost?", _from(ITEMS), _numbers(100, 1000)),
-    "home": _Kind("{} lives in {}.", "Where does {} live?", _from(FIRST_NAMES), _from(HOMES)),
+    "home": _Kind("{} lives in {}.", "Where does {} live?", _from(RESIDENTS), _from(HOMES)),
     "phone": _Kind(
         "The phone number of {} is {}.", "What is the phone number of {}?", _full_names, _numbers(100_000, 1_000_000)
     ),
@@ -110,24 +113,23 @@ class Page:
     text: str
     facts: list[Fact]
     """In the order of the page."""
-    notes: dict[str, str]
-    """Day -> sentence."""
+    notes: list[str]
     told: list[Fact]
     """What does not stand on the page, but the user tells it."""
     size: Size
-    worked: tuple[Fact, Fact]
-    """The worked questions ask for these. No other question about the page asks for facts of these kinds."""
+    worked: Fact
+    """The first worked question asks for it. No other question about the page asks for a fact of its kind."""
 
     @property
     def messages(self) -> list[Message]:
-        """The page and two worked questions about it: what all conversations about it begin with."""
-        first, second = self.worked
-        opening: Message = ("user", f"{self.text}\n\n{first.question}")
-        return [opening, ("assistant", first.sentence), *_asked(second)]
+        """The page and two worked questions, for a fact and for the first note: what all conversations begin with."""
+        opening: Message = ("user", f"{self.text}\n\n{self.worked.question}")
+        return [opening, ("assistant", self.worked.sentence), *_completed(self.notes[0])]
 
-    def unasked(self, facts: Iterable[Fact]) -> list[Fact]:
-        """Return those facts whose kind no worked question asks for."""
-        return [fact for fact in facts if fact.kind not in {worked.kind for worked in self.worked}]
+    @property
+    def unasked(self) -> list[Fact]:
+        """The facts whose kind the worked question does not ask for."""
+        return [fact for fact in self.facts if fact.kind != self.worked.kind]
 
     def distractors(self, fact: Fact) -> tuple[str, ...]:
         """Return what a wrong answer mentions: the values of all other facts of its kind."""
@@ -152,20 +154,26 @@ def _asked(fact: Fact) -> list[Message]:
     return [("user", fact.question), ("assistant", fact.sentence)]
 
 
+def _completed(note: str) -> list[Message]:
+    opening = " ".join(note.split()[:OPENING_WORDS])
+    return [("user", f'Complete the sentence that begins with "{opening}".'), ("assistant", note)]
+
+
+def _found(fact: Fact) -> list[Message]:
+    return [("user", f"Which sentence mentions {fact.key}?"), ("assistant", fact.sentence)]
+
+
 def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
     keys, values = KINDS[kind].keys(rng, count), KINDS[kind].values(rng, count)
     return [Fact(kind, key, value) for key, value in zip(keys, values, strict=True)]
 
 
 def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
-    """Return the different sentences that read like a note."""
+    """Return the sentences that read like a note, of those that begin alike only one."""
     sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) +", paragraph))
     plain = (sentence for sentence in sentences if PLAIN.fullmatch(sentence))
-    return list(dict.fromkeys(s for s in plain if NOTE_WORDS[0] <= len(s.split()) <= NOTE_WORDS[1]))
-
-
-def _note(day: str, sentence: str) -> str:
-    return f'The note for {day} says: "{sentence}"'
+    right = (sentence for sentence in plain if NOTE_WORDS[0] <= len(sentence.split()) <= NOTE_WORDS[1])
+    return list({tuple(sentence.split()[:OPENING_WORDS]): sentence for sentence in right}.values())
 
 
 def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -> Page:
@@ -179,8 +187,7 @@ def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told) for kind in KINDS}
     facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
-    first, second, *other_kinds = rng.sample(list(KINDS), len(KINDS))
-    worked = (by_kind[first][0], by_kind[second][0])
+    worked_kind, *other_kinds = rng.sample(list(KINDS), len(KINDS))
     told = [fact for kind in other_kinds for fact in by_kind[kind][size.alike :]]
     rng.shuffle(facts)
     rng.shuffle(told)
@@ -189,15 +196,14 @@ def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -
         [paragraph for paragraph in paragraphs if len(paragraph) <= LONGEST_PARAGRAPH], rng.randint(0, size.paragraphs)
     )
     sentences = [sentence for sentence in _plain_sentences(paragraphs) if not any(sentence in text for text in chosen)]
-    days = [DAYS[i] for i in sorted(rng.sample(range(len(DAYS)), size.notes))]
-    notes = dict(zip(days, rng.sample(sentences, size.notes), strict=True))
-    blocks = ("\n".join(_note(day, note) for day, note in notes.items()), "\n".join(fact.sentence for fact in facts))
-    return Page("\n\n".join([*chosen, *blocks]), facts, notes, told, size, worked)
+    notes = rng.sample(sentences, size.notes)
+    text = "\n\n".join([*chosen, "\n".join(notes), "\n".join(fact.sentence for fact in facts)])
+    return Page(text, facts, notes, told, size, worked=by_kind[worked_kind][0])
 
 
 def lookup(page: Page, rng: random.Random, third: int) -> Question:
     """Ask for one fact of the page, from its first, second or last third of facts: `third` is 0, 1 or 2."""
-    facts = page.unasked(page.facts)
+    facts = page.unasked
     fact = rng.choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
     depth = page.text.index(fact.sentence) / len(page.text)
     messages: list[Message] = [*page.messages, ("user", fact.question)]
@@ -205,26 +211,17 @@ def lookup(page: Page, rng: random.Random, third: int) -> Question:
 
 
 def extraction(page: Page, rng: random.Random, _third: int) -> Question:
-    """Ask for two facts of different kinds at once, after a worked question of that form."""
-    asked = page.unasked(page.facts)
-    first = rng.choice(asked)
-    second = rng.choice([fact for fact in asked if fact.kind != first.kind])
-
-    def question(one: Fact, other: Fact) -> str:
-        return f"{one.question} {other.question}"
-
-    messages = [*page.messages, ("user", question(*page.worked))]
-    messages += [("assistant", " ".join(fact.sentence for fact in page.worked)), ("user", question(first, second))]
-    distractors = page.distractors(first) + page.distractors(second)
-    return Question(messages, f"{first.sentence} {second.sentence}", (first.value, second.value), distractors)
+    """Ask for the sentence that mentions something, after a worked question of that form."""
+    fact = rng.choice(page.unasked)
+    messages = [*page.messages, *_found(page.worked), _found(fact)[0]]
+    return Question(messages, fact.sentence, (fact.value,), page.distractors(fact))
 
 
 def quotation(page: Page, rng: random.Random, _third: int) -> Question:
-    """Ask for one of the notes."""
-    day = rng.choice(list(page.notes))
-    messages: list[Message] = [*page.messages, ("user", f"What does the note for {day} say?")]
-    others = tuple(note for other, note in page.notes.items() if other != day)
-    return Question(messages, _note(day, page.notes[day]), (page.notes[day],), others)
+    """Ask for the rest of a note."""
+    note = rng.choice(page.notes[1:])
+    others = tuple(other for other in page.notes if other != note)
+    return Question([*page.messages, _completed(note)[0]], note, (note,), others)
 
 
 def recall(page: Page, rng: random.Random, _third: int) -> Question:
@@ -232,7 +229,7 @@ def recall(page: Page, rng: random.Random, _third: int) -> Question:
     statements = " ".join(fact.sentence for fact in page.told)
     messages: list[Message] = [*page.messages, ("user", f"Please remember: {statements}"), ("assistant", "I will remember it.")]
     fact = rng.choice(page.told)
-    others = [other for other in page.unasked(page.facts) if other.kind != fact.kind]
+    others = [other for other in page.unasked if other.kind != fact.kind]
     for between in rng.sample(others, page.size.between):
         messages += _asked(between)
     messages.append(("user", fact.question))

