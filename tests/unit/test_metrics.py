@@ -188,8 +188,7 @@ def test_words_are_told_apart_by_spaces_and_punctuation_but_numbers_stay_whole(t
 
 
 def mention(reference: str, *distractors: str, mentions: tuple[str, ...] = ()) -> Sample:
-    named = {"mentions": mentions, "distractors": distractors}
-    return Sample(id="s", workload="w", reference=reference, prompt="p", check="mention", **named)
+    return Sample("s", "w", reference, prompt="p", check="mention", mentions=mentions, distractors=distractors)
 
 
 @pytest.mark.parametrize("text", ["4711", "The code is 4711.", "code: **4711**\n", "It is 4711, not 4712"])
