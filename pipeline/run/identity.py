@@ -252,7 +252,9 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     bound["gpus"] = "; ".join(gpus) or "none"
     bound |= {"engine": engine.digest, "baseline": identity.link("baseline").digest}
     bound["report"] = files_digest({name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)})
-    return bound | {"gates": json_digest(identity.gates.model_dump(mode="json")), "verdict": identity.verdict.status}
+    # A key that the evidence of an older kvgate does not have is no part of its digest.
+    gates = identity.gates.model_dump(mode="json", exclude_unset=True)
+    return bound | {"gates": json_digest(gates), "verdict": identity.verdict.status}
 
 
 def _libraries(chain: Sequence[Link]) -> dict[str, list[str]]:

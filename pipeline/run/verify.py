@@ -239,12 +239,21 @@ def _requested_workloads(evidence: Evidence) -> WorkloadsConfig:
 
 
 def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
-    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check."""
+    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check.
+
+    What other rules decided is not compared, because the same rows may give another verdict by these: the rules are missing.
+    """
     recorded = evidence.identity.verdict
     try:
         verdict = decide(report, evidence.rows, evidence.identity.gates)
     except UserError as error:
         return Finding(VERDICT_CHECK, "differs", str(error))
+    if verdict.rules != recorded.rules:
+        detail = (
+            f"{recorded.status} by rules {recorded.rules} of the gates, this kvgate has rules {verdict.rules}: verify it with "
+            f"the kvgate that wrote it ({evidence.identity.kvgate}), or evaluate again"
+        )
+        return Finding(VERDICT_CHECK, "missing", detail)
     if verdict.status != recorded.status:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
@@ -259,6 +268,8 @@ def _differing_check(recorded: Verdict, verdict: Verdict) -> str | None:
     """Describe the first difference between two verdicts of the same status; None when they are the same."""
     if len(recorded.checks) != len(verdict.checks) or recorded.samples_needed != verdict.samples_needed:
         return f"{len(recorded.checks)} recorded, {len(verdict.checks)} made"
+    if recorded.round != verdict.round:
+        return f"recorded round {recorded.round}, found {verdict.round}"
     for one, other in zip(recorded.checks, verdict.checks, strict=True):
         exact = (one.gate, one.where, one.status, one.threshold) == (other.gate, other.where, other.status, other.threshold)
         if not exact or not (_is_near(one.value, other.value) and _is_near(one.bound, other.bound)):

@@ -5,9 +5,10 @@ because JSON has no NaN; the gates treat null as a failure.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -15,6 +16,9 @@ SAMPLES_FILE = "samples.jsonl"
 
 STEP_FLAG_KL = 0.15
 """A decode step with a larger KL to the baseline, in nats, counts as flagged."""
+
+LEAST_STEP = 0.01
+"""The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
 
 Number = float | None
 
@@ -169,6 +173,8 @@ class EvaluationReport(_Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
+    planned_rounds: list[float] = [1.0]
+    """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
     slices: list[Slice]
     kl_slope: Slope
     noise: NoiseFloor
@@ -176,6 +182,14 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+
+    @field_validator("planned_rounds")
+    @classmethod
+    def _ascends_to_one(cls, shares: list[float]) -> list[float]:
+        steps = [high - low for low, high in pairwise([0.0, *shares])]
+        if not shares or shares[-1] != 1 or min(steps) < LEAST_STEP * (1 - 1e-9):
+            raise ValueError(f"planned_rounds must ascend to 1 in steps of {LEAST_STEP} or more, got {shares}")
+        return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""

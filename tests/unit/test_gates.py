@@ -76,11 +76,21 @@ def test_one_failing_class_fails_under_holm_and_is_named_with_its_numbers() -> N
     assert statuses == {"retrieval": "FAIL", "tool_call": "PASS", "copy": "PASS", "multi_turn": "PASS"}
 
 
-def test_holm_asks_more_of_each_class_when_there_are_more_classes() -> None:
-    alone = answered("retrieval", 70)
+def test_a_pass_asks_the_same_of_each_class_however_many_there_are() -> None:
+    alone = answered("retrieval", 60)
     assert verdict(alone).status == "PASS"
-    four = [r for name in CLASSES for r in answered(name, 70)]
-    assert verdict(four).status == "INCONCLUSIVE"
+    four = [r for name in CLASSES for r in answered(name, 60)]
+    assert verdict(four).status == "PASS"
+    assert verdict([r for r in four if r.workload != "copy"] + answered("copy", 58)).status == "INCONCLUSIVE"
+
+
+def test_holm_asks_more_of_a_fail_when_there_are_more_classes() -> None:
+    def copy_status(*others: str) -> str:
+        rows = answered("copy", 100, lost=11) + [r for name in others for r in answered(name, 100)]
+        return next(c.status for c in verdict(rows).checks if c.where == "copy" and c.gate == "accuracy")
+
+    assert copy_status() == "FAIL"
+    assert copy_status("retrieval", "tool_call", "multi_turn") == "INCONCLUSIVE"
 
 
 def test_a_tighter_margin_of_one_workload_needs_more_samples_there() -> None:

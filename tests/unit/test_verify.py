@@ -162,6 +162,27 @@ def test_gates_that_were_relaxed_afterwards_do_not_give_the_same_checks(copy: Pa
     assert wrong(copy) == {"verdict, decided again": "differs"}
 
 
+def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path) -> None:
+    """As an identity was written before there were rounds: without gates.max_rounds, and without the rules' version."""
+
+    def age(identity: Any) -> None:
+        del identity["gates"]["max_rounds"], identity["verdict"]["rules"], identity["verdict"]["round"]
+        identity["binds"]["gates"] = json_digest(identity["gates"])
+
+    edit(copy / IDENTITY_FILE, age)
+    (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
+    assert (finding.name, finding.status) == ("verdict, decided again", "missing")
+    assert finding.detail.startswith(
+        "PASS by rules 1 of the gates, this kvgate has rules 2: verify it with the kvgate that wrote"
+    )
+    assert code(copy) == 4
+
+
+def test_a_verdict_of_another_round_is_named(copy: Path) -> None:
+    edit(copy / IDENTITY_FILE, lambda i: i["verdict"].update(round=2))
+    assert wrong(copy) == {"verdict, decided again": "differs"}
+
+
 def test_another_baseline_in_its_place_is_named(copy: Path) -> None:
     shutil.rmtree(copy / "baseline")
     shutil.copytree(copy / "engine", copy / "baseline")
