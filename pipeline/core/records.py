@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Reports a stage's progress: (what it is doing, units done, units in all)."""
 
-LineCheck = Literal["none", "exact", "json", "tool_call"]
+LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
 """The checks that a line of the user's own file may ask for."""
 Check = Literal[LineCheck, "bfcl"]
 
@@ -33,7 +33,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How a generated answer is judged: not at all, as text, strict JSON, a call of one of `tools`, or by BFCL's checker."""
+    """How an answer is judged: not at all, as text, by what it mentions, as strict JSON, as a call of one of `tools`, or by BFCL."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
@@ -42,6 +42,10 @@ class Sample:
     """Allowed tools and their argument names."""
     expected: str = ""
     """Check "bfcl": JSON of the category, the functions and the possible answers."""
+    mentions: tuple[str, ...] = ()
+    """For check "mention": what a right answer mentions, all of it; the reference where it is empty."""
+    distractors: tuple[str, ...] = ()
+    """For check "mention": what a right answer does not mention."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
 

@@ -8,8 +8,20 @@ from pydantic import Field, model_validator
 
 from pipeline.core.strict import StrictModel
 
-Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
-"""The built-in workloads, those of `stages.workloads.WORKLOADS`."""
+Workload = Literal[
+    "prose",
+    "retrieval",
+    "tool_call",
+    "copy",
+    "multi_turn",
+    "documentation",
+    "lookup",
+    "extraction",
+    "quotation",
+    "recall",
+]
+"""The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
+model can be asked."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]

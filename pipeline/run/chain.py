@@ -67,7 +67,7 @@ class Chain:
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""
         options, seed = self.config.calibration, self.config.seed
-        config: dict[str, object] = {"samples": options.samples, "jsonl": options.jsonl, "seed": seed}
+        config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
         if options.file is not None:
             inputs["jsonl"] = file_digest(options.file)
@@ -75,7 +75,13 @@ class Chain:
 
         def fill(out: Path, progress: Progress) -> None:
             loading.calibration().calibration_texts(
-                self.checkpoint, out, samples=options.samples, jsonl=options.file, seed=seed, progress=progress
+                self.checkpoint,
+                out,
+                samples=options.samples,
+                workloads=options.workloads,
+                jsonl=options.file,
+                seed=seed,
+                progress=progress,
             )
 
         return self.make(recipe, fill)

@@ -18,7 +18,7 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 
@@ -35,7 +35,15 @@ class Calibration(Protocol):
     """`stages.quantize.calibration`."""
 
     def calibration_texts(
-        self, checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        samples: int,
+        workloads: Sequence[Workload],
+        jsonl: Path | None,
+        seed: int,
+        progress: Progress,
     ) -> None:
         """Write the texts that static scales are measured on."""
         ...
