@@ -33,7 +33,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How an answer is judged: not at all, as text, by what it mentions, as strict JSON, as a call of one of `tools`, or by BFCL."""
+    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by BFCL."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
