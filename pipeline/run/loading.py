@@ -20,7 +20,7 @@ from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import SampleRow
+from pipeline.verdict.report import EvaluationReport, SampleRow
 
 
 class Conversion(Protocol):
@@ -103,6 +103,10 @@ class Evaluation(Protocol):
         """Return the digest of the samples, encoded with the bundle's tokenizer."""
         ...
 
+    def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
+        """Return the samples of each round."""
+        ...
+
     def measure_baseline(
         self,
         open_engine: Callable[[], Engine],
@@ -112,25 +116,43 @@ class Evaluation(Protocol):
         *,
         config: WorkloadsConfig,
         progress: Progress,
+        first: bool,
     ) -> None:
-        """Write what the baseline engine answers, and its distributions."""
+        """Write what the baseline engine answers to a round's samples, and its distributions."""
         ...
 
-    def evaluate_candidate(
+    def evaluate_round(
         self,
         open_engine: Callable[[], Engine],
         samples: Sequence[Sample],
         tokenizer: Any,
-        baseline: Path,
+        baseline_dir: Path,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        progress: Progress,
+        first: bool,
+    ) -> None:
+        """Write how an engine compares with the baseline on a round's samples."""
+        ...
+
+    def join_rounds(
+        self,
+        measured: Sequence[Any],
+        samples: Sequence[Sample],
+        tokenizer: Any,
         out: Path,
         *,
         config: WorkloadsConfig,
         engine_digest: str,
         baseline_digest: str,
         graph_digest: str | None,
-        progress: Progress,
-    ) -> None:
-        """Write the report on an engine against the baseline's answers."""
+    ) -> EvaluationReport:
+        """Write the report on the rounds that ran; `measured` are their `MeasuredRound`s."""
+        ...
+
+    def MeasuredRound(self, baseline: Path, candidate: Path) -> Any:
+        """Return the directories of a round that ran."""
         ...
 
 

@@ -24,7 +24,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, Identity, Role, bindings, read_bundle
+from pipeline.run.identity import IDENTITY_FILE, Identity, Role, answers_input, bindings, read_bundle, round_input
 from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -43,6 +43,7 @@ USER_INPUTS = {
     ("quantize", "checkpoint"),
     ("exports", "checkpoint"),
     ("baseline", "jsonl"),
+    ("round", "jsonl"),
     ("evaluate", "jsonl"),
 }
 """(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
@@ -53,6 +54,10 @@ INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
 }
 """Role -> its inputs, and for each the role of the artifact whose digest it must be."""
+
+
+ROUND_ROLES: dict[str, dict[str, Role]] = {"baseline": {"baseline": "baseline"}, "round": {"engine": "engine"}}
+"""Stage of a round -> its inputs, and for each the role of the artifact whose digest it must be, in every round."""
 
 
 def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
@@ -146,6 +151,26 @@ def _links(identity: Identity) -> list[Finding]:
             if link.inputs.get(name) != source.digest:
                 detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source_role} is {source.digest[:12]}"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
+    return [*findings, *_round_links(identity)]
+
+
+def _round_links(identity: Identity) -> list[Finding]:
+    """Check that every round ran the judged engine and its baseline, and compared what the evaluation says it compared."""
+    findings = []
+    evaluation = identity.link("evaluation")
+    measured = set(evaluation.inputs.values())
+    by_digest = {link.digest: link for link in identity.chain}
+    for link in identity.chain:
+        for name, role in ROUND_ROLES.get(link.parts["stage"], {}).items():
+            if link.digest in measured and link.inputs.get(name) != identity.link(role).digest:
+                findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {role}"))
+    number = 1
+    while round_input(number) in evaluation.inputs:
+        compared = by_digest.get(evaluation.inputs[round_input(number)])
+        if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):
+            detail = f"round {number} was not compared with its baseline"
+            findings.append(Finding(f"chain: {evaluation.title}", "differs", detail))
+        number += 1
     return findings
 
 

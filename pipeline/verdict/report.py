@@ -159,6 +159,30 @@ class SystemMetrics(_Record):
     budget_gib: float
     sequence_tokens: int
     max_live_tokens: int
+    threads: int | None = None
+    """CPU threads of the engine; null for an engine that is not told how many to use."""
+
+
+class Compaction(_Record):
+    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+
+    tokens: int
+    """Scored tokens whose whole distribution was kept as well."""
+    kl_full: Number
+    """Mean KL over the vocabulary."""
+    kl_head: Number
+    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
+    difference: Number
+    """kl_full - kl_head."""
+
+
+class Work(_Record):
+    """Tokens of forced decode and answers, as they went through the candidate."""
+
+    prefilled_tokens: int
+    shared_tokens: int
+    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
+    decoded_tokens: int
 
 
 class EvaluationReport(_Record):
@@ -182,6 +206,8 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+    compaction: Compaction | None = None
+    work: Work | None = None
 
     @field_validator("planned_rounds")
     @classmethod

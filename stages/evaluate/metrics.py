@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.verdict.distances import kl_slope
-from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Fidelity, SampleRow, Slice, Slope
+from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")
@@ -160,3 +160,14 @@ def slope(rows: Sequence[SampleRow]) -> Slope:
         return Slope(per_1k_tokens=None, low=None, high=None)
     low, high = np.quantile(replicates, [0.05, 0.95]).tolist()
     return Slope(per_1k_tokens=value, low=low, high=high)
+
+
+def compaction(checks: Sequence[tuple[float | None, float | None]]) -> Compaction | None:
+    """Summarize both KLs of the tokens whose whole distribution is known; None when there are none.
+
+    A KL that is missing makes the means null: it is never left out.
+    """
+    if not checks:
+        return None
+    full, head = np.array(checks, np.float64).mean(axis=0).tolist()
+    return Compaction(tokens=len(checks), kl_full=_number(full), kl_head=_number(head), difference=_number(full - head))

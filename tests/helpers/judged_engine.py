@@ -60,7 +60,9 @@ def judged_engine(root: Path, jsonl: Path | None = None, gguf: str | None = None
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
-    inputs = {"engine": engine.digest, "baseline": baseline.digest, "answers": answers.digest, **read}
+    compared = {"engine": engine.digest, "answers": answers.digest, **read}
+    ran = make("round", "round int8 1/1", compared, _write({"statistics.safetensors": "rows"}))
+    inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
     evaluation = make("evaluate", "evaluate int8", inputs, _write(evidence), workloads=config.workloads.model_dump())
     roles: dict[Role, str] = {
         "calibration": texts.key,

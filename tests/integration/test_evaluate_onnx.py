@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from evaluations import evaluate
 
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
@@ -14,7 +15,7 @@ from pipeline.verdict.report import EvaluationReport, load_rows
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.export import export_decoder
-from stages.evaluate import evaluate_candidate, load_samples, measure_baseline, open_tokenizer
+from stages.evaluate import load_samples, measure_baseline, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
@@ -29,7 +30,7 @@ def config() -> WorkloadsConfig:
     base = conf("workloads", "base")
     load = {**base["load"], "batch": 2, "context_tokens": 100, "new_tokens": 8}
     changes = {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
-    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1})
+    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1, "rounds": [1.0]})
 
 
 def quiet(*_: object) -> None:
@@ -65,10 +66,10 @@ class Bench:
     def evaluate(self, bundle: Path) -> tuple[EvaluationReport, Path]:
         out = self.work / f"report_{bundle.name}"
         out.mkdir()
-        report = evaluate_candidate(
+        report = evaluate(
             lambda: load_engine(bundle, threads=1),
             self.samples, self.tokenizer, self.baseline, out,
-            config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+            config=config(), progress=quiet,
         )  # fmt: skip
         return report, out
 
@@ -115,6 +116,7 @@ def test_the_noise_floor_is_far_below_the_gates(reports: dict[str, EvaluationRep
 
 def test_memory_really_allocated_is_the_policys_own_arithmetic(reports: dict[str, EvaluationReport]) -> None:
     for report in reports.values():
+        assert (report.system.threads, report.baseline_system.threads) == (1, 1)
         assert report.system.kib_per_token_allocated == report.system.kib_per_token
 
 

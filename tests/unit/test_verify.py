@@ -248,6 +248,28 @@ def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> Non
     assert name.startswith("chain: build ")
 
 
+@pytest.mark.parametrize(
+    ("stage", "name", "other", "named"),
+    [
+        ("round", "engine", "baseline", "chain: round int8 1/1"),
+        ("baseline", "baseline", "engine", "chain: baseline fp16"),
+        ("round", "answers", "baseline", "chain: evaluate int8"),
+    ],
+)
+def test_a_round_of_another_engine_or_against_another_baseline_is_named_even_when_it_is_sealed_again(
+    stage: str, name: str, other: str, named: str, copy: Path
+) -> None:
+    def exchange(identity: Any) -> None:
+        (link,) = [link for link in identity["chain"] if link["parts"]["stage"] == stage]
+        link["parts"]["inputs"][name] = member(identity, other)["digest"]
+        key = json_digest(link["parts"])
+        identity["roles"] = {role: key if old == link["key"] else old for role, old in identity["roles"].items()}
+        link["key"] = key
+
+    edit(copy / IDENTITY_FILE, exchange)
+    assert wrong(copy) == {named: "differs"}
+
+
 def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> None:
     evidence = judged_engine(tmp_path)
     edit(evidence / IDENTITY_FILE, lambda i: i["binds"].update(weights="0" * 64))
