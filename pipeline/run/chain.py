@@ -49,8 +49,9 @@ class Chain:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The directory of the user's checkpoint."""
-        return locate_checkpoint(self.config.model.path)
+        """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
+        path = locate_checkpoint(self.config.model.path)
+        return self._converted(path).path if path.is_file() else path
 
     @cached_property
     def checkpoint_digest(self) -> str:
@@ -59,10 +60,16 @@ class Chain:
         names = (*info.weight_files, *info.other_files)
         return files_digest({name: file_digest(self.checkpoint / name) for name in names})
 
+    def _converted(self, gguf: Path) -> Artifact:
+        """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
+        libraries = (*TORCH, "gguf", "numpy")
+        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
+        return self.make(recipe, lambda out, progress: loading.conversion().convert_gguf(gguf, out, progress=progress))
+
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""
         options, seed = self.config.calibration, self.config.seed
-        config: dict[str, object] = {"samples": options.samples, "jsonl": options.jsonl, "seed": seed}
+        config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
         if options.file is not None:
             inputs["jsonl"] = file_digest(options.file)
@@ -70,37 +77,60 @@ class Chain:
 
         def fill(out: Path, progress: Progress) -> None:
             loading.calibration().calibration_texts(
-                self.checkpoint, out, samples=options.samples, jsonl=options.file, seed=seed, progress=progress
+                self.checkpoint,
+                out,
+                samples=options.samples,
+                workloads=options.workloads,
+                jsonl=options.file,
+                seed=seed,
+                progress=progress,
             )
 
         return self.make(recipe, fill)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the quantized checkpoint: weights, ModelOpt's exports where they can express the policy, and static scales."""
-        texts = self.calibration()
-        weights, max_length, seed = self.config.weights.format, self.config.calibration.max_length, self.config.seed
-        config: dict[str, object] = {
-            "weights": weights,
-            "kv": policy.model_dump(),
-            "max_length": max_length,
-            "seed": seed,
-        }
-        inputs = {"checkpoint": self.checkpoint_digest, "calibration": texts.digest}
-        recipe = Recipe("quantize", ("stages.quantize.run",), config, inputs, (*TORCH, "nvidia-modelopt"))
+        """Return the quantized checkpoint: weights, and the cache's static scales."""
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
+        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt"))
 
         def fill(out: Path, progress: Progress) -> None:
-            loading.quantization().quantize(
-                self.checkpoint,
-                out,
-                weights=weights,
-                policy=policy,
-                calibration_texts=json.loads((texts.path / "texts.json").read_text(encoding="utf-8")),
-                max_length=max_length,
-                seed=seed,
-                progress=progress,
-            )
+            loading.quantization().quantize(self.checkpoint, out, **self._recipe_options(policy), progress=progress)
 
         return self.make(recipe, fill, policy)
+
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, where they can express the policy."""
+        quantized = self.quantized(policy)
+        inputs = {
+            "checkpoint": self.checkpoint_digest,
+            "calibration": self.calibration().digest,
+            "quantized": quantized.digest,
+        }
+        recipe = Recipe(
+            "exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt")
+        )
+
+        def fill(out: Path, progress: Progress) -> None:
+            options = self._recipe_options(policy)
+            loading.exporting().export(self.checkpoint, quantized.path, out, **options, progress=progress)
+
+        return self.make(recipe, fill, policy)
+
+    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
+        """Return what decides how ModelOpt quantizes, besides checkpoint and texts."""
+        max_length, seed = self.config.calibration.max_length, self.config.seed
+        return {"weights": self.config.weights.format, "kv": policy.model_dump(), "max_length": max_length, "seed": seed}
+
+    def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
+        """Return the same with the texts, as arguments of the stages."""
+        texts = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
+        return {
+            "weights": self.config.weights.format,
+            "policy": policy,
+            "calibration_texts": texts,
+            "max_length": self.config.calibration.max_length,
+            "seed": self.config.seed,
+        }
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""

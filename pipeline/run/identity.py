@@ -248,6 +248,9 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         "calibration texts": identity.link("calibration").digest,
         "samples": report.workloads_digest,
     }
+    for link in identity.chain:
+        if link.parts["stage"] == "checkpoint":
+            bound["gguf"] = link.inputs["gguf"]
     if "graph_digest" in record:
         bound["graph"] = record["graph_digest"]
     for name, digest in sorted(record.get("plugins", {}).items()):

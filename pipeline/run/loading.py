@@ -18,16 +18,32 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
+
+
+class Conversion(Protocol):
+    """`stages.gguf.convert`."""
+
+    def convert_gguf(self, gguf: Path, out: Path, *, progress: Progress) -> None:
+        """Write the Hugging Face checkpoint of a GGUF."""
+        ...
 
 
 class Calibration(Protocol):
     """`stages.quantize.calibration`."""
 
     def calibration_texts(
-        self, checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        samples: int,
+        workloads: Sequence[Workload],
+        jsonl: Path | None,
+        seed: int,
+        progress: Progress,
     ) -> None:
         """Write the texts that static scales are measured on."""
         ...
@@ -48,7 +64,27 @@ class Quantization(Protocol):
         seed: int,
         progress: Progress,
     ) -> None:
-        """Write the quantized checkpoint, its exports and the cache's static scales."""
+        """Write the quantized checkpoint and the cache's static scales."""
+        ...
+
+
+class Exporting(Protocol):
+    """`stages.quantize.export`, which imports ModelOpt."""
+
+    def export(
+        self,
+        checkpoint: Path,
+        quantized: Path,
+        out: Path,
+        *,
+        weights: WeightsFormat,
+        policy: KVPolicy,
+        calibration_texts: list[str],
+        max_length: int,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        """Write ModelOpt's exports of a quantized checkpoint."""
         ...
 
 
@@ -136,6 +172,11 @@ class Plots(Protocol):
         ...
 
 
+def conversion() -> Conversion:
+    """Load the module that converts GGUF files."""
+    return cast(Conversion, _load("stages.gguf.convert"))
+
+
 def calibration() -> Calibration:
     """Load the module that writes calibration texts."""
     return cast(Calibration, _load("stages.quantize.calibration"))
@@ -144,6 +185,11 @@ def calibration() -> Calibration:
 def quantization() -> Quantization:
     """Load the quantize stage."""
     return cast(Quantization, _load("stages.quantize.run"))
+
+
+def exporting() -> Exporting:
+    """Load the module that writes ModelOpt's exports."""
+    return cast(Exporting, _load("stages.quantize.export"))
 
 
 def evaluation() -> Evaluation:

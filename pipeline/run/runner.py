@@ -67,9 +67,9 @@ class Run:
 
 
 def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights and measure the cache's static scales."""
-    artifact = run.chain.quantized(run.config.kv)
-    console.out.print(f"quantized checkpoint: {artifact.path}", soft_wrap=True)
+    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
+    quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
+    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
 
 
 def build(run: Run) -> None:
@@ -118,6 +118,8 @@ def evaluate(run: Run) -> None:
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
+    if not run.sweeping:
+        tables.print_baseline_accuracy([candidate])
     if candidate.verdict != promotion.PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -266,6 +268,7 @@ def conclude_sweep(config: Config, sweep: str) -> int:
     if last.sweep != sweep or not last.candidates:
         return last.exit_code if last.sweep == sweep else DEFECT
     tables.print_comparison(last.candidates)
+    tables.print_baseline_accuracy(last.candidates)
     passed = any(candidate.verdict == promotion.PASS for candidate in last.candidates)
     if not passed:
         summary.finish(config.work, sweep, GATE_EXIT)

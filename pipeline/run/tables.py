@@ -22,6 +22,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
 )
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
+DIFFICULTIES = ("easy", "medium", "hard")
 REASONS_SHOWN = 4
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
@@ -53,6 +54,29 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
         )
     console.out.print()
     console.out.print(table)
+
+
+def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
+    """Print how often each FP16-KV engine was right, by workload and difficulty; nothing where no workload has difficulties.
+
+    What a baseline gets wrong a candidate cannot lose: a workload near 0 judges nothing, one near 1 only gross faults.
+    """
+    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
+    for judged in reversed(baselines.values()):
+        shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
+        graded = {name.split("/")[1] for name in shares if name.split("/")[2] in DIFFICULTIES}
+        if not graded:
+            continue
+        of = "" if len(baselines) == 1 else f" of {judged.name}"
+        table = Table(title=f"Right answers of the FP16-KV engine{of}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("workload", no_wrap=True)
+        for heading in ("samples", "all", *DIFFICULTIES):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for workload in sorted(graded):
+            parts = [workload, *(f"{workload}/{difficulty}" for difficulty in DIFFICULTIES)]
+            cells = [_cell(shares.get(f"quality/{part}/accuracy_baseline"), ".3f") for part in parts]
+            table.add_row(escape(workload), _cell(judged.metrics.get(f"quality/{workload}/accuracy_judged"), ".0f"), *cells)
+        console.out.print(table)
 
 
 def print_findings(evidence: Evidence, findings: Sequence[Finding]) -> None:

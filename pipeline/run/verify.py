@@ -37,14 +37,16 @@ SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
 
 USER_INPUTS = {
+    ("checkpoint", "gguf"),
     ("calibration", "checkpoint"),
     ("calibration", "jsonl"),
     ("quantize", "checkpoint"),
+    ("exports", "checkpoint"),
     ("baseline", "jsonl"),
     ("round", "jsonl"),
     ("evaluate", "jsonl"),
 }
-"""(stage, input) that no artifact of the chain provides: the user's files."""
+"""(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "quantized": {"calibration": "calibration"},
@@ -132,10 +134,15 @@ def _chain(identity: Identity) -> list[Finding]:
 def _links(identity: Identity) -> list[Finding]:
     """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
+    converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
-            if (link.parts["stage"], name) not in USER_INPUTS and digest not in provided:
+            if (link.parts["stage"], name) not in USER_INPUTS:
+                known = digest in provided
+            else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
+                known = name != "checkpoint" or not converted or digest in converted
+            if not known:
                 detail = f"its input {name} {digest[:12]} is nothing of this chain"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
     for role, inputs in INPUT_ROLES.items():

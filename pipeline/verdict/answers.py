@@ -93,7 +93,7 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> tuple[list[
             advice = (
                 f"; the baseline is right too rarely to lose anything (gates.min_baseline_accuracy "
                 f"{gates.min_baseline_accuracy:g}): ask what the model can do, or leave it out "
-                f"(workloads.samples.{group.name}=0)"
+                f"(workloads.samples.{group.name}=0; of BFCL, workloads.bfcl.categories)"
             )
             checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
         elif group.judged < gates.min_samples:

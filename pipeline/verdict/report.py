@@ -101,7 +101,8 @@ class Accuracy(_Record):
 
 
 class Slice(_Record):
-    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
+    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a
+    difficulty."""
 
     workload: str | None
     context: tuple[int, int | None] | None
@@ -110,6 +111,7 @@ class Slice(_Record):
     documents: int
     accuracy: Accuracy | None
     fidelity: Fidelity
+    difficulty: str | None = None
 
 
 class Slope(_Record):
@@ -217,7 +219,8 @@ class EvaluationReport(_Record):
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""
-        return next((s for s in self.slices if (s.workload, s.context, s.depth) == (workload, None, None)), None)
+        whole = (workload, None, None, None)
+        return next((s for s in self.slices if (s.workload, s.context, s.depth, s.difficulty) == whole), None)
 
     @property
     def overall(self) -> Slice:
@@ -256,7 +259,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     for part in report.slices:
         if part.context is not None:
             continue
-        where = "/".join(name for name in (part.workload, part.depth) if name)
+        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)

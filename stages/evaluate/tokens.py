@@ -15,6 +15,9 @@ from stages.checkpoints import load_tokenizer
 from stages.evaluate.samples import load_samples
 from stages.workloads.prompts import prompt_ids
 
+LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
+"""Fields of a sample that came after the first reports."""
+
 
 class Tokenizer(Protocol):
     """The part of a tokenizer that an evaluation uses."""
@@ -149,6 +152,8 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     """Return the sha256 of every sample and its tokens, in order."""
     digest = hashlib.sha256()
     for item in encoded:
-        line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
+        # A field that came later counts only where it is set, so that evidence on samples without it still replays.
+        sample = {name: value for name, value in asdict(item.sample).items() if value or name not in LATER_FIELDS}
+        line = json.dumps([sample, item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()

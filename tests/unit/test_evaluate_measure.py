@@ -41,7 +41,7 @@ def samples(per_class: int = 80) -> list[Sample]:
     find = [
         Sample(
             id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
-            reference=f'{{"k":{i}}}', depth=(i % 3) / 3,
+            reference=f'{{"k":{i}}}', depth=(i % 3) / 3, difficulty="easy" if i < 50 else "hard",
         )
         for i in range(per_class)
     ]  # fmt: skip
@@ -131,12 +131,15 @@ def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
     assert {row.judged for row in rows if row.workload == "tale"} == {False}
 
 
-def test_slices_cover_bins_and_depths_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
+def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
     report, _, _ = candidate(baseline, tmp_path)
-    sizes = {(s.workload, s.context, s.depth): s.samples for s in report.slices}
-    assert sizes[None, (0, 6), None] + sizes[None, (6, 12), None] == len(SAMPLES)
-    assert ("copy", (6, 12), None) not in sizes
-    assert [sizes["find", None, depth] for depth in ("early", "middle", "late")] == [27, 27, 26]
+    sizes = {(s.workload, s.context, s.depth, s.difficulty): s.samples for s in report.slices}
+    assert len(sizes) == len(report.slices)
+    assert sizes[None, (0, 6), None, None] + sizes[None, (6, 12), None, None] == len(SAMPLES)
+    assert ("copy", (6, 12), None, None) not in sizes
+    assert [sizes["find", None, depth, None] for depth in ("early", "middle", "late")] == [27, 27, 26]
+    assert {key[3]: size for key, size in sizes.items() if key[3] is not None} == {"easy": 50, "hard": 30}
+    assert report.flat_metrics()["quality/find/easy/accuracy_baseline"] == pytest.approx(49 / 50)
 
 
 def test_a_noisy_cache_fails_at_the_distances(baseline: Path, tmp_path: Path) -> None:

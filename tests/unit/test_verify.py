@@ -83,6 +83,21 @@ def test_what_an_identity_binds_is_named(evidence: Path) -> None:
     assert named | {"engine", "baseline", "report", "gates"} <= binds.keys()
 
 
+def test_the_checkpoint_of_a_gguf_belongs_to_the_chain(tmp_path: Path) -> None:
+    evidence = judged_engine(tmp_path, gguf="a1" * 32)
+    assert read_identity(evidence / IDENTITY_FILE).binds["gguf"] == "a1" * 32
+    assert wrong(evidence) == {}
+
+    def exchange(identity: Any) -> None:
+        link = identity["chain"][0]
+        assert link["parts"]["stage"] == "checkpoint"
+        link["files"] = {"model.safetensors": "b1" * 32}
+        link["digest"] = files_digest(link["files"])
+
+    edit(evidence / IDENTITY_FILE, exchange)
+    assert {"chain: calibration", "chain: quantize fp16", "chain: quantize int8"} <= wrong(evidence).keys()
+
+
 @pytest.mark.parametrize("name", ["weights.bin", "kv_scales.json", "bundle.json"])
 def test_an_altered_file_of_the_engine_is_named(copy: Path, name: str) -> None:
     (copy / "engine" / name).write_text("altered")
