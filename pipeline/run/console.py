@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import progress as bars
 from rich.console import Console
@@ -66,6 +67,18 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Write what the block prints on `out` into a text file as well, without colours; nothing where the block fails."""
+    out.record = True
+    try:
+        yield
+    finally:
+        text = out.export_text()  # drops what was recorded, too
+        out.record = False
+    path.write_text(text, encoding="utf-8")
 
 
 @contextmanager

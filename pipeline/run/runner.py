@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
 
+REPORT = "report.txt"
+"""In the work directory: the tables of the last sweep or promotion."""
+
 
 @dataclass
 class Run:
@@ -159,7 +162,10 @@ def promote(run: Run) -> None:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
         store.attach(best.registration.run_id, [plot])
-    tables.print_promotion(candidates, move)
+    with console.written_to(run.config.work / REPORT):
+        tables.print_occasion()
+        tables.print_promotion(candidates, move)
+        tables.print_baseline_accuracy(candidates)
     _print_mlflow(store, candidates)
 
 
@@ -267,8 +273,10 @@ def conclude_sweep(config: Config, sweep: str) -> int:
     last = summary.load(config.work)
     if last.sweep != sweep or not last.candidates:
         return last.exit_code if last.sweep == sweep else DEFECT
-    tables.print_comparison(last.candidates)
-    tables.print_baseline_accuracy(last.candidates)
+    with console.written_to(config.work / REPORT):
+        tables.print_occasion()
+        tables.print_comparison(last.candidates)
+        tables.print_baseline_accuracy(last.candidates)
     passed = any(candidate.verdict == promotion.PASS for candidate in last.candidates)
     if not passed:
         summary.finish(config.work, sweep, GATE_EXIT)

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from datetime import date
+from typing import cast
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.artifacts.hardware import hardware
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Finding, Move
 from pipeline.registry.summary import Candidate
@@ -17,7 +20,8 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
     ("mean\nKL", "quality/kl_mean", "0", ".1e"),
     ("top-10\noverlap", "quality/top10_overlap", "1", ".3f"),
-    ("retrieval\naccuracy", "quality/retrieval/accuracy_candidate", "quality/retrieval/accuracy_baseline", ".3f"),
+    ("right\nanswers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
+    ("samples\nasked", "quality/samples", "", ".0f"),
     ("decode\ntokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ".0f"),
 )
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
@@ -31,6 +35,13 @@ COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def print_occasion() -> None:
+    """Print the day and the machine, without which a table of times says nothing."""
+    machine = hardware()
+    gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
+    console.out.print(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:

@@ -263,7 +263,10 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+    yield "quality/samples", float(report.samples)
+    yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("quality/kl_slope_", report.kl_slope)
+    yield from _numbers("perf/", report.work)
     yield from _numbers("noise/", report.noise.fidelity)
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value

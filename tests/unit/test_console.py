@@ -2,6 +2,7 @@
 
 import doctest
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -91,3 +92,27 @@ def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatc
 
 def test_the_examples_of_the_module_hold() -> None:
     assert doctest.testmod(console).failed == 0
+
+
+def test_a_written_report_is_what_was_printed_without_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "out", Console(file=io.StringIO(), force_terminal=True))
+    console.out.print("before")
+    with console.written_to(tmp_path / "report.txt"):
+        console.out.print("[green]PASS[/] fp8")
+    console.out.print("after")
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "PASS fp8\n"
+
+
+def test_a_report_that_fails_half_way_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "out", Console(file=io.StringIO()))
+
+    def fail() -> None:
+        with console.written_to(tmp_path / "report.txt"):
+            console.out.print("half")
+            raise ValueError("half way")
+
+    with pytest.raises(ValueError, match="half way"):
+        fail()
+    with console.written_to(tmp_path / "report.txt"):
+        console.out.print("whole")
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "whole\n"
