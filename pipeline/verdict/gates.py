@@ -24,6 +24,7 @@ be open: that is what the spent error pays for. Rules that spend nothing, of the
 - Completeness: FAIL where a sample is missing, doubled, lacks a finite number or is of a round that was not planned.
 - Canary: FAIL unless these gates would have failed the corrupted engine. Gates that would not cannot see the cache.
 - A/A noise floor: INCONCLUSIVE where a KL threshold is not above it.
+- Compact storage of the baseline: INCONCLUSIVE where what it misses of the mean KL is over a hundredth of the threshold.
 
 Everything else is INCONCLUSIVE, with the number of samples that would decide. A value that is missing or not finite never
 passes. Accuracy is the verdict where there are answers. Distances are trip-wires: their bounds are not adjusted for their
@@ -62,6 +63,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
         seen.append(look_checks)
     checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
     checks += distances.noise_floor(report, gates)
+    checks += distances.compaction(report, gates)
     checks += distances.canary(report, gates)
     return _conclude(checks, needed, len(looks))
 

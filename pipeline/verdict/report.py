@@ -101,7 +101,8 @@ class Accuracy(_Record):
 
 
 class Slice(_Record):
-    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
+    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a
+    difficulty."""
 
     workload: str | None
     context: tuple[int, int | None] | None
@@ -110,6 +111,7 @@ class Slice(_Record):
     documents: int
     accuracy: Accuracy | None
     fidelity: Fidelity
+    difficulty: str | None = None
 
 
 class Slope(_Record):
@@ -157,6 +159,30 @@ class SystemMetrics(_Record):
     budget_gib: float
     sequence_tokens: int
     max_live_tokens: int
+    threads: int | None = None
+    """CPU threads of the engine; null for an engine that is not told how many to use."""
+
+
+class Compaction(_Record):
+    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+
+    tokens: int
+    """Scored tokens whose whole distribution was kept as well."""
+    kl_full: Number
+    """Mean KL over the vocabulary."""
+    kl_head: Number
+    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
+    difference: Number
+    """kl_full - kl_head."""
+
+
+class Work(_Record):
+    """Tokens of forced decode and answers, as they went through the candidate."""
+
+    prefilled_tokens: int
+    shared_tokens: int
+    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
+    decoded_tokens: int
 
 
 class EvaluationReport(_Record):
@@ -180,6 +206,8 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+    compaction: Compaction | None = None
+    work: Work | None = None
 
     @field_validator("planned_rounds")
     @classmethod
@@ -191,7 +219,8 @@ class EvaluationReport(_Record):
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""
-        return next((s for s in self.slices if (s.workload, s.context, s.depth) == (workload, None, None)), None)
+        whole = (workload, None, None, None)
+        return next((s for s in self.slices if (s.workload, s.context, s.depth, s.difficulty) == whole), None)
 
     @property
     def overall(self) -> Slice:
@@ -230,11 +259,14 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     for part in report.slices:
         if part.context is not None:
             continue
-        where = "/".join(name for name in (part.workload, part.depth) if name)
+        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+    yield "quality/samples", float(report.samples)
+    yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("quality/kl_slope_", report.kl_slope)
+    yield from _numbers("perf/", report.work)
     yield from _numbers("noise/", report.noise.fidelity)
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value

@@ -2,8 +2,9 @@
 
 A line of the user's file is one JSON object; keys with a question mark may be left out:
 `{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
-"check"?: "none" | "exact" | "json" | "tool_call", "document"?, "depth"?: 0 to 1,
-"tools"?: [{"name": "...", "arguments": ["..."]}]}`
+"check"?: "none" | "exact" | "mention" | "json" | "tool_call", "mentions"?: ["..."], "distractors"?: ["..."],
+"document"?, "depth"?: 0 to 1,
+"difficulty"?: "easy" | "medium" | "hard", "tools"?: [{"name": "...", "arguments": ["..."]}]}`
 """
 
 import json
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from stages.evaluate.checks import strict_json
+from stages.evaluate.checks import mentions, strict_json, words_of
 from stages.workloads import generate
 from stages.workloads.bfcl import bfcl_samples
 
@@ -46,6 +47,9 @@ class _Line(_Strict):
     check: LineCheck = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    mentions: list[str] = []
+    distractors: list[str] = []
+    difficulty: Literal["", "easy", "medium", "hard"] = ""
     tools: list[_Tool] = []
 
 
@@ -54,6 +58,9 @@ _FIXES = {
     "workload": "give a name of letters, digits, _ and -",
     "depth": "give a number from 0 to 1",
     "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
+    "difficulty": "give easy, medium or hard",
+    "mentions": 'give a list of texts: ["...", "..."]',
+    "distractors": 'give a list of texts: ["...", "..."]',
     "tools": 'give a list of {"name": "...", "arguments": ["..."]}',
 }
 
@@ -140,6 +147,9 @@ def _sample(text: str, default_id: str) -> Sample:
         document=line.document,
         depth=line.depth,
         tools=tuple((tool.name, tuple(tool.arguments)) for tool in line.tools),
+        mentions=tuple(line.mentions),
+        distractors=tuple(line.distractors),
+        difficulty=line.difficulty,
     )
 
 
@@ -164,11 +174,31 @@ def _contradictions(line: _Line) -> Iterator[str]:
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
     if line.check == "tool_call" and not line.tools:
         yield 'tools: missing for check "tool_call", list the tools that may be called'
+    if line.check == "mention":
+        yield from _unanswerable(line)
+    elif line.mentions or line.distractors:
+        key = "mentions" if line.mentions else "distractors"
+        yield f'{key}: check "{line.check}" does not read them, leave them out or use check "mention"'
     if line.check in ("json", "tool_call"):
         try:
             strict_json(line.reference)
         except (ValueError, RecursionError) as error:
             yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
+
+
+def _unanswerable(line: _Line) -> Iterator[str]:
+    """Yield why check "mention" would find the reference itself wrong."""
+    key, phrases = ("mentions", line.mentions) if line.mentions else ("reference", [line.reference])
+    for phrase in phrases:
+        if not words_of(phrase):
+            yield f'{key}: {phrase!r} has no word that an answer could mention, give one or use check "exact"'
+        elif not mentions(words_of(line.reference), words_of(phrase)):
+            yield f"mentions: {phrase!r} does not stand in the reference, which would be wrong, correct one of the two"
+    for distractor in line.distractors:
+        if not words_of(distractor):
+            yield f"distractors: {distractor!r} has no word that an answer could mention, leave it out"
+        elif mentions(words_of(line.reference), words_of(distractor)):
+            yield f"distractors: {distractor!r} stands in the reference, which would be wrong, leave it out"
 
 
 def _json_type(value: Any) -> str:

@@ -26,7 +26,8 @@ from pipeline.core.records import Engine, Sample
 from pipeline.run.identity import read_bundle
 from pipeline.run.loading import open_backend
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.decode import forced_decode
+from stages.evaluate.batches import Step
+from stages.evaluate.decode import decode
 from stages.evaluate.distance import log_softmax
 from stages.evaluate.tokens import EncodedSample
 from stages.workloads.prompts import token_ids
@@ -206,7 +207,9 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             if reference:
                 owners.append(i)
                 encoded.append(EncodedSample(_NO_SAMPLE, tuple(prompt), tuple(reference)))
-        for step in forced_decode(self.engine, encoded, self.batch_size):
+        for step in decode(self.engine, encoded, self.batch_size):
+            if not isinstance(step, Step):
+                continue
             tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
             yield [owners[i] for i in step.samples], tokens, step.logits_BV
 

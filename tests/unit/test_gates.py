@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import Canary, NoiseFloor, SampleRow
+from pipeline.verdict.report import Canary, Compaction, NoiseFloor, SampleRow
+from pipeline.verdict.thresholds import Verdict
 
 
 def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
@@ -253,6 +254,17 @@ def test_a_threshold_finer_than_the_noise_floor_decides_nothing() -> None:
     outcome = verdict(every_class(), noise=noise)
     assert outcome.status == "INCONCLUSIVE"
     assert "max_mean_kl=0.05 is finer than the baseline's own noise" in outcome.reasons[0]
+
+
+def test_storage_that_misses_a_hundredth_of_the_threshold_decides_nothing() -> None:
+    def compacted(difference: float | None) -> Verdict:
+        record = Compaction(tokens=100, kl_full=0.02, kl_head=0.02, difference=difference)
+        return verdict(every_class(), compaction=record)
+
+    assert compacted(0.0004).status == "PASS"
+    for missed in (0.0006, None):
+        assert compacted(missed).status == "INCONCLUSIVE"
+    assert "miss 0.0006 nats of the mean KL, more than 1% of max_mean_kl=0.05" in compacted(0.0006).reasons[0]
 
 
 def test_without_a_noise_floor_nothing_passes() -> None:

@@ -84,6 +84,7 @@ class OnnxEngine(PagedEngine):
         native: bool,
     ) -> None:
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
+        self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._sessions: dict[Mode, GraphSession] = {
             "prefill": GraphSession(directory / "prefill.onnx", threads),
