@@ -40,10 +40,16 @@ class GraphConfig(_BackendConfig):
     """Type of activations and weights; part of the graph's digest."""
 
 
+CpuAttention = Literal["auto", "native", "graph"]
+
+
 class OnnxRuntimeConfig(GraphConfig, _ThreadedConfig):
-    """The embedded engine: ONNX Runtime executes the graphs as they are, on any CPU."""
+    """The embedded engine: ONNX Runtime executes the graphs, on any CPU."""
 
     name: Literal["onnxruntime"]
+    attention: CpuAttention
+    """What computes a decode step's attention: the kernel that is compiled on this machine, or the graph's own operators.
+    auto is native where there is a C compiler."""
 
     @property
     def folder(self) -> str:

@@ -144,7 +144,7 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     return out
 
 
-def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: int) -> OnnxEngine:
+def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
     return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
 
 

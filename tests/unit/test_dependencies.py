@@ -43,6 +43,7 @@ INDIRECT = {
     "ruff": "a command",
     "mypy": "a command",
     "types-pyyaml": "read by mypy",
+    "ziglang": "a command: the C compiler of backend.attention=native",
 }
 """Declared and not imported -> why it is needed."""
 
