@@ -1,9 +1,9 @@
 """Pages of plain sentences, and four kinds of questions about each page, for small chat models.
 
-A model of 135M parameters finds a sentence by the words of the question and repeats it; what is known of several people in the
-same words it hardly tells apart. So facts are of several kinds with words of their own, questions have the words of the
-sentence that answers them, and two worked questions show the form of an answer. Difficulty is how much of each kind stands on
-the page. All questions about a page begin with the same messages, which an engine can prefill once.
+A model of 135M parameters repeats the sentence that begins like the question, once it has seen it done. So every fact is a
+sentence "The code of the attic is 6466.", every question has its words, and worked questions of several kinds come first: after
+fewer, the model repeats a worked answer. What it then gets wrong is which attic: difficulty is how many sentences are alike.
+All questions about a page begin with the same messages, which an engine can prefill once.
 """
 
 import random
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from stages.workloads import documentation
 from stages.workloads.conversation import Message
-from stages.workloads.vocabulary import CITIES, FIRST_NAMES, ITEMS, words
+from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, words
 
 DIFFICULTIES = ("easy", "medium", "hard")
 RESIDENTS, OWNERS, SPEAKERS = FIRST_NAMES[::3], FIRST_NAMES[1::3], FIRST_NAMES[2::3]
@@ -21,8 +21,6 @@ HOMES, DESTINATIONS = CITIES[::2], CITIES[1::2]
 """Apart, as people are, so that the sentence of one fact mentions nothing of another."""
 PLACES = words("gate safe cabin locker garage office cellar attic kitchen tower")
 VEHICLES = words("bicycle tractor scooter canoe truck sledge van tram boat ferry")
-LONGEST_PARAGRAPH = 320
-"""Characters."""
 QUOTE_WORDS = (7, 20)
 """Fewest and most words of what somebody says."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
@@ -36,8 +34,6 @@ class Size:
     alike: int
     """Facts of one kind on the page."""
     quotes: int
-    paragraphs: int
-    """At most so many paragraphs of the documentation."""
     told: int
     """Facts of one kind that the user tells after the page."""
     between: int
@@ -45,9 +41,9 @@ class Size:
 
 
 SIZES = {
-    "easy": Size(alike=2, quotes=2, paragraphs=0, told=1, between=0),
-    "medium": Size(alike=3, quotes=3, paragraphs=0, told=2, between=1),
-    "hard": Size(alike=5, quotes=4, paragraphs=1, told=3, between=2),
+    "easy": Size(alike=2, quotes=2, told=1, between=0),
+    "medium": Size(alike=3, quotes=3, told=1, between=1),
+    "hard": Size(alike=4, quotes=4, told=2, between=2),
 }
 
 Draw = Callable[[random.Random, int], list[str]]
@@ -70,23 +66,19 @@ def _numbers(low: int, high: int) -> Draw:
     return lambda rng, count: [str(number) for number in rng.sample(range(low, high), count)]
 
 
-def _times(rng: random.Random, count: int) -> list[str]:
-    return [f"{minute // 60:02d}:{minute % 60:02d}" for minute in rng.sample(range(6 * 60, 23 * 60), count)]
-
-
 KINDS = {
-    "code": _Kind("The code for the {} is {}.", "What is the code for the {}?", _from(PLACES), (_numbers(1000, 10_000),)),
-    "home": _Kind("{} lives in {}.", "Where does {} live?", _from(RESIDENTS), (_from(HOMES),)),
+    "code": _Kind("The code of the {} is {}.", "What is the code of the {}?", _from(PLACES), (_numbers(1000, 10_000),)),
+    "home": _Kind("The home of {} is {}.", "What is the home of {}?", _from(RESIDENTS), (_from(HOMES),)),
     "owner": _Kind("The owner of the {} is {}.", "Who is the owner of the {}?", _from(VEHICLES), (_from(OWNERS),)),
     "train": _Kind(
-        "The train to {} leaves at {} from platform {}.",
-        "When and from which platform does the train to {} leave?",
+        "The departure of the train to {} is {} from platform {}.",
+        "What is the departure of the train to {}?",
         _from(DESTINATIONS),
-        (_times, _numbers(10, 100)),
+        (_from(DAYS), _numbers(10, 100)),
     ),
     "ware": _Kind(
-        "The {} costs {} euros and weighs {} kilos.",
-        "How much does the {} cost and weigh?",
+        "The label of the {} is {} euros and {} kilos.",
+        "What is the label of the {}?",
         _from(ITEMS),
         (_numbers(100, 1000), _numbers(10, 100)),
     ),
@@ -124,19 +116,19 @@ class Page:
     told: list[Fact]
     """What does not stand on the page, but the user tells it."""
     size: Size
-    worked: tuple[Fact, Fact]
-    """The worked questions ask for these, of two values and of one. No other question asks for facts of these kinds."""
+    worked: list[Fact]
+    """The worked questions ask for these, a fact of each kind of SINGLE."""
 
     @property
     def messages(self) -> list[Message]:
-        """The page and two worked questions about it: what all conversations about it begin with."""
-        first, second = self.worked
+        """The page and the worked questions about it, which all conversations about it begin with."""
+        first, *others = self.worked
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
-        return [opening, ("assistant", first.sentence), *_asked(second)]
+        return [opening, ("assistant", first.sentence), *(message for fact in others for message in _asked(fact))]
 
     def unasked(self, kinds: list[str]) -> list[Fact]:
-        """Return the page's facts of those of `kinds` that no worked question asks for."""
-        return [fact for fact in self.facts if fact.kind in kinds and fact.kind not in {w.kind for w in self.worked}]
+        """Return the page's facts of these kinds that no worked question asks for."""
+        return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
 
     def distractors(self, fact: Fact) -> tuple[str, ...]:
         """Return what a wrong answer mentions: the values of all other facts of the same kind."""
@@ -180,7 +172,7 @@ def _quote(speaker: str, sentence: str) -> str:
 
 
 def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -> Page:
-    """Generate a page: paragraphs of Python's documentation, facts in random order, and people who say sentences of it.
+    """Generate a page: facts in random order, then people who say sentences of Python's documentation.
 
     Args:
         rng: Random generator of the page.
@@ -188,20 +180,16 @@ def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -
         split: Whose share of the documentation is used.
     """
     size = SIZES[difficulty]
-    by_kind = {kind: _facts(rng, kind, size.alike + size.told) for kind in KINDS}
+    by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
     facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
-    single, *others = rng.sample(SINGLE, len(SINGLE))
-    worked = (by_kind[rng.choice(DOUBLE)][0], by_kind[single][0])
-    told = [fact for kind in others for fact in by_kind[kind][size.alike :]]
-    rng.shuffle(facts)
-    rng.shuffle(told)
-    paragraphs = [paragraph for page in documentation.pages(split) for paragraph in page]
-    short = [paragraph for paragraph in paragraphs if len(paragraph) <= LONGEST_PARAGRAPH]
-    chosen = rng.sample(short, rng.randint(0, size.paragraphs))
-    sentences = [sentence for sentence in _plain_sentences(paragraphs) if not any(sentence in text for text in chosen)]
+    worked = [by_kind[kind][0] for kind in SINGLE]
+    told = [fact for known in by_kind.values() for fact in known[size.alike :]]
+    for facts_in_random_order in (facts, worked, told):
+        rng.shuffle(facts_in_random_order)
+    sentences = _plain_sentences(paragraph for page in documentation.pages(split) for paragraph in page)
     quotes = dict(zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True))
-    lines = ([fact.sentence for fact in facts], [_quote(speaker, sentence) for speaker, sentence in quotes.items()])
-    text = "\n\n".join([*chosen, *("\n".join(block) for block in lines)])
+    said = [_quote(speaker, sentence) for speaker, sentence in quotes.items()]
+    text = "\n".join([*(fact.sentence for fact in facts), "", *said])
     return Page(text, facts, quotes, told, size, worked)
 
 
