@@ -161,6 +161,8 @@ class SystemMetrics(_Record):
     max_live_tokens: int
     threads: int | None = None
     """CPU threads of the engine; null for an engine that is not told how many to use."""
+    attention: str | None = None
+    """What computes a decode step's attention, where the engine has a choice: "graph", or "native in 30 of 30 layers"."""
 
 
 class Compaction(_Record):
