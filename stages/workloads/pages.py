@@ -21,7 +21,7 @@ HOMES, DESTINATIONS = CITIES[::2], CITIES[1::2]
 """Apart, as people are, so that the sentence of one fact mentions nothing of another."""
 PLACES = words("gate safe cabin locker garage office cellar attic kitchen tower")
 VEHICLES = words("bicycle tractor scooter canoe truck sledge van tram boat ferry")
-QUOTE_WORDS = (7, 20)
+QUOTE_WORDS = (6, 14)
 """Fewest and most words of what somebody says."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
 """A sentence without code and brackets."""
@@ -219,8 +219,8 @@ def quotation(page: Page, rng: random.Random, _third: int) -> Question:
 
 def recall(page: Page, rng: random.Random, _third: int) -> Question:
     """Tell facts that do not stand on the page, ask about the page, then for one of the facts that were told."""
-    statements = " ".join(fact.sentence for fact in page.told)
-    messages = [*page.messages, ("user", f"Please remember this as well. {statements}"), ("assistant", "I will remember it.")]
+    statements = "\n".join(fact.sentence for fact in page.told)
+    messages = [*page.messages, ("user", f"Please remember this as well.\n{statements}"), ("assistant", "I will remember it.")]
     fact = rng.choice(page.told)
     others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(others, page.size.between):
