@@ -18,7 +18,7 @@ from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modu
 from benchmarks.peers_cpu.table import tables
 from benchmarks.peers_cpu.texts import CALIBRATION_TOKENS, all_tokens, starts
 from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
-from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.digest import code_digest, file_digest, json_digest, tree_files
 from pipeline.core.errors import UserError
 
 BATCH = 8
@@ -42,9 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine: the physical cores")
     parser.add_argument("--contexts", type=_numbers, default=(1024, 4096, 8064), help="tokens of the prompts")
-    parser.add_argument("--texts", type=_numbers, default=(3, 2, 1), help="texts of each context")
-    parser.add_argument("--forced", type=int, default=48, help="tokens forced after each prompt, scored and timed")
+    parser.add_argument("--texts", type=_numbers, default=(3, 1, 1), help="texts of each context")
+    parser.add_argument("--forced", type=int, default=64, help="tokens forced after each prompt, scored and timed")
     parser.add_argument("--batch-steps", type=int, default=12, help="timed steps of the batch of 8")
+    parser.add_argument(
+        "--batch-prefill", type=int, default=10_000, help="most tokens of a batch that a peer without another way prefills"
+    )
     parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="names, comma-separated")
     parser.add_argument("--sites", type=Path, default=ROOT / "work" / "peers", help="where peers are installed, a folder each")
     parser.add_argument("--work", type=Path, default=ROOT / "work" / "peers_cpu", help="models, cells and logs")
@@ -66,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not weights.is_file():
         raise UserError(f"--model={arguments.model} has no model.safetensors; give a Hugging Face checkpoint in one file")
     digest, commit = file_digest(weights), checkout()
+    code = [code_digest(f"benchmarks.peers_cpu.{module}") for module in ("driver", *(peer.module for peer in peers))]
     models = arguments.work / "models" / digest[:12]
     models.mkdir(parents=True, exist_ok=True)
     tokens = all_tokens(arguments.model)
@@ -82,23 +86,27 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         versions = {peer.name: _start(peer, workers, arguments, models, max(lengths.values())) for peer in peers}
         plan = Plan(
-            str(arguments.model), digest, commit, arguments.threads, arguments.contexts, arguments.texts, arguments.forced,
-            BATCH, arguments.batch_steps, tuple(peer.name for peer in peers), versions,
+            str(arguments.model), digest, json_digest([code, tree_files(ROOT / "conf" / "kv")]), arguments.threads, arguments.contexts, arguments.texts, arguments.forced,
+            BATCH, arguments.batch_steps, arguments.batch_prefill, tuple(peer.name for peer in peers), versions,
         )  # fmt: skip
         done = open_run(directory, plan)
         if done:
             log(f"continuing: {len(done)} cells of {directory} are done")
+
+        def save(cells: list[Cell]) -> None:
+            write_json(arguments.json, _record(cells, plan, peers, commit))
+
         for name, worker in list(workers.items()):
             log(f"{worker.peer.title}: preparing its model")
             try:
                 worker.ask("prepare")
             except PeerFailed as error:
                 raise UserError(f"{name} could not prepare its model: {error}; leave it out with --peers") from error
-        cells = Run(plan, workers, by_context, directory, log).measure(done)
+        cells = Run(plan, workers, by_context, directory, log, save).measure(done)
     finally:
         for worker in workers.values():
             worker.stop()
-    write_json(arguments.json, _record(cells, plan, peers))
+    save(cells)
     print(tables(cells, BATCH, plan.absent))
 
 
@@ -129,6 +137,7 @@ def _start(
             threads=arguments.threads,
             capacity=capacity,
             batch=BATCH,
+            batch_prefill=arguments.batch_prefill,
         )
     except PeerFailed as error:
         worker.stop()
@@ -138,10 +147,11 @@ def _start(
     return versions
 
 
-def _record(cells: list[Cell], plan: Plan, peers: Sequence[Peer]) -> dict[str, object]:
+def _record(cells: list[Cell], plan: Plan, peers: Sequence[Peer], commit: str) -> dict[str, object]:
     return results_record(
         cells,
         machine={**machine(), "threads": plan.threads},
+        commit=commit,
         plan=plan.as_json(),
         peers={
             peer.name: {

@@ -107,7 +107,7 @@ PEERS: tuple[Peer, ...] = (
     Peer(
         name="transformers",
         title="transformers' caches",
-        module="transformers_engine",
+        module="hf_engine",
         modules=("torch", "transformers", "hqq", "optimum.quanto"),
         distributions=("transformers", "torch", "optimum-quanto", "hqq"),
         install="",

@@ -18,7 +18,8 @@ class Plan:
 
     model: str
     model_digest: str
-    commit: str
+    code: str
+    """Digest of this benchmark, the engine and the policies: another engine starts anew."""
     threads: int
     contexts: tuple[int, ...]
     """Tokens of a prompt."""
@@ -29,6 +30,8 @@ class Plan:
     batch: int
     """Sequences of the batched steps."""
     batch_steps: int
+    batch_prefill: int
+    """Most tokens of a batch that a peer prefills because it cannot copy a cache."""
     peers: tuple[str, ...]
     versions: dict[str, dict[str, str] | str]
     """The versions of each peer's distributions, or why it does not take part."""

@@ -27,8 +27,15 @@ class Setting:
     """Most tokens of a sequence."""
     batch: int
     """Most sequences at once."""
+    batch_prefill: int
+    """Most tokens that a batch is prefilled with by a peer that cannot copy a prompt's cache."""
     calibration: tuple[int, ...]
     """Tokens to measure static scales over."""
+
+    def check_batch_prefill(self, tokens: int) -> None:
+        """Raise RuntimeError when a batch of `tokens` tokens would take too long to prefill."""
+        if tokens > self.batch_prefill:
+            raise RuntimeError(f"its batch must be prefilled, {tokens} tokens, and --batch-prefill is {self.batch_prefill}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,11 @@ class Contender(ABC):
 
     @abstractmethod
     def replicate(self, batch: int) -> None:
-        """Turn the sequence into `batch` sequences, whose caches lie in memory of their own."""
+        """Turn the sequence into `batch` sequences, whose caches lie in memory of their own.
+
+        Raises:
+            RuntimeError: The peer cannot copy the cache, and the batch is too long to prefill.
+        """
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Logits:

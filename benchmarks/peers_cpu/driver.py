@@ -54,8 +54,10 @@ class Run:
         starts: dict[int, list[int]],
         directory: Path,
         log: Callable[[str], None],
+        save: Callable[[list[Cell]], None],
     ) -> None:
-        self.plan, self.workers, self.starts, self.directory, self.log = plan, workers, starts, directory, log
+        self.plan, self.workers, self.starts, self.directory = plan, workers, starts, directory
+        self.log, self.save = log, save
 
     def measure(self, done: Sequence[Cell]) -> list[Cell]:
         """Measure the cells that are not done or that failed; returns all."""
@@ -76,6 +78,7 @@ class Run:
                     cells.append(self._cell(entry, context))
                     append_cell(self.directory, cells[-1])
                     self.log(f"  {one_line(cells[-1])}")
+                self.save(cells)
         return cells
 
     def _group(self, entries: list[Entry], context: int) -> None:

@@ -75,33 +75,42 @@ class GenaiContender(Contender):
         self.model = og.Model(config)
         described = json.loads((directory / "genai_config.json").read_text())["model"]
         self.shape, self.vocabulary = described["decoder"], int(described["vocab_size"])
-        self.kv, self.capacity = kv, setting.capacity
+        self.kv, self.setting = kv, setting
         self.prompt: list[int] = []
         self.generator: Any = None
 
     def _start(self, rows: Sequence[Sequence[int]]) -> Logits:
         self.generator = None
         parameters = og.GeneratorParams(self.model)
-        parameters.set_search_options(max_length=self.capacity, batch_size=len(rows))
+        # A row that reached its end would stop working, and the others with less work would be faster.
+        parameters.set_search_options(max_length=self.setting.capacity, min_length=self.setting.capacity, batch_size=len(rows))
         self.generator = og.Generator(self.model, parameters)
         return self._append(rows)
 
     def _append(self, rows: Sequence[Sequence[int]]) -> Logits:
         self.generator.append_tokens(np.array(rows, np.int32))
-        logits: Logits = np.asarray(self.generator.get_logits(), np.float32).reshape(len(rows), -1, self.vocabulary)[:, -1]
+        return self._logits(len(rows))
+
+    def _logits(self, batch: int) -> Logits:
+        logits: Logits = np.asarray(self.generator.get_logits(), np.float32).reshape(batch, -1, self.vocabulary)[:, -1]
         return logits
 
     def prefill(self, tokens: Sequence[int]) -> Logits:
         self.prompt = list(tokens)
-        return self._start([self.prompt])[0]
+        return np.asarray(self._start([self.prompt])[0])
 
     def replicate(self, batch: int) -> None:
         # Its generator does not hand out the cache: the sequences are prefilled, all in one run.
+        self.setting.check_batch_prefill(batch * len(self.prompt))
         self._start([self.prompt] * batch)
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        self.prompt.append(int(tokens[0]))
-        return self._append([[token] for token in tokens])
+        if len(tokens) == 1:
+            self.prompt.append(int(tokens[0]))
+            return self._append([tokens])
+        # It takes tokens of a batch only as prompts: a batch goes on with its own greedy tokens, which takes the same time.
+        self.generator.generate_next_token()
+        return self._logits(len(tokens))
 
     def cache_bytes(self) -> CacheBytes:
         bits = {"float32": 32, "int8_per_channel": 8, "int4_per_channel": 4}[self.kv]

@@ -67,7 +67,7 @@ def open_contender(kv: str, setting: Setting) -> Contender:
     config = json.loads((setting.checkpoint / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     vectors = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
-    return OpenvinoContender(_compiled(kv, setting), kv, vectors * _vector_bytes(kv, head_dim))
+    return OpenvinoContender(_compiled(kv, setting), kv, setting, vectors * _vector_bytes(kv, head_dim))
 
 
 def _vector_bytes(kv: str, head_dim: int) -> float:
@@ -78,8 +78,8 @@ def _vector_bytes(kv: str, head_dim: int) -> float:
 class OpenvinoContender(Contender):
     """An infer request of the compiled model."""
 
-    def __init__(self, compiled: Any, kv: str, bytes_per_token: float) -> None:
-        self.compiled, self.kv, self.bytes_per_token = compiled, kv, bytes_per_token
+    def __init__(self, compiled: Any, kv: str, setting: Setting, bytes_per_token: float) -> None:
+        self.compiled, self.kv, self.setting, self.bytes_per_token = compiled, kv, setting, bytes_per_token
         self.request: Any = None
         self.length = 0
         self.tokens: list[int] = []
@@ -113,6 +113,7 @@ class OpenvinoContender(Contender):
     def replicate(self, batch: int) -> None:
         if self.kv == "u4":
             # Release 2026.4.1 copies u4 rows wrongly when the batch grows, so that they are prefilled.
+            self.setting.check_batch_prefill(batch * len(self.tokens))
             self.start()
             self.feed(np.array([self.tokens] * batch, np.int64))
             return

@@ -20,7 +20,7 @@ from benchmarks.peers_cpu.table import standings, tables
 from benchmarks.peers_cpu.texts import CALIBRATION_TOKENS, starts
 from pipeline.core.errors import UserError
 
-PLAN = Plan("model", "digest", "commit", 2, (64,), (2,), 20, 8, 4, ("kvgate",), {"kvgate": {"onnxruntime": "1.31"}})
+PLAN = Plan("model", "digest", "commit", 2, (64,), (2,), 20, 8, 4, 100, ("kvgate",), {"kvgate": {"onnxruntime": "1.31"}})
 
 
 def a_peer(name: str = "kvgate", **changes: Any) -> Peer:
@@ -124,7 +124,7 @@ class FakeWorker:
 
 def a_run(worker: FakeWorker, directory: Path) -> Run:
     workers = cast("dict[str, WorkerProcess]", {worker.peer.name: worker})
-    return Run(PLAN, workers, {64: [0, 200]}, directory, lambda _: None)
+    return Run(PLAN, workers, {64: [0, 200]}, directory, lambda _: None, lambda _: None)
 
 
 def test_formats_of_one_width_take_turns_of_a_few_steps(tmp_path: Path) -> None:
