@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-prefill", type=int, default=10_000, help="most tokens of a batch that a peer without another way prefills"
     )
     parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="names, comma-separated")
-    parser.add_argument("--sites", type=Path, default=ROOT / "work" / "peers", help="where peers are installed, a folder each")
-    parser.add_argument("--work", type=Path, default=ROOT / "work" / "peers_cpu", help="models, cells and logs")
+    parser.add_argument("--sites", type=Path, default=Path("work/peers"), help="where peers are installed, a folder each")
+    parser.add_argument("--work", type=Path, default=Path("work/peers_cpu"), help="models, cells and logs")
     return parser
 
 
@@ -81,14 +81,24 @@ def run(arguments: argparse.Namespace) -> None:
         context: [next(places) for _ in range(count)]
         for context, count in zip(arguments.contexts, arguments.texts, strict=True)
     }
-    directory = arguments.work / "run"
+    directory = (arguments.work / "run").resolve()
     workers: dict[str, WorkerProcess] = {}
     try:
         versions = {peer.name: _start(peer, workers, arguments, models, max(lengths.values())) for peer in peers}
         plan = Plan(
-            str(arguments.model), digest, json_digest([code, tree_files(ROOT / "conf" / "kv")]), arguments.threads, arguments.contexts, arguments.texts, arguments.forced,
-            BATCH, arguments.batch_steps, arguments.batch_prefill, tuple(peer.name for peer in peers), versions,
-        )  # fmt: skip
+            model=str(arguments.model),
+            model_digest=digest,
+            code=json_digest([code, tree_files(ROOT / "conf" / "kv")]),
+            threads=arguments.threads,
+            contexts=arguments.contexts,
+            texts=arguments.texts,
+            forced=arguments.forced,
+            batch=BATCH,
+            batch_steps=arguments.batch_steps,
+            batch_prefill=arguments.batch_prefill,
+            peers=tuple(peer.name for peer in peers),
+            versions=versions,
+        )
         done = open_run(directory, plan)
         if done:
             log(f"continuing: {len(done)} cells of {directory} are done")

@@ -19,7 +19,7 @@ class PeerFailed(Exception):
 
 def environment(peer: Peer, sites: Path, threads: int) -> dict[str, str]:
     """Return the environment of a peer's process: its own site first, then this checkout."""
-    path = [str(sites / peer.name), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str((sites / peer.name).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Pools that spin between their turns would take cores from the peer whose turn it is.
     idle = {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **idle, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(path)}
