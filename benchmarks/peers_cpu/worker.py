@@ -23,6 +23,9 @@ from benchmarks.peers_cpu.catalogue import Peer, peer_named
 from benchmarks.peers_cpu.contender import Contender, Logits, Setting
 from benchmarks.peers_cpu.scores import score
 
+COPIES_AGREE = 0.1
+"""Most by which a logit may differ between copies of a sequence; kernels may split a batch unevenly."""
+
 
 class Worker:
     """The commands of a worker; each returns what is answered."""
@@ -70,6 +73,8 @@ class Worker:
             seconds.append(time.perf_counter() - clock)
             if keep:
                 self.logits[kv].append(np.array(logits[0], np.float32))
+            if not np.allclose(logits, logits[:1], rtol=0, atol=COPIES_AGREE):
+                raise RuntimeError("sequences with the same tokens have other logits: a cache was copied wrongly")
         return seconds
 
     def score(self, *, kv: str, start: int, baseline: str, write: bool) -> Any:
