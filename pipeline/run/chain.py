@@ -1,10 +1,11 @@
 """The chain of artifacts from a checkpoint to an evaluation: each is made from the ones before it, or found in the store."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill
@@ -15,10 +16,11 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Engine, Progress, Sample
 from pipeline.run import console, loading
-from pipeline.run.identity import Link, Role, make_identity, read_bundle, write_identity
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport
+from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
+from pipeline.verdict.gates import decide, is_final
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
 
 
@@ -47,8 +49,9 @@ class Chain:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The directory of the user's checkpoint."""
-        return locate_checkpoint(self.config.model.path)
+        """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
+        path = locate_checkpoint(self.config.model.path)
+        return self._converted(path).path if path.is_file() else path
 
     @cached_property
     def checkpoint_digest(self) -> str:
@@ -57,10 +60,16 @@ class Chain:
         names = (*info.weight_files, *info.other_files)
         return files_digest({name: file_digest(self.checkpoint / name) for name in names})
 
+    def _converted(self, gguf: Path) -> Artifact:
+        """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
+        libraries = (*TORCH, "gguf", "numpy")
+        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
+        return self.make(recipe, lambda out, progress: loading.conversion().convert_gguf(gguf, out, progress=progress))
+
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""
         options, seed = self.config.calibration, self.config.seed
-        config: dict[str, object] = {"samples": options.samples, "jsonl": options.jsonl, "seed": seed}
+        config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
         if options.file is not None:
             inputs["jsonl"] = file_digest(options.file)
@@ -68,37 +77,60 @@ class Chain:
 
         def fill(out: Path, progress: Progress) -> None:
             loading.calibration().calibration_texts(
-                self.checkpoint, out, samples=options.samples, jsonl=options.file, seed=seed, progress=progress
+                self.checkpoint,
+                out,
+                samples=options.samples,
+                workloads=options.workloads,
+                jsonl=options.file,
+                seed=seed,
+                progress=progress,
             )
 
         return self.make(recipe, fill)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the quantized checkpoint: weights, ModelOpt's exports where they can express the policy, and static scales."""
-        texts = self.calibration()
-        weights, max_length, seed = self.config.weights.format, self.config.calibration.max_length, self.config.seed
-        config: dict[str, object] = {
-            "weights": weights,
-            "kv": policy.model_dump(),
-            "max_length": max_length,
-            "seed": seed,
-        }
-        inputs = {"checkpoint": self.checkpoint_digest, "calibration": texts.digest}
-        recipe = Recipe("quantize", ("stages.quantize.run",), config, inputs, (*TORCH, "nvidia-modelopt"))
+        """Return the quantized checkpoint: weights, and the cache's static scales."""
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
+        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt"))
 
         def fill(out: Path, progress: Progress) -> None:
-            loading.quantization().quantize(
-                self.checkpoint,
-                out,
-                weights=weights,
-                policy=policy,
-                calibration_texts=json.loads((texts.path / "texts.json").read_text(encoding="utf-8")),
-                max_length=max_length,
-                seed=seed,
-                progress=progress,
-            )
+            loading.quantization().quantize(self.checkpoint, out, **self._recipe_options(policy), progress=progress)
 
         return self.make(recipe, fill, policy)
+
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, where they can express the policy."""
+        quantized = self.quantized(policy)
+        inputs = {
+            "checkpoint": self.checkpoint_digest,
+            "calibration": self.calibration().digest,
+            "quantized": quantized.digest,
+        }
+        recipe = Recipe(
+            "exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt")
+        )
+
+        def fill(out: Path, progress: Progress) -> None:
+            options = self._recipe_options(policy)
+            loading.exporting().export(self.checkpoint, quantized.path, out, **options, progress=progress)
+
+        return self.make(recipe, fill, policy)
+
+    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
+        """Return what decides how ModelOpt quantizes, besides checkpoint and texts."""
+        max_length, seed = self.config.calibration.max_length, self.config.seed
+        return {"weights": self.config.weights.format, "kv": policy.model_dump(), "max_length": max_length, "seed": seed}
+
+    def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
+        """Return the same with the texts, as arguments of the stages."""
+        texts = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
+        return {
+            "weights": self.config.weights.format,
+            "policy": policy,
+            "calibration_texts": texts,
+            "max_length": self.config.calibration.max_length,
+            "seed": self.config.seed,
+        }
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
@@ -114,16 +146,42 @@ class Chain:
 
         return self.make(recipe, fill, policy, note)
 
-    def baseline(self) -> Artifact:
-        """Return the log-probabilities and answers, for every sample, of the FP16-KV engine of the same backend and weights."""
+    def baseline(self, number: int = 1) -> Artifact:
+        """Return the answers and distributions of the FP16-KV engine of the same backend and weights on a round's samples."""
         bundle = self.bundle(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
             loading.evaluation().measure_baseline(
-                self._opener(bundle), *self._questions(bundle), out, config=self.config.workloads, progress=progress
+                self._opener(bundle),
+                self._rounds[number - 1],
+                self._tokenizer(bundle),
+                out,
+                config=self.config.workloads,
+                progress=progress,
+                first=number == 1,
             )
 
-        return self.make(self._evaluation_recipe("baseline", {"baseline": bundle.digest}), fill, FP16_POLICY)
+        recipe = self._evaluation_recipe("baseline", {"baseline": bundle.digest}, number)
+        return self.make(recipe, fill, FP16_POLICY, self._round_note(number), resumable=True)
+
+    def round(self, policy: KVPolicy, number: int) -> Artifact:
+        """Return how `policy`'s engine compares with the baseline on a round's samples."""
+        answers, engine = self.baseline(number), self.bundle(policy)
+
+        def fill(out: Path, progress: Progress) -> None:
+            loading.evaluation().evaluate_round(
+                self._opener(engine),
+                self._rounds[number - 1],
+                self._tokenizer(engine),
+                answers.path,
+                out,
+                config=self.config.workloads,
+                progress=progress,
+                first=number == 1,
+            )
+
+        recipe = self._evaluation_recipe("round", {"engine": engine.digest, "answers": answers.digest}, number)
+        return self.make(recipe, fill, policy, self._round_note(number), resumable=True)
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
@@ -159,25 +217,45 @@ class Chain:
         return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        answers, engine, baseline = self.baseline(), self.bundle(policy), self.bundle(FP16_POLICY)
+        measured = [(self.baseline(1), self.round(policy, 1))]
+        engine, baseline = self.bundle(policy), self.bundle(FP16_POLICY)
         weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
         assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
-        inputs = {"engine": engine.digest, "baseline": baseline.digest, "answers": answers.digest}
+        for number in range(2, len(self._rounds) + 1):
+            if self._is_decided(measured, engine, baseline):
+                break
+            measured.append((self.baseline(number), self.round(policy, number)))
+        inputs = {"engine": engine.digest, "baseline": baseline.digest}
+        for number, (answers, candidate) in enumerate(measured, start=1):
+            inputs |= {answers_input(number): answers.digest, round_input(number): candidate.digest}
 
-        def fill(out: Path, progress: Progress) -> None:
-            loading.evaluation().evaluate_candidate(
-                self._opener(engine),
-                *self._questions(engine),
-                answers.path,
-                out,
-                config=self.config.workloads,
-                engine_digest=engine.digest,
-                baseline_digest=baseline.digest,
-                graph_digest=read_bundle(engine.path).get("graph_digest"),
-                progress=progress,
-            )
+        def fill(out: Path, _: Progress) -> None:
+            self._join(measured, engine, baseline, out)
 
         return self.make(self._evaluation_recipe("evaluate", inputs), fill, policy), engine, baseline
+
+    def _join(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact, out: Path) -> None:
+        """Write the report on the rounds (baseline, candidate) that ran."""
+        stage = loading.evaluation()
+        stage.join_rounds(
+            [stage.MeasuredRound(answers.path, candidate.path) for answers, candidate in measured],
+            self._samples,
+            self._tokenizer(engine),
+            out,
+            config=self.config.workloads,
+            engine_digest=engine.digest,
+            baseline_digest=baseline.digest,
+            graph_digest=read_bundle(engine.path).get("graph_digest"),
+        )
+
+    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
+        """Whether the gates want no round after those that ran."""
+        gates = self.config.gates
+        with TemporaryDirectory() as scratch:
+            out = Path(scratch)
+            self._join(measured, engine, baseline, out)
+            report = load_report(out)
+            return is_final(decide(report, load_rows(out), gates), report, gates)
 
     def identity(self, policy: KVPolicy, report: EvaluationReport, verdict: Verdict) -> Artifact:
         """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
@@ -198,10 +276,13 @@ class Chain:
         file = self.config.workloads.file
         return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out), policy)
 
-    def make(self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "") -> Artifact:
+    def make(
+        self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Artifact:
         """Return the artifact of `recipe`, with its progress on the console.
 
-        It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage.
+        It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage; for `resumable`
+        see `Store.get`.
         """
         known = next((stage.artifact for stage in self.finished if stage.artifact.key == recipe.key), None)
         if known is not None:
@@ -212,26 +293,39 @@ class Chain:
             with console.progress(title) as progress, loading.required_libraries():
                 fill(out, progress)
 
-        artifact = self.store.get(recipe, fill_with_progress)
+        artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
         self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
         duration = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
         console.out.print(f"  {title:<24} {duration:>8}  {artifact.path}", soft_wrap=True)
         return artifact
 
-    def _evaluation_recipe(self, stage: str, inputs: dict[str, str]) -> Recipe:
+    def _evaluation_recipe(self, stage: str, inputs: dict[str, str], number: int | None = None) -> Recipe:
         workloads, backend = self.config.workloads, self.backend
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
         config: dict[str, object] = {"workloads": workloads.model_dump(), **backend.run_parts()}
+        if number is not None:
+            config["round"] = number
         code = ("stages.evaluate", backend.engine_module)
         shared = ("transformers", "tokenizers", "safetensors", "numpy", "scipy")
         libraries = (*backend.libraries, *shared, *backend.run_libraries())
         return Recipe(stage, code, config, inputs, libraries, measures_time=True)
 
-    def _questions(self, bundle: Artifact) -> tuple[Any, Any]:
-        """Return the samples and the tokenizer that encodes them."""
-        stage = loading.evaluation()
-        return stage.load_samples(self.config.workloads), stage.open_tokenizer(bundle.path)
+    @cached_property
+    def _samples(self) -> list[Sample]:
+        """All samples of the evaluation."""
+        return loading.evaluation().load_samples(self.config.workloads)
+
+    @cached_property
+    def _rounds(self) -> list[list[Sample]]:
+        """The samples of each round."""
+        return loading.evaluation().assign_rounds(self._samples, self.config.workloads.rounds)
+
+    def _round_note(self, number: int) -> str:
+        return f" {number}/{len(self._rounds)}"
+
+    def _tokenizer(self, bundle: Artifact) -> Any:
+        return loading.evaluation().open_tokenizer(bundle.path)
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """Return a function that loads a new engine from the bundle at every call."""

@@ -36,6 +36,17 @@ PARTS: dict[str, type] = {"stage": str, "config": dict, "inputs": dict, "librari
 TEXTS = ("inputs", "libraries")
 """Those parts that map names to texts."""
 
+
+def answers_input(number: int) -> str:
+    """Name the input of an evaluation that is the baseline's round of this number."""
+    return "answers" if number == 1 else f"answers_{number}"
+
+
+def round_input(number: int) -> str:
+    """Name the input of an evaluation that is the candidate's round of this number."""
+    return f"round_{number}"
+
+
 # An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.
 STAGE = re.compile("[a-z_]+")
 KEY = re.compile("[0-9a-f]{64}")
@@ -237,6 +248,9 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         "calibration texts": identity.link("calibration").digest,
         "samples": report.workloads_digest,
     }
+    for link in identity.chain:
+        if link.parts["stage"] == "checkpoint":
+            bound["gguf"] = link.inputs["gguf"]
     if "graph_digest" in record:
         bound["graph"] = record["graph_digest"]
     for name, digest in sorted(record.get("plugins", {}).items()):
@@ -252,7 +266,9 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     bound["gpus"] = "; ".join(gpus) or "none"
     bound |= {"engine": engine.digest, "baseline": identity.link("baseline").digest}
     bound["report"] = files_digest({name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)})
-    return bound | {"gates": json_digest(identity.gates.model_dump(mode="json")), "verdict": identity.verdict.status}
+    # A key that the evidence of an older kvgate does not have is no part of its digest.
+    gates = identity.gates.model_dump(mode="json", exclude_unset=True)
+    return bound | {"gates": json_digest(gates), "verdict": identity.verdict.status}
 
 
 def _libraries(chain: Sequence[Link]) -> dict[str, list[str]]:

@@ -1,11 +1,13 @@
 """The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
-from pipeline.core.errors import UserError
+from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.gguf.model import inspect_gguf
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
@@ -29,14 +31,23 @@ def check_inputs(config: Config) -> None:
         raise UserError(f"bundle={config.bundle}: no such directory")
     if config.stage in WITHOUT_CHECKPOINT:
         return
-    checkpoint = inspect_checkpoint(locate_checkpoint(config.model.path))
+    checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     with required_libraries():
-        if config.workloads.file is not None or config.gates.margins:
+        if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_backend(config.backend).check_inputs(job)
+
+
+def _inspect_model(path: Path) -> CheckpointInfo:
+    if not path.is_file():
+        return inspect_checkpoint(path)
+    info = inspect_gguf(path).info
+    if find_spec("gguf") is None:
+        raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")
+    return info

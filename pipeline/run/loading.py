@@ -18,16 +18,32 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import SampleRow
+from pipeline.verdict.report import EvaluationReport, SampleRow
+
+
+class Conversion(Protocol):
+    """`stages.gguf.convert`."""
+
+    def convert_gguf(self, gguf: Path, out: Path, *, progress: Progress) -> None:
+        """Write the Hugging Face checkpoint of a GGUF."""
+        ...
 
 
 class Calibration(Protocol):
     """`stages.quantize.calibration`."""
 
     def calibration_texts(
-        self, checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        samples: int,
+        workloads: Sequence[Workload],
+        jsonl: Path | None,
+        seed: int,
+        progress: Progress,
     ) -> None:
         """Write the texts that static scales are measured on."""
         ...
@@ -48,7 +64,27 @@ class Quantization(Protocol):
         seed: int,
         progress: Progress,
     ) -> None:
-        """Write the quantized checkpoint, its exports and the cache's static scales."""
+        """Write the quantized checkpoint and the cache's static scales."""
+        ...
+
+
+class Exporting(Protocol):
+    """`stages.quantize.export`, which imports ModelOpt."""
+
+    def export(
+        self,
+        checkpoint: Path,
+        quantized: Path,
+        out: Path,
+        *,
+        weights: WeightsFormat,
+        policy: KVPolicy,
+        calibration_texts: list[str],
+        max_length: int,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        """Write ModelOpt's exports of a quantized checkpoint."""
         ...
 
 
@@ -67,6 +103,10 @@ class Evaluation(Protocol):
         """Return the digest of the samples, encoded with the bundle's tokenizer."""
         ...
 
+    def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
+        """Return the samples of each round."""
+        ...
+
     def measure_baseline(
         self,
         open_engine: Callable[[], Engine],
@@ -76,25 +116,43 @@ class Evaluation(Protocol):
         *,
         config: WorkloadsConfig,
         progress: Progress,
+        first: bool,
     ) -> None:
-        """Write what the baseline engine answers, and its distributions."""
+        """Write what the baseline engine answers to a round's samples, and its distributions."""
         ...
 
-    def evaluate_candidate(
+    def evaluate_round(
         self,
         open_engine: Callable[[], Engine],
         samples: Sequence[Sample],
         tokenizer: Any,
-        baseline: Path,
+        baseline_dir: Path,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        progress: Progress,
+        first: bool,
+    ) -> None:
+        """Write how an engine compares with the baseline on a round's samples."""
+        ...
+
+    def join_rounds(
+        self,
+        measured: Sequence[Any],
+        samples: Sequence[Sample],
+        tokenizer: Any,
         out: Path,
         *,
         config: WorkloadsConfig,
         engine_digest: str,
         baseline_digest: str,
         graph_digest: str | None,
-        progress: Progress,
-    ) -> None:
-        """Write the report on an engine against the baseline's answers."""
+    ) -> EvaluationReport:
+        """Write the report on the rounds that ran; `measured` are their `MeasuredRound`s."""
+        ...
+
+    def MeasuredRound(self, baseline: Path, candidate: Path) -> Any:
+        """Return the directories of a round that ran."""
         ...
 
 
@@ -114,6 +172,11 @@ class Plots(Protocol):
         ...
 
 
+def conversion() -> Conversion:
+    """Load the module that converts GGUF files."""
+    return cast(Conversion, _load("stages.gguf.convert"))
+
+
 def calibration() -> Calibration:
     """Load the module that writes calibration texts."""
     return cast(Calibration, _load("stages.quantize.calibration"))
@@ -122,6 +185,11 @@ def calibration() -> Calibration:
 def quantization() -> Quantization:
     """Load the quantize stage."""
     return cast(Quantization, _load("stages.quantize.run"))
+
+
+def exporting() -> Exporting:
+    """Load the module that writes ModelOpt's exports."""
+    return cast(Exporting, _load("stages.quantize.export"))
 
 
 def evaluation() -> Evaluation:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
 
+REPORT = "report.txt"
+"""In the work directory: the tables of the last sweep or promotion."""
+
 
 @dataclass
 class Run:
@@ -67,9 +70,9 @@ class Run:
 
 
 def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights and measure the cache's static scales."""
-    artifact = run.chain.quantized(run.config.kv)
-    console.out.print(f"quantized checkpoint: {artifact.path}", soft_wrap=True)
+    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
+    quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
+    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
 
 
 def build(run: Run) -> None:
@@ -118,6 +121,8 @@ def evaluate(run: Run) -> None:
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
+    if not run.sweeping:
+        tables.print_baseline_accuracy([candidate])
     if candidate.verdict != promotion.PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -157,7 +162,10 @@ def promote(run: Run) -> None:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
         store.attach(best.registration.run_id, [plot])
-    tables.print_promotion(candidates, move)
+    with console.written_to(run.config.work / REPORT):
+        tables.print_occasion()
+        tables.print_promotion(candidates, move)
+        tables.print_baseline_accuracy(candidates)
     _print_mlflow(store, candidates)
 
 
@@ -265,7 +273,10 @@ def conclude_sweep(config: Config, sweep: str) -> int:
     last = summary.load(config.work)
     if last.sweep != sweep or not last.candidates:
         return last.exit_code if last.sweep == sweep else DEFECT
-    tables.print_comparison(last.candidates)
+    with console.written_to(config.work / REPORT):
+        tables.print_occasion()
+        tables.print_comparison(last.candidates)
+        tables.print_baseline_accuracy(last.candidates)
     passed = any(candidate.verdict == promotion.PASS for candidate in last.candidates)
     if not passed:
         summary.finish(config.work, sweep, GATE_EXIT)

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from datetime import date
+from typing import cast
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.artifacts.hardware import hardware
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Finding, Move
 from pipeline.registry.summary import Candidate
@@ -17,11 +20,13 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
     ("mean\nKL", "quality/kl_mean", "0", ".1e"),
     ("top-10\noverlap", "quality/top10_overlap", "1", ".3f"),
-    ("retrieval\naccuracy", "quality/retrieval/accuracy_candidate", "quality/retrieval/accuracy_baseline", ".3f"),
+    ("right\nanswers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
+    ("samples\nasked", "quality/samples", "", ".0f"),
     ("decode\ntokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ".0f"),
 )
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
+DIFFICULTIES = ("easy", "medium", "hard")
 REASONS_SHOWN = 4
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
@@ -30,6 +35,13 @@ COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def print_occasion() -> None:
+    """Print the day and the machine, without which a table of times says nothing."""
+    machine = hardware()
+    gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
+    console.out.print(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
@@ -53,6 +65,30 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
         )
     console.out.print()
     console.out.print(table)
+
+
+def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
+    """Print how often each FP16-KV engine was right, by workload and difficulty; nothing where no workload has difficulties.
+
+    What a baseline gets wrong a candidate cannot lose: a workload near 0 judges nothing, one near 1 only gross faults.
+    """
+    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
+    for judged in reversed(baselines.values()):
+        shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
+        parts_of = [name.split("/") for name in shares]  # quality/[workload/[difficulty/]]accuracy_baseline
+        graded = {parts[1] for parts in parts_of if len(parts) == 4 and parts[2] in DIFFICULTIES}
+        if not graded:
+            continue
+        of = "" if len(baselines) == 1 else f" of {judged.name}"
+        table = Table(title=f"Right answers of the FP16-KV engine{of}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("workload", no_wrap=True)
+        for heading in ("samples", "all", *DIFFICULTIES):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for workload in sorted(graded):
+            parts = [workload, *(f"{workload}/{difficulty}" for difficulty in DIFFICULTIES)]
+            cells = [_cell(shares.get(f"quality/{part}/accuracy_baseline"), ".3f") for part in parts]
+            table.add_row(escape(workload), _cell(judged.metrics.get(f"quality/{workload}/accuracy_judged"), ".0f"), *cells)
+        console.out.print(table)
 
 
 def print_findings(evidence: Evidence, findings: Sequence[Finding]) -> None:

@@ -24,7 +24,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, Identity, Role, bindings, read_bundle
+from pipeline.run.identity import IDENTITY_FILE, Identity, Role, answers_input, bindings, read_bundle, round_input
 from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -37,13 +37,16 @@ SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
 
 USER_INPUTS = {
+    ("checkpoint", "gguf"),
     ("calibration", "checkpoint"),
     ("calibration", "jsonl"),
     ("quantize", "checkpoint"),
+    ("exports", "checkpoint"),
     ("baseline", "jsonl"),
+    ("round", "jsonl"),
     ("evaluate", "jsonl"),
 }
-"""(stage, input) that no artifact of the chain provides: the user's files."""
+"""(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "quantized": {"calibration": "calibration"},
@@ -51,6 +54,10 @@ INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
 }
 """Role -> its inputs, and for each the role of the artifact whose digest it must be."""
+
+
+ROUND_ROLES: dict[str, dict[str, Role]] = {"baseline": {"baseline": "baseline"}, "round": {"engine": "engine"}}
+"""Stage of a round -> its inputs, and for each the role of the artifact whose digest it must be, in every round."""
 
 
 def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
@@ -127,10 +134,15 @@ def _chain(identity: Identity) -> list[Finding]:
 def _links(identity: Identity) -> list[Finding]:
     """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
+    converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
-            if (link.parts["stage"], name) not in USER_INPUTS and digest not in provided:
+            if (link.parts["stage"], name) not in USER_INPUTS:
+                known = digest in provided
+            else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
+                known = name != "checkpoint" or not converted or digest in converted
+            if not known:
                 detail = f"its input {name} {digest[:12]} is nothing of this chain"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
     for role, inputs in INPUT_ROLES.items():
@@ -139,6 +151,26 @@ def _links(identity: Identity) -> list[Finding]:
             if link.inputs.get(name) != source.digest:
                 detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source_role} is {source.digest[:12]}"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
+    return [*findings, *_round_links(identity)]
+
+
+def _round_links(identity: Identity) -> list[Finding]:
+    """Check that every round ran the judged engine and its baseline, and compared what the evaluation says it compared."""
+    findings = []
+    evaluation = identity.link("evaluation")
+    measured = set(evaluation.inputs.values())
+    by_digest = {link.digest: link for link in identity.chain}
+    for link in identity.chain:
+        for name, role in ROUND_ROLES.get(link.parts["stage"], {}).items():
+            if link.digest in measured and link.inputs.get(name) != identity.link(role).digest:
+                findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {role}"))
+    number = 1
+    while round_input(number) in evaluation.inputs:
+        compared = by_digest.get(evaluation.inputs[round_input(number)])
+        if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):
+            detail = f"round {number} was not compared with its baseline"
+            findings.append(Finding(f"chain: {evaluation.title}", "differs", detail))
+        number += 1
     return findings
 
 
@@ -239,12 +271,21 @@ def _requested_workloads(evidence: Evidence) -> WorkloadsConfig:
 
 
 def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
-    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check."""
+    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check.
+
+    What other rules decided is not compared, because the same rows may give another verdict by these: the rules are missing.
+    """
     recorded = evidence.identity.verdict
     try:
         verdict = decide(report, evidence.rows, evidence.identity.gates)
     except UserError as error:
         return Finding(VERDICT_CHECK, "differs", str(error))
+    if verdict.rules != recorded.rules:
+        detail = (
+            f"{recorded.status} by rules {recorded.rules} of the gates, this kvgate has rules {verdict.rules}: verify it with "
+            f"the kvgate that wrote it ({evidence.identity.kvgate}), or evaluate again"
+        )
+        return Finding(VERDICT_CHECK, "missing", detail)
     if verdict.status != recorded.status:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
@@ -259,6 +300,8 @@ def _differing_check(recorded: Verdict, verdict: Verdict) -> str | None:
     """Describe the first difference between two verdicts of the same status; None when they are the same."""
     if len(recorded.checks) != len(verdict.checks) or recorded.samples_needed != verdict.samples_needed:
         return f"{len(recorded.checks)} recorded, {len(verdict.checks)} made"
+    if recorded.round != verdict.round:
+        return f"recorded round {recorded.round}, found {verdict.round}"
     for one, other in zip(recorded.checks, verdict.checks, strict=True):
         exact = (one.gate, one.where, one.status, one.threshold) == (other.gate, other.where, other.status, other.threshold)
         if not exact or not (_is_near(one.value, other.value) and _is_near(one.bound, other.bound)):

@@ -1,9 +1,11 @@
 """Gates on answers: paired non-inferiority per workload, and a search for context bins that are clearly worse."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.verdict import statistics as st
+from pipeline.verdict.looks import Look, inflation, nominal_levels, obrien_fleming_spending, square_root_spending
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Gates, Status
 
@@ -70,8 +72,8 @@ class _PairedAnswers:
         )
 
 
-def accuracy(rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict[str, int]]:
-    """Test each workload that has answers for non-inferiority, with Holm's procedure over workloads in both directions.
+def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> tuple[list[Check], dict[str, int]]:
+    """Test each workload that has answers at one look: for PASS at its own level, for FAIL at Holm's levels over workloads.
 
     Returns:
         The checks, and for each inconclusive workload the number of samples that would decide it.
@@ -79,52 +81,57 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict
     workloads = sorted({row.workload for row in rows if row.judged})
     groups = [_PairedAnswers.of(name, [r for r in rows if r.judged and r.workload == name]) for name in workloads]
     margins = [gates.margin_of(name) for name in workloads]
-    good = [st.noninferiority_p(c.pairs, m) for c, m in zip(groups, margins, strict=True)]
     bad = [st.inferiority_p(c.pairs, m) for c, m in zip(groups, margins, strict=True)]
-    good_levels, bad_levels = st.holm_levels(good, gates.alpha), st.holm_levels(bad, gates.alpha)
+    fail_levels = st.holm_levels(bad, gates.alpha, look.fail_level)
+    pass_level = look.pass_level(gates.alpha)
     checks: list[Check] = []
     needed: dict[str, int] = {}
-    for i, (group, margin) in enumerate(zip(groups, margins, strict=True)):
-        # where Holm's procedure stopped before a workload, its bound is reported at the strictest level
-        level = good_levels[i] or gates.alpha / len(groups)
-        if bad[i] <= bad_levels[i]:
-            checks.append(group.check("FAIL", bad_levels[i], lower=False, margin=margin))
+    for group, margin, bad_p, fail_level in zip(groups, margins, bad, fail_levels, strict=True):
+        if bad_p <= fail_level:
+            checks.append(group.check("FAIL", fail_level, lower=False, margin=margin))
         elif group.baseline < gates.min_baseline_accuracy:
             advice = (
                 f"; the baseline is right too rarely to lose anything (gates.min_baseline_accuracy "
                 f"{gates.min_baseline_accuracy:g}): ask what the model can do, or leave it out "
-                f"(workloads.samples.{group.name}=0)"
+                f"(workloads.samples.{group.name}=0; of BFCL, workloads.bfcl.categories)"
             )
-            checks.append(group.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
+            checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
         elif group.judged < gates.min_samples:
-            needed[group.name] = max(gates.min_samples, _needed(group.pairs, margin, level, gates))
+            needed[group.name] = max(gates.min_samples, _needed(group, margin, look, gates, len(groups)))
             advice = f"; {group.judged} samples, gates.min_samples is {gates.min_samples}"
-            checks.append(group.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
-        elif good[i] <= good_levels[i]:
-            checks.append(group.check("PASS", level, lower=True, margin=margin))
+            checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
+        elif st.noninferiority_p(group.pairs, margin) <= pass_level:
+            checks.append(group.check("PASS", pass_level, lower=True, margin=margin))
         else:
-            needed[group.name] = _needed(group.pairs, margin, level, gates)
+            needed[group.name] = _needed(group, margin, look, gates, len(groups))
             amount = f"{needed[group.name]:,}" if needed[group.name] < MOST_SAMPLES else "over a million"
             advice = f"; about {amount} samples would decide"
-            checks.append(group.check("INCONCLUSIVE", level, lower=True, margin=margin, advice=advice))
+            checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
     return checks, needed
 
 
-def _needed(pairs: st.Pairs, margin: float, alpha: float, gates: Gates) -> int:
-    """Return the total number of samples that would decide the test if the observed rates stay the same.
+def _needed(group: _PairedAnswers, margin: float, look: Look, gates: Gates, workloads: int) -> int:
+    """Return the samples with which a plan of the same looks would decide with `gates.power`, if the rates stay the same.
 
-    It is at least one more than there are, and at least the number with which a candidate without flips passes.
+    Several looks take some more samples than a single one (`looks.inflation`). It is at least one more than there are, and at
+    least the number with which a candidate without flips passes. Where samples share documents it grows in proportion, because
+    what was counted is what independent samples would have shown.
     """
-    flips = (pairs.lost + pairs.gained) / pairs.n
-    least = max(pairs.n + 1, st.samples_without_flips(margin, alpha))
+    pairs = group.pairs
     if abs(margin + pairs.difference) < 1e-9:
         return MOST_SAMPLES
-    enough = st.paired_samples(flips, margin, alpha, gates.power, pairs.difference)
-    return min(MOST_SAMPLES, max(least, enough))
+    passes = pairs.difference > -margin
+    alpha = gates.alpha if passes else gates.alpha / workloads
+    one_look = st.paired_samples(pairs.lost / pairs.n, pairs.gained / pairs.n, margin, alpha, gates.power)
+    spending = obrien_fleming_spending if passes else square_root_spending
+    enough = one_look * inflation(look.shares, alpha, spending, gates.power)
+    last_level = nominal_levels(look.shares, gates.alpha, obrien_fleming_spending)[-1]
+    least = st.samples_without_flips(margin, last_level)
+    return min(MOST_SAMPLES, max(group.judged + 1, math.ceil(max(enough, least) * group.judged / pairs.n)))
 
 
-def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """Return FAIL lines of context bins that are clearly worse, with Holm's procedure over bins.
+def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]:
+    """Return FAIL lines of context bins that are clearly worse at one look, with Holm's procedure over bins.
 
     A bin without such a line is not said to pass: bins are too small for that.
     """
@@ -138,7 +145,7 @@ def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gat
         if inside and len(inside) < len(of_workload):  # else the bin is the whole workload, which `accuracy` judges
             bins.append(_PairedAnswers.of(f"{part.workload} [{low}, {'' if high is None else high})", inside))
     p_values = [st.inferiority_p(group.pairs, gates.margin_of(group.workload)) for group in bins]
-    levels = st.holm_levels(p_values, gates.alpha)
+    levels = st.holm_levels(p_values, gates.alpha, look.fail_level)
     return [
         group.check("FAIL", level, lower=False, margin=gates.margin_of(group.workload))
         for group, p, level in zip(bins, p_values, levels, strict=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.verdict import statistics as st
+from pipeline.verdict.looks import Look
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Gates, Status, finite
 
@@ -25,14 +26,20 @@ REQUIRED_NUMBERS = (
 )
 """Fields of a row that must be finite."""
 
+MISSED_SHARE = 0.01
+"""Most of the threshold of the mean KL that compact storage may miss."""
+
 
 def completeness(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
-    """Return FAIL lines for samples that are missing, doubled, or lack a finite number."""
+    """Return FAIL lines for samples that are missing, doubled, or lack a finite number, or are of no planned round."""
     problems: list[tuple[str, str]] = []
     if not rows:
         problems.append(("all", "all: no samples were evaluated"))
     if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
         problems.append(("all", f"all: the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+    unplanned = sorted({row.round for row in rows} - set(range(1, len(report.planned_rounds) + 1)))
+    if unplanned:
+        problems.append(("all", f"all: samples are of round {unplanned[0]}, {len(report.planned_rounds)} were planned"))
     for workload in sorted({row.workload for row in rows}):
         of_workload = [row for row in rows if row.workload == workload]
         broken = [row.id for row in of_workload if not _is_complete(row)]
@@ -89,30 +96,35 @@ class _TripWire:
     """The value in each bootstrap replicate, shape (replicates,)."""
     upper_is_bad: bool = True
 
-    def status(self, alpha: float, passes_by_bound: bool) -> tuple[Status, float]:
-        """Return the status and the bound that decided it.
+    def status(self, fail_level: float, pass_level: float | None) -> tuple[Status, float, float]:
+        """Return the status, the bound that decided it, and the bound's level.
 
-        Without `passes_by_bound` a value passes unless it is clearly outside; with it, it must be clearly within.
+        A value fails when it is clearly outside. It passes when it is clearly within; without `pass_level`, when it did not
+        fail. A level finer than one replicate gives the most extreme replicate.
         """
-        low, high = (float(np.quantile(self.replicates, q)) for q in (alpha, 1 - alpha))
-        if not all(math.isfinite(v) for v in (self.value, low, high)):
-            return "FAIL", math.nan
-        best, worst = (low, high) if self.upper_is_bad else (high, low)
+        best = self._quantile(fail_level)
+        worst = self._quantile(1 - (fail_level if pass_level is None else pass_level))
+        if not all(math.isfinite(v) for v in (self.value, best, worst)):
+            return "FAIL", math.nan, fail_level
         if self._is_outside(best):
-            return "FAIL", best
-        if passes_by_bound and self._is_outside(worst):
-            return "INCONCLUSIVE", worst
-        return "PASS", worst if passes_by_bound else best
+            return "FAIL", best, fail_level
+        if pass_level is None:
+            return "PASS", best, fail_level
+        return "INCONCLUSIVE" if self._is_outside(worst) else "PASS", worst, pass_level
+
+    def _quantile(self, share: float) -> float:
+        """The value at least as bad as `share` of the replicates."""
+        return float(np.quantile(self.replicates, share if self.upper_is_bad else 1 - share))
 
     def _is_outside(self, value: float) -> bool:
         return value > self.threshold if self.upper_is_bad else value < self.threshold
 
-    def check(self, where: str, alpha: float, passes_by_bound: bool = True) -> Check:
-        status, bound = self.status(alpha, passes_by_bound)
+    def check(self, where: str, fail_level: float, pass_level: float | None) -> Check:
+        status, bound, level = self.status(fail_level, pass_level)
         limit = "at most" if self.upper_is_bad else "at least"
         judgement = {"PASS": "within", "FAIL": "outside", "INCONCLUSIVE": "not clearly within"}[status]
         text = (
-            f"{where}: {self.label} {self.value:.4g}, {100 * (1 - alpha):.4g} % bound {bound:.4g}, "
+            f"{where}: {self.label} {self.value:.4g}, {100 * (1 - level):.4g} % bound {bound:.4g}, "
             f"{judgement} {self.gate} ({limit} {self.threshold:g})"
         )
         return Check(
@@ -161,13 +173,23 @@ def _trip_wires(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_TripWire]:
         yield _TripWire(gate, label, threshold, float(values[0]), values[1:], upper_is_bad)
 
 
-def distance_by_workload(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """Return the trip-wires of every workload. With fewer than two documents nothing bounds a value, so that none passes."""
+def distance_by_workload(rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]:
+    """Return the trip-wires of every workload.
+
+    With fewer than two documents nothing bounds a value, so that none passes. The bootstrap of a few documents is too sure of
+    itself (of three, the lowest is its lower bound at any level), so that a look before the last takes ten to decide anything.
+    """
     checks: list[Check] = []
+    levels = look.fail_level(gates.alpha), look.pass_level(gates.alpha)
     for workload in sorted({row.workload for row in rows}):
         of_workload = [row for row in rows if row.workload == workload]
-        workload_checks = [wire.check(workload, gates.alpha) for wire in _trip_wires(of_workload, gates)]
-        if len({row.document for row in of_workload}) < 2:
+        workload_checks = [wire.check(workload, *levels) for wire in _trip_wires(of_workload, gates)]
+        documents = len({row.document for row in of_workload})
+        if not look.is_last and documents < st.FEW_DOCUMENTS:
+            reason = f"{workload}: {documents} documents; a look before the last takes {st.FEW_DOCUMENTS} to bound a distance"
+            undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
+            workload_checks = [check.model_copy(update=undecided) for check in workload_checks]
+        elif documents < 2:
             reason = f"{workload}: one document says nothing about the spread; about 2 documents or more are needed"
             undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
             workload_checks = [
@@ -177,9 +199,14 @@ def distance_by_workload(rows: Sequence[SampleRow], gates: Gates) -> list[Check]
     return checks
 
 
-def tail_and_slope(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
-    """Check p99.9 of the KL and, with `min_samples` documents, its slope over context: FAIL when clearly outside, else PASS."""
+def tail_and_slope(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]:
+    """Check p99.9 of the KL and, with `min_samples` documents, its slope over context: FAIL when clearly outside, else PASS.
+
+    There are no lines at a look before the last at fewer than ten documents, as for the other distances.
+    """
     documents = [row.document for row in rows]
+    if not look.is_last and len(set(documents)) < st.FEW_DOCUMENTS:
+        return []
     tokens = np.array([row.scored_tokens for row in rows], dtype=np.float64)
     weights, index = st.document_weights(documents)
     tails = [row.kl_tail for row in rows]
@@ -193,7 +220,7 @@ def tail_and_slope(report: EvaluationReport, rows: Sequence[SampleRow], gates: G
     # With a few documents every replicate draws nearly the same line, so that the bound would look certain.
     if math.isfinite(slope) and len(slopes) and len(set(documents)) >= gates.min_samples:
         wires.append(_TripWire("max_kl_slope", "growth of KL per 1k tokens", gates.max_kl_slope, slope, slopes))
-    return [wire.check("all", gates.alpha, passes_by_bound=False) for wire in wires]
+    return [wire.check("all", look.fail_level(gates.alpha), pass_level=None) for wire in wires]
 
 
 def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, st.Array]:
@@ -234,6 +261,27 @@ def noise_floor(report: EvaluationReport, gates: Gates) -> list[Check]:
     ]
 
 
+def compaction(report: EvaluationReport, gates: Gates) -> list[Check]:
+    """Return an INCONCLUSIVE line where the stored heads of the baseline's distributions miss a share of the KL that matters.
+
+    Reports whose baseline was stored whole have none.
+    """
+    record = report.compaction
+    if record is None:
+        return []
+    limit = MISSED_SHARE * gates.max_mean_kl
+    if record.difference is not None and record.difference <= limit:
+        return []
+    reason = (
+        f"all: the stored heads of the baseline's distributions miss {_rounded(record.difference)} nats of the mean KL, "
+        f"more than {MISSED_SHARE:.0%} of max_mean_kl={gates.max_mean_kl:g} (measured on {record.tokens} tokens)"
+    )
+    value = finite(record.difference)
+    return [
+        Check(gate="compaction", where="all", value=value, bound=None, threshold=limit, status="INCONCLUSIVE", reason=reason)
+    ]
+
+
 def _rounded(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.3g}"
 
@@ -246,7 +294,7 @@ def canary(report: EvaluationReport, gates: Gates) -> list[Check]:
     rows = report.canary.rows
     wires = list(_trip_wires(rows, gates)) if rows else []
     kl = wires[0].value if wires else math.nan
-    noticed = any(wire.status(gates.alpha, passes_by_bound=True)[0] == "FAIL" for wire in wires)
+    noticed = any(wire.status(gates.alpha, gates.alpha)[0] == "FAIL" for wire in wires)
     measured = f"canary: with key scales x {report.canary.factor:g} the mean KL is {kl:.3g}"
     unnoticed = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
     return [

@@ -5,9 +5,10 @@ because JSON has no NaN; the gates treat null as a failure.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -15,6 +16,9 @@ SAMPLES_FILE = "samples.jsonl"
 
 STEP_FLAG_KL = 0.15
 """A decode step with a larger KL to the baseline, in nats, counts as flagged."""
+
+LEAST_STEP = 0.01
+"""The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
 
 Number = float | None
 
@@ -97,7 +101,8 @@ class Accuracy(_Record):
 
 
 class Slice(_Record):
-    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth."""
+    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a
+    difficulty."""
 
     workload: str | None
     context: tuple[int, int | None] | None
@@ -106,6 +111,7 @@ class Slice(_Record):
     documents: int
     accuracy: Accuracy | None
     fidelity: Fidelity
+    difficulty: str | None = None
 
 
 class Slope(_Record):
@@ -153,6 +159,30 @@ class SystemMetrics(_Record):
     budget_gib: float
     sequence_tokens: int
     max_live_tokens: int
+    threads: int | None = None
+    """CPU threads of the engine; null for an engine that is not told how many to use."""
+
+
+class Compaction(_Record):
+    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+
+    tokens: int
+    """Scored tokens whose whole distribution was kept as well."""
+    kl_full: Number
+    """Mean KL over the vocabulary."""
+    kl_head: Number
+    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
+    difference: Number
+    """kl_full - kl_head."""
+
+
+class Work(_Record):
+    """Tokens of forced decode and answers, as they went through the candidate."""
+
+    prefilled_tokens: int
+    shared_tokens: int
+    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
+    decoded_tokens: int
 
 
 class EvaluationReport(_Record):
@@ -167,6 +197,8 @@ class EvaluationReport(_Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
+    planned_rounds: list[float] = [1.0]
+    """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
     slices: list[Slice]
     kl_slope: Slope
     noise: NoiseFloor
@@ -174,10 +206,21 @@ class EvaluationReport(_Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
+    compaction: Compaction | None = None
+    work: Work | None = None
+
+    @field_validator("planned_rounds")
+    @classmethod
+    def _ascends_to_one(cls, shares: list[float]) -> list[float]:
+        steps = [high - low for low, high in pairwise([0.0, *shares])]
+        if not shares or shares[-1] != 1 or min(steps) < LEAST_STEP * (1 - 1e-9):
+            raise ValueError(f"planned_rounds must ascend to 1 in steps of {LEAST_STEP} or more, got {shares}")
+        return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""
-        return next((s for s in self.slices if (s.workload, s.context, s.depth) == (workload, None, None)), None)
+        whole = (workload, None, None, None)
+        return next((s for s in self.slices if (s.workload, s.context, s.depth, s.difficulty) == whole), None)
 
     @property
     def overall(self) -> Slice:
@@ -216,11 +259,14 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     for part in report.slices:
         if part.context is not None:
             continue
-        where = "/".join(name for name in (part.workload, part.depth) if name)
+        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+    yield "quality/samples", float(report.samples)
+    yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("quality/kl_slope_", report.kl_slope)
+    yield from _numbers("perf/", report.work)
     yield from _numbers("noise/", report.noise.fidelity)
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel
 
+RULES = 2
+"""Version of the gates' rules. 1: one look at all samples, and Holm's procedure for PASS as well as for FAIL."""
+
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -19,9 +22,11 @@ class Gates(StrictModel):
     """Thresholds, `gates.*` on the command line. They are compared with raw values; only texts are rounded."""
 
     alpha: Annotated[float, Field(gt=0, le=0.2)]
-    """One-sided error of every bound. Holm's procedure shares it among workloads."""
+    """One-sided error: of a wrong PASS in all looks together, and of a wrong FAIL in all looks and workloads together."""
     power: Annotated[float, Field(ge=0.5, lt=1)]
     """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
+    max_rounds: Annotated[int, Field(ge=1, le=20)] = 1
+    """Looks at the growing samples; the last is at all that are planned. Evidence from before there were rounds lacks it."""
     margin: Margin
     """Accuracy that a candidate may lose, as a fraction: 0.05 is five points."""
     margins: dict[str, Margin]
@@ -90,6 +95,10 @@ class Verdict(BaseModel):
     checks: list[Check]
     samples_needed: dict[str, int]
     """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
+    round: int = 1
+    """The last look, from 1, that was taken at the samples; 0 where none was."""
+    rules: int = 1
+    """`RULES` of the gates that decided. Evidence from before it was recorded lacks it."""
 
 
 def finite(value: float | None) -> float | None:

@@ -174,7 +174,7 @@ class ChunkedEngine(EngineBase):
 
     @abstractmethod
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
-        """Append a prompt to a new sequence and return the logits (vocab_size,) of its last token."""
+        """Append a prompt, or a part of one, to a sequence and return the logits (vocab_size,) of its last token."""
 
 
 class OnePassBase(EngineBase):

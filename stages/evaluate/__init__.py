@@ -4,8 +4,19 @@ The pipeline calls the functions of this module. The report is typed in `pipelin
 `pipeline.verdict.gates.decide`.
 """
 
-from stages.evaluate.measure import evaluate_candidate, measure_baseline
+from stages.evaluate.joining import MeasuredRound, join_rounds
+from stages.evaluate.measure import evaluate_round, measure_baseline
+from stages.evaluate.rounds import assign_rounds
 from stages.evaluate.samples import load_samples
 from stages.evaluate.tokens import open_tokenizer, samples_digest
 
-__all__ = ["evaluate_candidate", "load_samples", "measure_baseline", "open_tokenizer", "samples_digest"]
+__all__ = [
+    "MeasuredRound",
+    "assign_rounds",
+    "evaluate_round",
+    "join_rounds",
+    "load_samples",
+    "measure_baseline",
+    "open_tokenizer",
+    "samples_digest",
+]

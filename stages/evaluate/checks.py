@@ -1,10 +1,17 @@
-"""Judges generated answers strictly: the whole text counts, never a substring of it."""
+"""Judges generated answers. All checks but "mention" are strict: the whole text counts, never a substring of it.
+
+"mention" is for models that know the answer and phrase it in their own way: "The code is 4711." gives the reference "4711".
+It compares words, see `words_of`.
+"""
 
 import json
+import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.records import Sample
+from stages.workloads.bfcl import correct_calls
 
 
 class _NotStrictJson(ValueError):
@@ -46,6 +53,29 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+_WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Return the words that check "mention" compares, case-folded and in Unicode's compatibility form (NFKC).
+
+    A word is a run of letters and digits, with whatever `. , : / @ -` stands inside it and a sign before its digits, so that
+    the number 93.10 mentions neither 93 nor 10, and -5 not 5. All other punctuation and all whitespace only separate words.
+    """
+    return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
+
+
+def mentions(text: tuple[str, ...], phrase: tuple[str, ...]) -> bool:
+    """Return whether the words of `phrase` stand in `text`, one after the other."""
+    return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
+
+
+def _mentions_the_answer_only(sample: Sample, text: str) -> bool:
+    words = words_of(text)
+    wrong = any(mentions(words, words_of(distractor)) for distractor in sample.distractors)
+    return not wrong and all(mentions(words, words_of(phrase)) for phrase in sample.mentions or (sample.reference,))
+
+
 def _calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
     """Return whether `call` is {"name", "arguments"} of a declared tool with exactly that tool's arguments."""
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
@@ -61,12 +91,18 @@ def judge(sample: Sample, text: str) -> Judgement:
         text: The whole generated answer, without the stop token.
 
     Returns:
-        For check "exact": correct when `text` is the reference, character by character. For "json" and "tool_call":
-        valid when `text` is strict JSON (and calls a declared tool), correct when its value is the reference's.
+        For check "exact": correct when `text` is the reference, character by character. For "mention": correct when `text`
+        mentions all of `sample.mentions`, or the reference where there are none, and none of `sample.distractors`. For "json"
+        and "tool_call": valid when `text` is strict JSON (and calls a declared tool), correct when its value is the
+        reference's. For "bfcl": correct when BFCL's checker accepts the calls.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return Judgement(valid=None, correct=text == sample.reference)
+    if sample.check == "bfcl":
+        return Judgement(valid=None, correct=correct_calls(sample, text))
+    if sample.check == "mention":
+        return Judgement(valid=None, correct=_mentions_the_answer_only(sample, text))
     try:
         value = strict_json(text)
     except (ValueError, RecursionError):

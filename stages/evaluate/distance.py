@@ -1,6 +1,11 @@
-"""Distances between the baseline's and the candidate's distributions over the whole vocabulary, per decode step.
+"""Distances between the baseline's and the candidate's next-token distributions, per decode step.
 
-Legend: B = rows, V = vocab_size. Sums are in float64, because a KL of 1e-7 is a difference of terms near 1.
+An evaluation compares heads: the baseline's most likely tokens one by one, and all other tokens as one more outcome, the
+rest. By the data processing inequality that KL never exceeds the KL over the vocabulary; what is missing is the rest's mass
+times the KL within the rest. `compare` computes the whole sum, which the heads are checked against.
+
+Legend: B = rows, V = vocab_size, K = tokens of a head. Sums are in float64, because a KL of 1e-7 is a difference of terms
+near 1. Exponentials over the vocabulary are in float32: they decide the mass of the rest alone.
 """
 
 from collections.abc import Sequence
@@ -10,8 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Tokens = npt.NDArray[np.unsignedinteger]
 
 TOP_K = 10
+
+REST_MASS = 1e-4
+"""A head is made long enough for the rest to have at most this mass, where the cap allows it."""
+
+LEAST_CAP = 1024
+"""Heads may always be this long: small vocabularies are kept whole where they must be."""
+
+ROUNDING = 1e-15
+"""Mass below which a rest, the difference of two sums near 1, is rounding."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +64,106 @@ class StepStatistics:
         """Return the tokens of all parts, one part after the other."""
         return cls(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)))
 
-    def put(self, index: npt.NDArray[np.int64], step: "StepStatistics") -> None:
-        """Write the rows of `step` at `index`."""
-        for item in fields(self):
-            getattr(self, item.name)[index] = getattr(step, item.name)
+    def put_token(self, index: int, values: Sequence[float]) -> None:
+        """Write the values of one token, in the order of the fields."""
+        for item, value in zip(fields(self), values, strict=True):
+            getattr(self, item.name)[index] = value
+
+
+class Distributions:
+    """Rows of logits, ready to be asked for probabilities."""
+
+    def __init__(self, logits_BV: npt.NDArray[np.float32]) -> None:
+        self.logits_BV = logits_BV
+        peaks = logits_BV.max(axis=1, keepdims=True)
+        self.finite = np.isfinite(peaks[:, 0]) & np.isfinite(logits_BV.min(axis=1))
+        """Whether all logits of a row are finite."""
+        with np.errstate(invalid="ignore"):
+            self._weights_BV = np.exp(logits_BV - peaks)
+        self._peaks = peaks[:, 0].astype(np.float64)
+        self._totals = self._weights_BV.sum(axis=1, dtype=np.float64)
+
+    def split(self, row: int, tokens: npt.NDArray[np.integer]) -> tuple[Array, float, float]:
+        """Return what distinct `tokens` (K) and the rest have of a row that is finite.
+
+        Returns:
+            Log-probabilities (K) of the tokens, the mass of all other tokens, and the log-sum-exp of the row.
+        """
+        logits = self.logits_BV[row, tokens].astype(np.float64) - self._peaks[row]
+        rest = 0.0
+        if len(tokens) < self.logits_BV.shape[1]:
+            rest = max(float(self._totals[row] - self._weights_BV[row, tokens].sum(dtype=np.float64)), ROUNDING)
+        total = float(np.exp(logits).sum()) + rest
+        log_total = float(np.log(total))
+        return logits - log_total, rest / total, self._peaks[row] + log_total
+
+    def head(self, row: int) -> npt.NDArray[np.integer]:
+        """Return the tokens of a row's head, most likely first: no more than it takes, and no more than the cap."""
+        logits = self.logits_BV[row]
+        vocab = len(logits)
+        least, cap = min(TOP_K, vocab), min(vocab, max(vocab // 8, LEAST_CAP))
+        # All tokens below this logit together have less than REST_MASS.
+        lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
+        tokens = np.flatnonzero(logits >= lowest)
+        if not least <= len(tokens) <= cap:
+            count = min(max(len(tokens), least), cap)
+            tokens = np.flatnonzero(logits >= np.partition(logits, vocab - count)[vocab - count])
+        tokens = tokens[np.argsort(-logits[tokens], kind="stable")][:cap]  # more of them are equal to the last
+        left = self._totals[row] - np.cumsum(self._weights_BV[row, tokens], dtype=np.float64)
+        enough = int(np.searchsorted(-left, -REST_MASS * self._totals[row])) + 1
+        return tokens[: max(least, enough)]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is stored of one distribution of the baseline."""
+
+    tokens: Tokens
+    """(K), most likely first."""
+    logp: npt.NDArray[np.float32]
+    """Their log-probabilities."""
+    rest: float
+    """Probability of all other tokens together."""
+    reference: float
+    """Log-probability of the reference token, which may be one of the rest."""
+    full: npt.NDArray[np.float32] | None
+    """The log-probabilities of the whole vocabulary (V), kept of some tokens as a check."""
+
+
+def compare_head(head: Head, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
+    """Compare a row of the candidate with the baseline's head; the values are those of StepStatistics, in its order.
+
+    Args:
+        head: What is stored of the baseline.
+        candidate: The candidate's distributions.
+        row: The candidate's row.
+        token: The reference token.
+        greedy: The candidate's most likely token.
+    """
+    if not candidate.finite[row]:
+        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan, -1)
+    logq, rest_q, log_sum = candidate.split(row, head.tokens)
+    logp = head.logp.astype(np.float64)
+    # As stored, the probabilities sum to 1 within a few 1e-8 only, which alone could make a KL negative.
+    total = float(np.exp(logp).sum()) + head.rest
+    logp, rest_p = logp - np.log(total), head.rest / total
+    kl = float((np.exp(logp) * (logp - logq)).sum())
+    if rest_p > 0:
+        kl += rest_p * float(np.log(rest_p / rest_q))
+    logits = candidate.logits_BV[row]
+    k = min(TOP_K, len(logits))
+    # A token is among the k most likely ones when fewer than k are more likely.
+    likelier = (logits[None, :] > logits[head.tokens[:k], None]).sum(axis=1)
+    candidate_token = float(logits[token]) - log_sum
+    return (
+        max(kl, 0.0) if np.isfinite(kl) else np.nan,
+        -head.reference,
+        -candidate_token,
+        float(int(head.tokens[0]) == greedy),
+        float((likelier < k).sum()) / k,
+        float(np.exp(candidate_token) - np.exp(head.reference)),
+        greedy,
+    )
 
 
 def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.verdict.distances import kl_slope
-from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Fidelity, SampleRow, Slice, Slope
+from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")
 
-SliceKey = tuple[str | None, tuple[int, int | None] | None, str | None]
-"""(workload, context bin, depth) of a slice; None stands for all."""
+DIFFICULTIES = ("easy", "medium", "hard")
+
+SliceKey = tuple[str | None, tuple[int, int | None] | None, str | None, str | None]
+"""(workload, context bin, depth, difficulty) of a slice; None stands for all."""
 
 
 def depth_name(depth: float) -> str:
@@ -97,16 +99,18 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
 def _slice_keys(row: SampleRow, edges: Sequence[int]) -> Iterator[SliceKey]:
     """Yield the keys of the slices that a row belongs to."""
     context = context_bin(row.context_tokens, edges)
-    yield None, None, None
-    yield row.workload, None, None
-    yield None, context, None
-    yield row.workload, context, None
+    yield None, None, None, None
+    yield row.workload, None, None, None
+    yield None, context, None, None
+    yield row.workload, context, None, None
     if row.depth is not None:
-        yield row.workload, None, depth_name(row.depth)
+        yield row.workload, None, depth_name(row.depth), None
+    if row.difficulty:
+        yield row.workload, None, None, row.difficulty
 
 
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
-    """Summarize all rows, each workload, each context bin of both, and each workload's depth by thirds.
+    """Summarize all rows, each workload, each context bin of both, each workload's depth by thirds, and its difficulties.
 
     Args:
         rows: The rows of an evaluation.
@@ -114,16 +118,21 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
         edges: Lower ends of the context bins in tokens.
 
     Returns:
-        The slices that have samples, sorted by workload, context and depth.
+        The slices that have samples, sorted by workload, context, depth and difficulty.
     """
     members: dict[SliceKey, list[int]] = {}
     for i, row in enumerate(rows):
         for key in _slice_keys(row, edges):
             members.setdefault(key, []).append(i)
 
-    def order(key: SliceKey) -> tuple[str, int, int]:
-        workload, context, depth = key
-        return workload or "", -1 if context is None else context[0], -1 if depth is None else DEPTHS.index(depth)
+    def order(key: SliceKey) -> tuple[str, int, int, int]:
+        workload, context, depth, difficulty = key
+        return (
+            workload or "",
+            -1 if context is None else context[0],
+            -1 if depth is None else DEPTHS.index(depth),
+            -1 if difficulty is None else DIFFICULTIES.index(difficulty),
+        )
 
     summaries = []
     for key in sorted(members, key=order):
@@ -133,6 +142,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 workload=key[0],
                 context=key[1],
                 depth=key[2],
+                difficulty=key[3],
                 samples=len(slice_rows),
                 documents=len({row.document for row in slice_rows}),
                 accuracy=accuracy(slice_rows),
@@ -150,3 +160,14 @@ def slope(rows: Sequence[SampleRow]) -> Slope:
         return Slope(per_1k_tokens=None, low=None, high=None)
     low, high = np.quantile(replicates, [0.05, 0.95]).tolist()
     return Slope(per_1k_tokens=value, low=low, high=high)
+
+
+def compaction(checks: Sequence[tuple[float | None, float | None]]) -> Compaction | None:
+    """Summarize both KLs of the tokens whose whole distribution is known; None when there are none.
+
+    A KL that is missing makes the means null: it is never left out.
+    """
+    if not checks:
+        return None
+    full, head = np.array(checks, np.float64).mean(axis=0).tolist()
+    return Compaction(tokens=len(checks), kl_full=_number(full), kl_head=_number(head), difference=_number(full - head))

@@ -1,23 +1,22 @@
-"""Runs samples through an engine, forced decode first and answers second, and writes the results into rows.
-
-Where forced decode found every reference token most likely, the greedy answer **is** the reference, because greedy decode
-would have fed the same tokens to the same engine. Only the other answers are generated.
-"""
+"""Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeline.core.records import Engine
-from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
-from stages.evaluate.checks import Judgement, judge
-from stages.evaluate.decode import forced_decode, greedy_decode
-from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
-from stages.evaluate.scores import LogProbabilities
-from stages.evaluate.tokens import EncodedSample, Tokenizer
+from stages.evaluate.batches import Finished, Greedy, Step
+from stages.evaluate.checks import Judgement
+from stages.evaluate.decode import decode
+from stages.evaluate.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
+from stages.evaluate.interruption import Interruption
+from stages.evaluate.results import ResultFolder, SampleResult
+from stages.evaluate.scores import CHECK_EVERY, BaselineHeads, SampleHeads, head_of
+from stages.evaluate.tokens import EncodedSample
+
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -28,82 +27,133 @@ class Answer:
     judgement: Judgement
 
 
-def score(
+@dataclass
+class _InFlight:
+    """What is known of a sample that is running."""
+
+    statistics: StepStatistics
+    heads: SampleHeads | None
+    """The baseline's heads; None while the baseline itself is measured."""
+    recorded: dict[int, Head] = field(default_factory=dict)
+    checks: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Scorer:
+    """Turns the steps of a forced decode into statistics, by sample."""
+
+    def __init__(self, encoded: Sequence[EncodedSample], baseline: BaselineHeads | None, vocab_size: int) -> None:
+        self.encoded, self.baseline, self.vocab_size = encoded, baseline, vocab_size
+        self.in_flight: dict[int, _InFlight] = {}
+        self._starts = np.cumsum([0, *(len(item.reference) for item in encoded)])
+        """Scored tokens before each sample, which say of which tokens whole distributions are kept."""
+
+    def score(self, step: Step) -> None:
+        """Compare the rows of a step with the baseline's heads, which are made of them first where the baseline runs."""
+        distributions = Distributions(step.logits_BV)
+        for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
+            sample = self._sample(i)
+            token = self.encoded[i].reference[position]
+            if sample.heads is None:
+                check = (self._starts[i] + position) % CHECK_EVERY == 0
+                head = sample.recorded[position] = head_of(distributions, row, token, check=check)
+            else:
+                head = sample.heads.head(position)
+            values = compare_head(head, distributions, row, token, step.greedy[row])
+            sample.statistics.put_token(position, values)
+            if sample.heads is not None and head.full is not None:
+                whole = compare(head.full[None], log_softmax(step.logits_BV[row : row + 1]), [token])
+                sample.checks.append((float(whole.kl[0]), values[0]))
+
+    def finish(self, event: Finished) -> tuple[SampleResult, SampleHeads | None]:
+        """Return what came of a sample, and its heads where the baseline ran."""
+        sample = self.in_flight.pop(event.sample)
+        checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
+        result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks)
+        if sample.heads is not None:
+            return result, None
+        ordered = [sample.recorded[position] for position in range(len(sample.recorded))]
+        return result, SampleHeads.of(ordered, self.vocab_size)
+
+    def _sample(self, i: int) -> _InFlight:
+        if i in self.in_flight:
+            return self.in_flight[i]
+        heads = self.baseline.sample(self.encoded[i].sample.id) if self.baseline is not None else None
+        self.in_flight[i] = _InFlight(StepStatistics.empty(len(self.encoded[i].reference)), heads)
+        return self.in_flight[i]
+
+
+def run_samples(
     engine: Engine,
     encoded: Sequence[EncodedSample],
-    baseline: LogProbabilities,
+    baseline: BaselineHeads | None,
     batch_size: int,
-    progress: Callable[[int, int], None],
+    progress: Report,
     *,
-    record: bool = False,
+    greedy: Greedy | None,
+    folder: ResultFolder | None = None,
+    check: Callable[[int, SampleResult], None] = lambda *_: None,
+    interruption: Interruption | None = None,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
-) -> list[StepStatistics]:
-    """Run forced decode on every sample and compare its log-probabilities with the baseline's.
+) -> list[SampleResult]:
+    """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
     Args:
         engine: The engine to drive.
         encoded: The samples in tokens.
-        baseline: The baseline's log-probabilities of these samples.
+        baseline: The baseline's heads of these samples; None where the engine is the baseline, whose heads are saved.
         batch_size: Most sequences in one decode step.
-        progress: Called with the tokens scored so far and the tokens in all.
-        record: Whether the log-probabilities are first written into `baseline`, which is how a baseline is made.
-        after_prefill: See `forced_decode`.
-        one_pass: See `forced_decode`.
+        progress: Called with what is being done, and how much of how much.
+        greedy: How answers end; None when none are wanted.
+        folder: Where results are saved at once, and taken from where they are there already.
+        check: Called with a sample and its result before that is saved.
+        interruption: Asked whether to finish the samples in flight and stop.
+        after_prefill: See `decode`.
+        one_pass: See `decode`.
 
     Returns:
-        The statistics of each sample's reference tokens.
+        The result of each sample.
+
+    Raises:
+        KeyboardInterrupt: Samples are missing, because an end was asked for.
     """
-    lengths = [len(item.reference) for item in encoded]
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    statistics = StepStatistics.empty(int(starts[-1]))
-    done = 0
-    for step in forced_decode(engine, encoded, batch_size, after_prefill, one_pass):
-        logp = log_softmax(step.logits_BV)
-        predictions = list(zip(step.samples, step.positions, strict=True))
-        tensors = [(baseline.tensor(encoded[i].sample.id), position) for i, position in predictions]
-        if record:
-            for (tensor, position), row in zip(tensors, logp, strict=True):
-                tensor[position] = row
-        stored = np.stack([tensor[position] for tensor, position in tensors])
-        tokens = [encoded[i].reference[position] for i, position in predictions]
-        index = starts[step.samples] + np.array(step.positions)
-        statistics.put(index, compare(stored, logp, tokens))
-        done += len(predictions)
-        progress(done, int(starts[-1]))
-    return [statistics.part(start, stop) for start, stop in pairwise(starts.tolist())]
-
-
-def answers(
-    engine: Engine,
-    encoded: Sequence[EncodedSample],
-    statistics: Sequence[StepStatistics],
-    tokenizer: Tokenizer,
-    config: WorkloadsConfig,
-) -> list[Answer | None]:
-    """Return the engine's greedy answer to every judged sample, None for the others.
-
-    Args:
-        engine: The engine to drive.
-        encoded: The samples in tokens.
-        statistics: What `score` returned for these samples on this engine.
-        tokenizer: Turns token ids into text.
-        config: Batch size, and how many tokens an answer may be longer than the reference.
-    """
-    texts: dict[int, str] = {}
-    deviating: list[int] = []
-    for i, (item, steps) in enumerate(zip(encoded, statistics, strict=True)):
-        if not item.judged:
-            continue
-        if tuple(steps.greedy.tolist()) == item.reference:
-            texts[i] = tokenizer.text(item.reference[:-1])
+    noted = interruption if interruption is not None else Interruption()
+    results = folder.load() if folder is not None else {}
+    total = sum(len(item.reference) for item in encoded)
+    done = sum(len(encoded[i].reference) for i in results)
+    scorer = Scorer(encoded, baseline, engine.vocab_size)
+    missing = [i for i in range(len(encoded)) if i not in results]
+    events = decode(
+        engine,
+        encoded,
+        batch_size,
+        greedy,
+        chosen=missing,
+        after_prefill=after_prefill,
+        one_pass=one_pass,
+        stopping=lambda: noted.requested,
+    )
+    announced = False
+    for event in events:
+        if noted.requested and not announced:
+            announced = True
+            progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
+        if isinstance(event, Step):
+            scorer.score(event)
+            done += len(event.samples)
         else:
-            deviating.append(i)
-    subset = [encoded[i] for i in deviating]
-    limits = [len(item.reference) + config.extra_new_tokens for item in subset]
-    generated = greedy_decode(engine, subset, config.batch_size, limits, tokenizer.eos_token_id)
-    texts |= {i: tokenizer.text(ids) for i, ids in zip(deviating, generated, strict=True)}
-    return [Answer(texts[i], judge(item.sample, texts[i])) if i in texts else None for i, item in enumerate(encoded)]
+            result, heads = scorer.finish(event)
+            check(event.sample, result)
+            if folder is not None:
+                folder.save(event.sample, result, heads)
+            results[event.sample] = result
+        if done < total:
+            progress("forced decode [tokens]", done, total)
+        else:
+            progress("answers [samples]", len(results), len(encoded))
+    if len(results) < len(encoded):
+        raise KeyboardInterrupt
+    return [results[i] for i in range(len(encoded))]
 
 
 def _mean(values: Array) -> float | None:
@@ -112,7 +162,12 @@ def _mean(values: Array) -> float | None:
 
 
 def make_row(
-    item: EncodedSample, steps: StepStatistics, tail_floor: float, baseline: Answer | None, candidate: Answer | None
+    item: EncodedSample,
+    steps: StepStatistics,
+    tail_floor: float,
+    baseline: Answer | None,
+    candidate: Answer | None,
+    number: int = 1,
 ) -> SampleRow:
     """Build the row of one sample.
 
@@ -122,6 +177,7 @@ def make_row(
         tail_floor: The row lists the KL of every step above this value, the pooled 99th percentile (nats).
         baseline: The baseline's answer, None where the sample is not judged.
         candidate: The candidate's answer, None where the sample is not judged.
+        number: The round that ran it.
     """
     return SampleRow(
         id=item.sample.id,
@@ -148,6 +204,7 @@ def make_row(
         mean_squared_delta_p=_mean(steps.delta_p**2),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
         difficulty=item.sample.difficulty,
+        round=number,
     )
 
 
@@ -156,10 +213,12 @@ def make_rows(
     statistics: Sequence[StepStatistics],
     baseline: Sequence[Answer | None],
     candidate: Sequence[Answer | None],
+    rounds: Sequence[int] | None = None,
 ) -> list[SampleRow]:
-    """Build the rows of all samples, in order, from their statistics and both engines' answers."""
+    """Build the rows of all samples, in order, from their statistics, both engines' answers, and the rounds they ran in."""
     pooled = np.concatenate([steps.kl for steps in statistics])
     pooled = pooled[np.isfinite(pooled)]
     tail_floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
-    columns = zip(encoded, statistics, baseline, candidate, strict=True)
-    return [make_row(item, steps, tail_floor, before, after) for item, steps, before, after in columns]
+    numbers = rounds if rounds is not None else [1] * len(encoded)
+    columns = zip(encoded, statistics, baseline, candidate, numbers, strict=True)
+    return [make_row(item, steps, tail_floor, before, after, number) for item, steps, before, after, number in columns]

@@ -2,8 +2,9 @@
 
 A line of the user's file is one JSON object; keys with a question mark may be left out:
 `{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
-"check"?: "none" | "exact" | "json" | "tool_call", "document"?, "depth"?: 0 to 1,
-"tools"?: [{"name": "...", "arguments": ["..."]}]}`
+"check"?: "none" | "exact" | "mention" | "json" | "tool_call", "mentions"?: ["..."], "distractors"?: ["..."],
+"document"?, "depth"?: 0 to 1,
+"difficulty"?: "easy" | "medium" | "hard", "tools"?: [{"name": "...", "arguments": ["..."]}]}`
 """
 
 import json
@@ -14,10 +15,11 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.core.records import Check, Sample
+from pipeline.core.records import LineCheck, Sample
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from stages.evaluate.checks import strict_json
+from stages.evaluate.checks import mentions, strict_json, words_of
 from stages.workloads import generate
+from stages.workloads.bfcl import bfcl_samples
 
 
 class _Strict(BaseModel):
@@ -42,23 +44,29 @@ class _Line(_Strict):
     prompt: str | None = Field(default=None, min_length=1)
     messages: list[_Message] | None = Field(default=None, min_length=1)
     reference: str = Field(min_length=1)
-    check: Check = "exact"
+    check: LineCheck = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    mentions: list[str] = []
+    distractors: list[str] = []
+    difficulty: Literal["", "easy", "medium", "hard"] = ""
     tools: list[_Tool] = []
 
 
 _FIXES = {
-    "check": f"give one of {', '.join(get_args(Check))}",
+    "check": f"give one of {', '.join(get_args(LineCheck))}",
     "workload": "give a name of letters, digits, _ and -",
     "depth": "give a number from 0 to 1",
     "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
+    "difficulty": "give easy, medium or hard",
+    "mentions": 'give a list of texts: ["...", "..."]',
+    "distractors": 'give a list of texts: ["...", "..."]',
     "tools": 'give a list of {"name": "...", "arguments": ["..."]}',
 }
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return every sample of an evaluation: the generated ones, then those of the user's JSONL file.
+    """Return every sample of an evaluation: the generated ones, those of BFCL, then those of the user's JSONL file.
 
     Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
 
@@ -67,10 +75,13 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+        MissingRequirement: BFCL is asked and not installed.
     """
     # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
+    if config.bfcl is not None:
+        samples += bfcl_samples(config.bfcl, config.seed)
     if config.file is not None:
         samples += read_jsonl(config.file, {sample.id for sample in samples})
     return samples
@@ -136,6 +147,9 @@ def _sample(text: str, default_id: str) -> Sample:
         document=line.document,
         depth=line.depth,
         tools=tuple((tool.name, tuple(tool.arguments)) for tool in line.tools),
+        mentions=tuple(line.mentions),
+        distractors=tuple(line.distractors),
+        difficulty=line.difficulty,
     )
 
 
@@ -160,11 +174,31 @@ def _contradictions(line: _Line) -> Iterator[str]:
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
     if line.check == "tool_call" and not line.tools:
         yield 'tools: missing for check "tool_call", list the tools that may be called'
+    if line.check == "mention":
+        yield from _unanswerable(line)
+    elif line.mentions or line.distractors:
+        key = "mentions" if line.mentions else "distractors"
+        yield f'{key}: check "{line.check}" does not read them, leave them out or use check "mention"'
     if line.check in ("json", "tool_call"):
         try:
             strict_json(line.reference)
         except (ValueError, RecursionError) as error:
             yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
+
+
+def _unanswerable(line: _Line) -> Iterator[str]:
+    """Yield why check "mention" would find the reference itself wrong."""
+    key, phrases = ("mentions", line.mentions) if line.mentions else ("reference", [line.reference])
+    for phrase in phrases:
+        if not words_of(phrase):
+            yield f'{key}: {phrase!r} has no word that an answer could mention, give one or use check "exact"'
+        elif not mentions(words_of(line.reference), words_of(phrase)):
+            yield f"mentions: {phrase!r} does not stand in the reference, which would be wrong, correct one of the two"
+    for distractor in line.distractors:
+        if not words_of(distractor):
+            yield f"distractors: {distractor!r} has no word that an answer could mention, leave it out"
+        elif mentions(words_of(line.reference), words_of(distractor)):
+            yield f"distractors: {distractor!r} stands in the reference, which would be wrong, leave it out"
 
 
 def _json_type(value: Any) -> str:

@@ -1,63 +1,106 @@
-"""Stores the baseline's log-probabilities: one safetensors file with one float32 tensor (tokens, vocab_size) per sample.
+"""The baseline's distributions as they are stored: the head of each, and of every CHECK_EVERY-th scored token all of it.
 
-Size: scored tokens x vocab_size x 4 bytes. The tiny model's default evaluation takes about 20,000 x 1,024 x 4 = 80 MB; a
-vocabulary of 128,000 makes that 10 GB, so lower `workloads.samples` or `max_scored_tokens` there. The file is
-memory-mapped for writing and for reading, so that no more than a few rows are in memory.
-Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian header length, JSON header, data).
+A head lists the most likely tokens with their log-probabilities until the others together have less than REST_MASS, so that
+its length follows the distribution: tens of tokens where the model is sure, thousands where it is not. At most vocab_size / 8
+tokens are listed (LEAST_CAP in small vocabularies), 6 bytes each, 8 where ids take more than 16 bits.
+
+`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`.
 """
 
-import json
-import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-Rows = npt.NDArray[np.float32]
+from stages.evaluate.distance import Distributions, Head, Tokens
+
+CHECK_EVERY = 64
 
 
-class LogProbabilities:
-    """Log-probabilities by sample id, in a memory-mapped file."""
+@dataclass(frozen=True)
+class SampleHeads:
+    """The heads of a sample's N scored tokens, one after the other; the whole distributions (V) of M of them."""
 
-    def __init__(self, path: Path, writable: bool = False) -> None:
-        with path.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(header_bytes))
-        self._data = np.memmap(path, dtype=np.uint8, mode="r+" if writable else "r", offset=8 + header_bytes)
-        self._tensors = {name: (entry["shape"], entry["data_offsets"]) for name, entry in header.items()}
+    offsets: npt.NDArray[np.int64]
+    """(N + 1): head n is tokens[offsets[n] : offsets[n + 1]]."""
+    tokens: Tokens
+    logp: npt.NDArray[np.float32]
+    rest: npt.NDArray[np.float64]
+    """(N)."""
+    reference: npt.NDArray[np.float64]
+    """(N)."""
+    checked: npt.NDArray[np.int64]
+    """(M): the scored tokens whose whole distribution is kept."""
+    full: npt.NDArray[np.float32]
+    """(M, V)."""
 
     @classmethod
-    def create(cls, path: Path, tokens: dict[str, int], vocab_size: int) -> Self:
-        """Create a file with a tensor for each sample; every value is NaN until it is written.
+    def of(cls, heads: Sequence[Head], vocab_size: int) -> "SampleHeads":
+        """Join the heads of a sample's scored tokens."""
+        full = [head.full for head in heads if head.full is not None]
+        return cls(
+            offsets=np.cumsum([0, *(len(head.tokens) for head in heads)], dtype=np.int64),
+            tokens=np.concatenate([head.tokens for head in heads]),
+            logp=np.concatenate([head.logp for head in heads]),
+            rest=np.array([head.rest for head in heads]),
+            reference=np.array([head.reference for head in heads]),
+            checked=np.flatnonzero([head.full is not None for head in heads]),
+            full=np.stack(full) if full else np.zeros((0, vocab_size), np.float32),
+        )
 
-        Args:
-            path: The file to create.
-            tokens: Sample id -> scored tokens.
-            vocab_size: Values of each row.
-        """
-        header: dict[str, object] = {}
-        offset = 0
-        for name, count in tokens.items():
-            end = offset + count * vocab_size * 4
-            header[name] = {"dtype": "F32", "shape": [count, vocab_size], "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + offset)
-        store = cls(path, writable=True)
-        for name in tokens:
-            store.tensor(name)[:] = math.nan
-        return store
+    def head(self, position: int) -> Head:
+        """Return the head of a scored token."""
+        part = slice(self.offsets[position], self.offsets[position + 1])
+        place = int(np.searchsorted(self.checked, position))
+        kept = place < len(self.checked) and self.checked[place] == position
+        return Head(
+            self.tokens[part],
+            self.logp[part],
+            float(self.rest[position]),
+            float(self.reference[position]),
+            self.full[place] if kept else None,
+        )
 
-    def tensor(self, name: str) -> Rows:
-        """Return the rows of sample `name`, a view of the file of shape (scored tokens, vocab_size)."""
-        shape, (start, end) = self._tensors[name]
-        return self._data[start:end].view(np.float32).reshape(shape)
 
-    def flush(self) -> None:
-        """Write changed rows to the disk."""
-        assert isinstance(self._data, np.memmap)
-        self._data.flush()
+HEAD_ARRAYS = tuple(item.name for item in fields(SampleHeads))
+
+
+def head_of(distributions: Distributions, row: int, token: int, *, check: bool) -> Head:
+    """Return what is stored of a row; everything is NaN where a logit is not finite.
+
+    Args:
+        distributions: The baseline's distributions.
+        row: One of their rows.
+        token: The reference token.
+        check: Whether the whole distribution is kept as well.
+    """
+    logits = distributions.logits_BV[row]
+    ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
+    if not distributions.finite[row]:
+        return Head(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan, None)
+    tokens = distributions.head(row)
+    logp, rest, log_sum = distributions.split(row, tokens)
+    full = (logits.astype(np.float64) - log_sum).astype(np.float32) if check else None
+    return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum, full)
+
+
+class BaselineHeads:
+    """The heads of all samples of a baseline, read as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(str(path), framework="numpy")
+
+    @staticmethod
+    def write(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
+        """Write the heads of samples, by their ids."""
+        arrays = {f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}
+        save_file(arrays, str(path))
+
+    def sample(self, name: str) -> SampleHeads:
+        """Return the heads of a sample."""
+        return SampleHeads(**{array: self._file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS})

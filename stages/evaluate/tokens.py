@@ -3,16 +3,20 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from pipeline.core.errors import UserError
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.samples import load_samples
 from stages.workloads.prompts import prompt_ids
+
+LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
+"""Fields of a sample that came after the first reports."""
 
 
 class Tokenizer(Protocol):
@@ -62,6 +66,13 @@ class EncodedSample:
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
     """Ends with eos when the sample is judged."""
+    shared: int = 0
+    """Tokens that its prompt begins with like those of its document's other samples; 0 where sharing them is not worth it."""
+
+    @property
+    def prefix(self) -> tuple[str, tuple[int, ...]]:
+        """What the samples that share a prefix have in common and no others: its document and its first tokens."""
+        return self.sample.document, self.prompt[: self.shared]
 
     @property
     def judged(self) -> bool:
@@ -90,7 +101,29 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: i
             raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
         reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference)))
-    return encoded
+    return _with_shared_prefixes(encoded)
+
+
+def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """Say of each sample how much of its prompt it shares.
+
+    The length depends on all samples of a document, not on those that happen to run together: what is prefilled in one piece
+    decides what is read from the quantized cache, so that a sample must be cut in the same place whenever it runs.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for i, item in enumerate(encoded):
+        # The last token of a prompt is decoded, so that no prefix holds it.
+        if item.sample.document and len(item.prompt) > PAGE_TOKENS:
+            groups.setdefault((item.sample.document, item.prompt[:PAGE_TOKENS]), []).append(i)
+    shared = [0] * len(encoded)
+    for members in groups.values():
+        if len(members) > 1:
+            # The common prefix of all is that of the first and the last in lexicographic order.
+            low, high = (order(encoded[i].prompt[:-1] for i in members) for order in (min, max))
+            length = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+            for i in members:
+                shared[i] = length
+    return [replace(item, shared=count) for item, count in zip(encoded, shared, strict=True)]
 
 
 def open_tokenizer(directory: Path) -> BundleTokenizer:
@@ -119,6 +152,8 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     """Return the sha256 of every sample and its tokens, in order."""
     digest = hashlib.sha256()
     for item in encoded:
-        line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
+        # A field that came later counts only where it is set, so that evidence on samples without it still replays.
+        sample = {name: value for name, value in asdict(item.sample).items() if value or name not in LATER_FIELDS}
+        line = json.dumps([sample, item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()

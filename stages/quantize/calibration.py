@@ -1,44 +1,56 @@
 """Writes the calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
+from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
-from stages.workloads import WORKLOADS, generate
+from stages.workloads import generate
 from stages.workloads.prompts import render
 
 TEXTS = "texts.json"
 
 
-def calibration_texts(checkpoint: Path, out: Path, *, samples: int, jsonl: Path | None, seed: int, progress: Progress) -> None:
+def calibration_texts(
+    checkpoint: Path,
+    out: Path,
+    *,
+    samples: int,
+    workloads: Sequence[Workload],
+    jsonl: Path | None,
+    seed: int,
+    progress: Progress,
+) -> None:
     """Write the texts that static scales are measured on to `out/texts.json`, a JSON list of strings.
 
     Generated texts are prompts with their answers, as the checkpoint's chat template renders them, in equal parts from
-    the calibration split of every workload. An evaluation never draws from that split.
+    the calibration split of each of `workloads`. An evaluation never draws from that split.
 
     Args:
         checkpoint: Hugging Face checkpoint, for its tokenizer and chat template.
         out: An empty directory.
         samples: How many texts. A file with fewer lines gives fewer.
+        workloads: What to generate.
         jsonl: The user's texts, a JSON string or an object with "text" on each line; None to generate them.
         seed: Seed of the generated texts.
         progress: Called with a label, the texts done, and the texts in all.
 
     Raises:
-        UserError: A line of `jsonl` holds no text, or the file has none.
+        UserError: A line of `jsonl` holds no text, or the file has none, or the documentation has fewer pages.
     """
-    texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, seed)
+    texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed)
     progress("texts", len(texts), len(texts))
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
 
 
-def _generated(checkpoint: Path, samples: int, seed: int) -> list[str]:
+def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], seed: int) -> list[str]:
     tokenizer = load_tokenizer(checkpoint)
-    count = -(-samples // len(WORKLOADS))
-    workloads = [generate(name, count, seed, split="calibration") for name in WORKLOADS]
-    interleaved = [sample for group in zip(*workloads, strict=True) for sample in group][:samples]
+    count = -(-samples // len(workloads))
+    generated = [generate(name, count, seed, split="calibration") for name in workloads]
+    interleaved = [sample for group in zip(*generated, strict=True) for sample in group][:samples]
     return [render(tokenizer, sample) + sample.reference for sample in interleaved]
 
 

@@ -4,26 +4,79 @@ An export that is not written gets its reason in the report instead.
 """
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo
+from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
-from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
+from stages.checkpoints import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.materialize import source_dtype
+from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype
+from stages.quantize.recipe import cache_quantizers
+from stages.quantize.run import dequantized_weights, quantized_model
+from stages.quantize.tokens import tokenize
 from stages.quantize.validate import (
     validate_tensorrt_llm,
     validate_unified_hf,
 )
 
 Report = dict[str, Any]
-"""What `quantizers.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
+"""What `exports.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
+
+
+def export(
+    checkpoint: Path,
+    quantized: Path,
+    out: Path,
+    *,
+    weights: WeightsFormat,
+    policy: KVPolicy,
+    calibration_texts: list[str],
+    max_length: int,
+    seed: int,
+    progress: Progress,
+) -> None:
+    """Export a quantized checkpoint in ModelOpt's official forms. The weights are quantized again, and must come out the same.
+
+    `out` receives:
+
+    - `unified_hf/`, `tensorrt_llm/`: the exports, where they can express the policy, each validated.
+    - `exports.json`: by which rule their scales were made, and why an export was not written.
+    - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: those of the quantized checkpoint, with links to its weights.
+
+    Args:
+        checkpoint: The source checkpoint.
+        quantized: What `quantize` wrote of it, with the same arguments.
+        out: An empty directory.
+        weights: Format of the linear layers.
+        policy: Formats of the stored keys and values.
+        calibration_texts: Texts to run through the model.
+        max_length: Longer texts are cut to this many tokens.
+        seed: Seed of torch's random numbers.
+        progress: Called with a label, the steps done, and the steps in all.
+
+    Raises:
+        RuntimeError: ModelOpt quantized the weights otherwise this time, or exported something else than the policy says.
+    """
+    info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
+    samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
+    scales = KVScales.model_validate_json((quantized / SCALES_FILE).read_bytes())
+    model = quantized_model(info, weights, samples, seed, progress)
+    if weights != "none":
+        check_weights(judged, dequantized_weights(model, info.shape.layers))
+    adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE))
+    copy_checkpoint(judged, out / "checkpoint")
+    for name in (POLICY_FILE, SCALES_FILE):
+        shutil.copyfile(quantized / name, out / name)
+    report = export_all(model, info, out, weights=weights, policy=policy, scales=scales, progress=progress)
+    (out / "exports.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def export_all(

@@ -69,6 +69,20 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         _declare_float32(out / "config.json")
 
 
+def check_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
+    """Check that a checkpoint that `write_dequantized` wrote holds these weights.
+
+    Raises:
+        RuntimeError: naming a weight that differs.
+    """
+    for name in info.weight_files:
+        with safe_open(info.path / name, framework="pt") as stored:
+            for key in weights.keys() & set(stored.keys()):
+                tensor = stored.get_tensor(key)
+                if not torch.equal(tensor, _cast(key, weights[key], tensor.dtype)):
+                    raise RuntimeError(f"{key}: quantized again, it is another than in {info.path}")
+
+
 def source_dtype(info: CheckpointInfo) -> torch.dtype:
     """Return the dtype in which the checkpoint stores its embedding, which its config does not always state correctly."""
     for name in info.weight_files:

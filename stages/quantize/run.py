@@ -14,7 +14,6 @@ from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.export import export_all
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
@@ -37,9 +36,8 @@ def quantize(
     `out` receives:
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
-    - `unified_hf/`, `tensorrt_llm/`: ModelOpt's exports, where they can express the policy, each validated.
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
-    - `quantizers.json`: which quantizers were enabled, the calibration's size, and why an export was not written.
+    - `quantizers.json`: which quantizers were enabled, and the calibration's size.
 
     Args:
         checkpoint: Hugging Face checkpoint with safetensors weights.
@@ -59,22 +57,12 @@ def quantize(
     policy.check_shape(info.shape)
     layers = info.shape.layers
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    torch.manual_seed(seed)
-
-    progress("loading the checkpoint", 0, 1)
-    # `model` is quantized and exported; the cache is measured on `cache_model`, which has the weights of `checkpoint/`.
-    model = cache_model = load_model(info)
-    progress("loading the checkpoint", 1, 1)
     # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
     # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
-    recipe = weight_recipe(weights, layers)
+    model = cache_model = quantized_model(info, weights, samples, seed, progress)
     if weights == "none":
         copy_checkpoint(info, out / "checkpoint")
     else:
-        adapter.quantize_model(model, recipe, _forward_loop("weights", samples, progress))
-        # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
-        adapter.fuse_shared_inputs(model, layers)
-        adapter.cast_for_export(model, source_dtype(info))
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
         cache_model = load_model(inspect_checkpoint(out / "checkpoint"))
     measured = measure(cache_model, info, policy, _forward_loop("cache", samples, progress))
@@ -82,7 +70,8 @@ def quantize(
     quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
     adapter.add_cache_quantizers(model, quantizers)
     enabled = adapter.enabled_attributes(model)
-    check_enabled({**recipe.expected, **{name: quantizer.attributes for name, quantizer in quantizers.items()}}, enabled)
+    expected = weight_recipe(weights, layers).expected
+    check_enabled({**expected, **{name: quantizer.attributes for name, quantizer in quantizers.items()}}, enabled)
     used = samples if weights != "none" or measured else []
 
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -95,9 +84,30 @@ def quantize(
         "kv_expressed_by": [_expressed_by(policy, layer) for layer in range(layers)],
         "quantizers": {"count": len(enabled), "enabled": sorted(enabled)},
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
-        "exports": export_all(model, info, out, weights=weights, policy=policy, scales=scales, progress=progress),
     }
     (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def quantized_model(
+    info: CheckpointInfo, weights: WeightsFormat, samples: list[list[int]], seed: int, progress: Progress
+) -> torch.nn.Module:
+    """Load a checkpoint and quantize its weights, without the cache's quantizers: the same model at every call.
+
+    Raises:
+        UserError: The checkpoint lacks a tensor.
+        RuntimeError: ModelOpt enabled other quantizers than the recipe says: a defect.
+    """
+    torch.manual_seed(seed)
+    progress("loading the checkpoint", 0, 1)
+    model = load_model(info)
+    progress("loading the checkpoint", 1, 1)
+    if weights != "none":
+        layers = info.shape.layers
+        adapter.quantize_model(model, weight_recipe(weights, layers), _forward_loop("weights", samples, progress))
+        # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
+        adapter.fuse_shared_inputs(model, layers)
+        adapter.cast_for_export(model, source_dtype(info))
+    return model
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:

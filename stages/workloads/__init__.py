@@ -6,17 +6,17 @@ the samples of training or calibration, whatever the integer seeds are.
 
 import random
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
 
 from pipeline.core.records import Sample
 from stages.workloads.conversation import split_last_answer
 from stages.workloads.copying import copy_request
 from stages.workloads.dialogue import facts_dialogue
+from stages.workloads.documentation import Split, excerpt
+from stages.workloads.pages import DIFFICULTIES, QUESTIONS, make_page
 from stages.workloads.prose import opening_and_continuation
 from stages.workloads.records import retrieval
 from stages.workloads.tools import TOOLS, offered_tools, tool_call
-
-Split = Literal["train", "calibration", "evaluation"]
 
 
 def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
@@ -24,41 +24,87 @@ def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
     return random.Random(f"{split}:{name}:{seed}:{index}")
 
 
-def _prose(rng: random.Random, sample_id: str, _index: int) -> Sample:
-    prompt, reference = opening_and_continuation(rng)
-    return Sample(id=sample_id, workload="prose", prompt=prompt, reference=reference, check="none")
+@dataclass(frozen=True)
+class Slot:
+    """Which sample of which sequence is generated."""
+
+    split: Split
+    workload: str
+    seed: int
+    index: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.workload}-{self.index:04d}"
+
+    def rng(self, name: str = "") -> random.Random:
+        """Return the generator of this sample, or of what all samples of this index share under `name`."""
+        return rng_for(self.split, name or self.workload, self.seed, self.index)
 
 
-def _retrieval(rng: random.Random, sample_id: str, index: int) -> Sample:
-    conversation, depth = retrieval(rng, index)
+def _prose(slot: Slot) -> Sample:
+    prompt, reference = opening_and_continuation(slot.rng())
+    return Sample(slot.id, slot.workload, reference, prompt=prompt, check="none")
+
+
+def _retrieval(slot: Slot) -> Sample:
+    conversation, depth = retrieval(slot.rng(), slot.index)
     messages, reference = split_last_answer(conversation)
-    return Sample(id=sample_id, workload="retrieval", messages=messages, reference=reference, check="json", depth=depth)
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="json", depth=depth)
 
 
-def _tool_call(rng: random.Random, sample_id: str, _index: int) -> Sample:
+def _tool_call(slot: Slot) -> Sample:
+    rng = slot.rng()
     names = offered_tools(rng)
     messages, reference = split_last_answer(tool_call(rng, names))
     tools = tuple((name, TOOLS[name][0]) for name in names)
-    return Sample(id=sample_id, workload="tool_call", messages=messages, reference=reference, check="tool_call", tools=tools)
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="tool_call", tools=tools)
 
 
-def _copy(rng: random.Random, sample_id: str, _index: int) -> Sample:
+def _copy(slot: Slot) -> Sample:
+    rng = slot.rng()
     messages, reference = split_last_answer(copy_request(rng, rng.randint(16, 64)))
-    return Sample(id=sample_id, workload="copy", messages=messages, reference=reference, check="exact")
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="exact")
 
 
-def _multi_turn(rng: random.Random, sample_id: str, _index: int) -> Sample:
+def _multi_turn(slot: Slot) -> Sample:
+    rng = slot.rng()
     num_facts = rng.randint(4, 12)
     messages, reference = split_last_answer(facts_dialogue(rng, num_facts, rng.randint(1, 3)))
-    return Sample(id=sample_id, workload="multi_turn", messages=messages, reference=reference, check="json")
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="json")
 
 
-WORKLOADS: dict[str, Callable[[random.Random, str, int], Sample]] = {
+def _documentation(slot: Slot) -> Sample:
+    prompt, reference = excerpt(slot.split, slot.seed, slot.index)
+    return Sample(slot.id, slot.workload, reference, prompt=prompt, check="none")
+
+
+def _about_a_page(slot: Slot) -> Sample:
+    difficulty = DIFFICULTIES[slot.index % len(DIFFICULTIES)]
+    page = make_page(slot.rng("page"), difficulty, slot.split)
+    question = QUESTIONS[slot.workload](page, slot.rng(), slot.index // len(DIFFICULTIES) % 3)
+    return Sample(
+        id=slot.id,
+        workload=slot.workload,
+        reference=question.reference,
+        messages=tuple(question.messages),
+        check="mention",
+        document=f"page-{slot.index:04d}",
+        depth=question.depth,
+        mentions=question.mentions,
+        distractors=question.distractors,
+        difficulty=difficulty,
+    )
+
+
+WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
     "prose": _prose,
     "retrieval": _retrieval,
     "tool_call": _tool_call,
     "copy": _copy,
     "multi_turn": _multi_turn,
+    "documentation": _documentation,
+    **dict.fromkeys(QUESTIONS, _about_a_page),
 }
 
 
@@ -76,6 +122,7 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
 
     Raises:
         ValueError: There is no such workload.
+        UserError: The documentation has fewer pages than that.
 
     Example:
         >>> [sample.id for sample in generate("copy", 2, seed=0)]
@@ -83,4 +130,4 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")
-    return [WORKLOADS[name](rng_for(split, name, seed, i), f"{name}-{i:04d}", i) for i in range(count)]
+    return [WORKLOADS[name](Slot(split, name, seed, i)) for i in range(count)]

@@ -81,19 +81,19 @@ def names_in(path: Path) -> set[str]:
 def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path, dict[str, Any]]) -> None:
     facts = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
     scales = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))["checkpoint"]["scales"]
-    for quantized in (judged[0] / "artifacts" / "quantize").iterdir():
-        if not quantized.is_dir():
+    for exports in (judged[0] / "artifacts" / "exports").iterdir():
+        if not exports.is_dir():
             continue
         names = {
             re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
-            for name in read_tensors(quantized / "tensorrt_llm" / "rank0.safetensors")
+            for name in read_tensors(exports / "tensorrt_llm" / "rank0.safetensors")
         }
         assert names <= set(facts["tensors"]["names"])
-        config = json.loads((quantized / "tensorrt_llm" / "config.json").read_text())
+        config = json.loads((exports / "tensorrt_llm" / "config.json").read_text())
         assert set(config["quantization"]) <= set(facts["quantization"]["keys"])
         served = {
             re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
-            for name in read_tensors(quantized / "unified_hf" / "model.safetensors")
+            for name in read_tensors(exports / "unified_hf" / "model.safetensors")
         }
         quantizes = config["quantization"]["kv_cache_quant_algo"] is not None
         assert {name for name in served if name.endswith("_scale")} == (set(scales) if quantizes else set())
@@ -104,7 +104,7 @@ def test_the_same_artifact_becomes_a_served_checkpoint_with_pinned_arguments(
 ) -> None:
     python = make_interpreter(tmp_path / "bin", release="1.3.0")
     quantized = next(
-        path for path in (judged[0] / "artifacts" / "quantize").iterdir()
+        path for path in (judged[0] / "artifacts" / "exports").iterdir()
         if path.is_dir() and json.loads((path / "kv_policy.json").read_text())["name"] == "fp8"
     )  # fmt: skip
     bundle = make_bundle(quantized, tmp_path / "bundle", "fp8", python)

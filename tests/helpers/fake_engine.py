@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.records import Engine, MemoryReport, Sample
+from pipeline.core.records import Engine, MemoryReport, Sample, SharingEngine
 
 VOCAB = 128
 EOS = 0
@@ -118,6 +118,39 @@ class FakeEngine:
     @property
     def live(self) -> int:
         return len(self._live)
+
+
+@dataclass
+class SharingFake(FakeEngine):
+    """A FakeEngine whose sequences can be forked and extended. Prefilled tokens are counted by call."""
+
+    max_sequences: int | None = None
+    extended: list[tuple[int, ...]] = field(default_factory=list)
+    """Tokens of each `extend`."""
+    forks: int = 0
+    most_live: int = 0
+
+    def fork(self, sequence: int) -> int:
+        handle = len(self.prefilled)
+        self.prefilled.append(())
+        self.decoded[handle] = []
+        self._live[handle] = list(self._live[sequence])
+        self.forks += 1
+        self.most_live = max(self.most_live, self.live)
+        return handle
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        self._live[sequence] += tokens
+        self.extended.append(tuple(tokens))
+        return np.full(VOCAB, 1e9, dtype=np.float32)
+
+
+def sharing_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> SharingFake:
+    """Build an engine as `fake_engine` does, which can fork."""
+    plain = fake_engine(samples, wrong)
+    engine = SharingFake(plain.answers, plain.wrong, **options)  # type: ignore[arg-type]
+    _: SharingEngine = engine  # mypy checks the protocol
+    return engine
 
 
 def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> FakeEngine:

@@ -1,5 +1,7 @@
 """Reports and rows for the gates' tests, as an evaluation would have written them."""
 
+import math
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -87,3 +89,16 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
 
 def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
     return decide(report(rows, **changes), rows, thresholds)
+
+
+def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:
+    """The rows, those of each workload in rounds with these cumulative shares."""
+    counts = Counter(r.workload for r in rows)
+    positions: Counter[str] = Counter()
+    numbered = []
+    for r in rows:
+        ends = (math.ceil(round(share * counts[r.workload], 9)) for share in shares)
+        number = next(number for number, end in enumerate(ends, 1) if positions[r.workload] < end)
+        positions[r.workload] += 1
+        numbered.append(r.model_copy(update={"round": number}))
+    return numbered

@@ -27,8 +27,11 @@ RECORD = {
 """A bundle.json, with all that a backend on a GPU adds."""
 
 
-def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
-    """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict."""
+def judged_engine(root: Path, jsonl: Path | None = None, gguf: str | None = None, **lost: int) -> Path:
+    """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
+
+    `gguf` is the digest of a GGUF that the checkpoint was converted from.
+    """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
     config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
     store, chain = Store(root), []
@@ -39,8 +42,11 @@ def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
         chain.append(Link.of(title, artifact))
         return artifact
 
-    texts = make("calibration", "calibration", {"checkpoint": "c" * 64}, _write({"texts.json": "[]"}))
-    inputs = {"checkpoint": "c" * 64, "calibration": texts.digest}
+    checkpoint = "c" * 64
+    if gguf is not None:
+        checkpoint = make("checkpoint", "checkpoint", {"gguf": gguf}, _write({"model.safetensors": "weights"})).digest
+    texts = make("calibration", "calibration", {"checkpoint": checkpoint}, _write({"texts.json": "[]"}))
+    inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
     weights = {"checkpoint/model.safetensors": "weights"}
     exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}))
     coded = make("quantize", "quantize int8", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}))
@@ -54,7 +60,9 @@ def judged_engine(root: Path, jsonl: Path | None = None, **lost: int) -> Path:
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
-    inputs = {"engine": engine.digest, "baseline": baseline.digest, "answers": answers.digest, **read}
+    compared = {"engine": engine.digest, "answers": answers.digest, **read}
+    ran = make("round", "round int8 1/1", compared, _write({"statistics.safetensors": "rows"}))
+    inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
     evaluation = make("evaluate", "evaluate int8", inputs, _write(evidence), workloads=config.workloads.model_dump())
     roles: dict[Role, str] = {
         "calibration": texts.key,

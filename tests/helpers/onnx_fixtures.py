@@ -85,9 +85,9 @@ def nothing(*_: object) -> None:
     """No progress."""
 
 
-def save_model(config: object, path: Path, seed: int = 0) -> Path:
+def save_model(config: object, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(seed)
-    save_checkpoint(AutoModelForCausalLM.from_config(config), path)
+    save_checkpoint(AutoModelForCausalLM.from_config(config).to(dtype), path)
     (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
     return path
 
@@ -144,7 +144,7 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     return out
 
 
-def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: int) -> OnnxEngine:
+def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
     return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
 
 

@@ -14,6 +14,7 @@ from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import cache_quantizers, weight_recipe
 from stages.quantize.run import load_model, measure, quantize
@@ -55,7 +56,7 @@ def no_progress(label: str, done: int, total: int) -> None:
 
 
 def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:
-    """Run the quantize stage on TEXTS; `options` replace other arguments of `quantize`."""
+    """Quantize with TEXTS, and export to `out/exports`; `options` replace other arguments of `quantize`."""
     arguments: dict[str, Any] = {
         "calibration_texts": TEXTS,
         "max_length": MAX_LENGTH,
@@ -64,6 +65,8 @@ def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsF
     }
     policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
     quantize(checkpoint, out, weights=weights, policy=policy, **(arguments | options))
+    (out / "exports").mkdir()
+    export(checkpoint, out, out / "exports", weights=weights, policy=policy, **(arguments | options))
 
 
 def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from evaluations import evaluate
 
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
@@ -14,7 +15,10 @@ from pipeline.verdict.report import EvaluationReport, load_rows
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.export import export_decoder
-from stages.evaluate import evaluate_candidate, load_samples, measure_baseline, open_tokenizer
+from stages.evaluate import load_samples, measure_baseline, open_tokenizer
+from stages.evaluate.batches import Finished, Greedy
+from stages.evaluate.decode import decode
+from stages.evaluate.tokens import encode
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
@@ -29,7 +33,7 @@ def config() -> WorkloadsConfig:
     base = conf("workloads", "base")
     load = {**base["load"], "batch": 2, "context_tokens": 100, "new_tokens": 8}
     changes = {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
-    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1})
+    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1, "rounds": [1.0]})
 
 
 def quiet(*_: object) -> None:
@@ -65,10 +69,10 @@ class Bench:
     def evaluate(self, bundle: Path) -> tuple[EvaluationReport, Path]:
         out = self.work / f"report_{bundle.name}"
         out.mkdir()
-        report = evaluate_candidate(
+        report = evaluate(
             lambda: load_engine(bundle, threads=1),
             self.samples, self.tokenizer, self.baseline, out,
-            config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+            config=config(), progress=quiet,
         )  # fmt: skip
         return report, out
 
@@ -115,7 +119,22 @@ def test_the_noise_floor_is_far_below_the_gates(reports: dict[str, EvaluationRep
 
 def test_memory_really_allocated_is_the_policys_own_arithmetic(reports: dict[str, EvaluationReport]) -> None:
     for report in reports.values():
+        assert (report.system.threads, report.baseline_system.threads) == (1, 1)
         assert report.system.kib_per_token_allocated == report.system.kib_per_token
+
+
+def test_the_answers_of_forks_are_those_of_a_second_pass(bench: Bench, reports: dict[str, EvaluationReport]) -> None:
+    assert reports
+    engine = load_engine(bench.work / "bundle_int4", threads=1)
+    items = encode(bench.samples, bench.tokenizer, 48)
+    deviated = {}
+    for most in (None, 1):  # an engine that holds one sequence has no room for forks
+        engine.max_sequences = most
+        events = decode(engine, items, 5, Greedy(bench.tokenizer.eos_token_id, 16))
+        deviated[most] = {event.sample: event.answer for event in events if isinstance(event, Finished)}
+        assert engine.pool.in_use == (0, 0)
+    assert deviated[None] == deviated[1]
+    assert any(answer not in (None, items[i].reference[:-1]) for i, answer in deviated[1].items())
 
 
 def test_rows_keep_what_was_generated(bench: Bench, reports: dict[str, EvaluationReport]) -> None:

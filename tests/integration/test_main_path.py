@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluations import evaluate
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 
@@ -21,6 +24,7 @@ FEW = [
     "gates.margin=0.45",  # ten samples cannot show less under Holm
     "gates.min_samples=8",
     "calibration.samples=8",
+    "backend.threads=1",
 ]
 
 
@@ -137,6 +141,33 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
     assert summary(work)["exit_code"] == 3
 
 
+def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
+    artifacts = swept[0] / "artifacts"
+    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
+    work.mkdir()
+    (work / "artifacts").symlink_to(artifacts)
+    arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 400
+        while not list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
+    assert summary(work)["exit_code"] == 130
+    left = list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors"))
+    assert 0 < len(left) < 94
+    assert pipeline(work, *arguments).returncode == 0
+    assert not list(artifacts.glob(".partial/*/*"))
+
+
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
     from pipeline.core.kv import KVPolicy
@@ -146,11 +177,11 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     from pipeline.verdict.thresholds import Gates
     from stages.engines.onnx.build import build_bundle
     from stages.engines.onnx.engine import load_engine
-    from stages.evaluate import evaluate_candidate, load_samples, open_tokenizer
+    from stages.evaluate import assign_rounds, load_samples, open_tokenizer
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
-    (baseline,) = _only(work / "artifacts" / "baseline")
+    (baseline, *_) = [path for path in _only(work / "artifacts" / "baseline") if _is_first(path)]
     candidate = next(c for c in summary(work)["candidates"] if c["policy"] == "fp8")
     engine = Path(candidate["engine"]["path"])
     policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
@@ -165,16 +196,14 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
-    evaluate_candidate(
+    evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
-        load_samples(workloads),
+        assign_rounds(load_samples(workloads), workloads.rounds)[0],
         open_tokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
-        config=workloads,
+        config=workloads.model_copy(update={"rounds": [1.0]}),
         engine_digest="corrupted",
-        baseline_digest=candidate["baseline"]["digest"],
-        progress=lambda *_: None,
     )
     gates = Gates.model_validate(_default_gates())
     verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), gates)
@@ -183,6 +212,11 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
 
 def _only(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()]
+
+
+def _is_first(baseline: Path) -> bool:
+    record = json.loads((baseline / "round.json").read_text())
+    return record["noise"] is not None
 
 
 def _default_gates() -> Any:

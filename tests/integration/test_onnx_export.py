@@ -8,13 +8,26 @@ import onnx
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from onnx_fixtures import FP8, INT4, fmt, load_model, make_decoder, make_engine, make_oracle, nothing, save_model
+from onnx_fixtures import (
+    FP8,
+    INT4,
+    fmt,
+    llama_config,
+    load_model,
+    make_bundle,
+    make_decoder,
+    make_engine,
+    make_oracle,
+    nothing,
+    save_model,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from pipeline.core.checkpoint import DEFAULTS
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
-from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.onnx import weights
+from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import export_decoder
 
 SIZE = {
@@ -117,3 +130,18 @@ def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_i
     with pytest.raises(UserError, match="sliding_window=4096 is not supported"):
         export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=nothing)
     assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_model(llama_config(), tmp_path / "checkpoint", dtype=dtype)
+    narrow = make_bundle(make_decoder(checkpoint, tmp_path / "narrow"), tmp_path / "narrow_bundle", FP16_POLICY)
+    monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
+    wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
+    stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
+    assert stored < 0.6 * before
+    texts = [[5, 6, 7, 8, 9], list(range(70))]
+    logits, expected = (run(load_engine(bundle, threads=1), texts) for bundle in (narrow, wide))
+    assert np.array_equal(logits, expected)

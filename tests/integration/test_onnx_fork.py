@@ -80,3 +80,42 @@ def test_a_window_holds_no_more_pages_than_the_policy_says(decoder: Path, tmp_pa
     assert window_pages == [engine.policy.window_pages(length) for length in range(251, 301)]
     assert set(window_pages) == {1, 2}
     assert engine.memory().window_bytes <= 4 * engine.policy.window_page_bytes(engine.shape)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values"])
+def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
+    name: str, cut: int, decoder: Path, tmp_path: Path, text: list[int]
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=cut)
+    (whole,), logits = engine.prefill([text[: 2 * cut]])
+    (part,), _ = engine.prefill([text[:cut]])
+    fork = engine.fork(part)
+    np.testing.assert_array_equal(engine.extend(fork, text[cut : 2 * cut]), logits[0])
+    np.testing.assert_array_equal(decode(engine, fork, text[200:203]), decode(engine, whole, text[200:203]))
+    np.testing.assert_array_equal(engine.extend(part, text[cut : 2 * cut]), logits[0])
+    engine.release([whole, part, fork])
+    assert engine.pool.in_use == (0, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 130])
+def test_an_extended_float_cache_holds_what_one_prefill_puts_there(
+    cut: int, decoder: Path, tmp_path: Path, text: list[int]
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp16"])
+    (whole, part), _ = engine.prefill([text[:200], text[:cut]])
+    engine.extend(part, text[cut:200])
+    np.testing.assert_allclose(decode(engine, part, text[200:210]), decode(engine, whole, text[200:210]), atol=5e-3)
+
+
+def test_extending_refuses_what_prefill_refuses(decoder: Path, tmp_path: Path, text: list[int]) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int8"], max_pages=2)
+    (handle,), _ = engine.prefill([text[:100]])
+    with pytest.raises(UserError, match="at least one token"):
+        engine.extend(handle, [])
+    with pytest.raises(UserError, match="token ids must be in"):
+        engine.extend(handle, [256_000])
+    with pytest.raises(UserError, match="max_pages=2 is too small"):
+        engine.extend(handle, text[:100])
+    with pytest.raises(KeyError, match="released or never started"):
+        engine.extend(handle + 1, [1])

@@ -1,4 +1,7 @@
-"""Every KV policy on the ONNX engine against the oracle: two independent programs over the same policy and weights."""
+"""Every KV policy on the ONNX engine against the oracle: two independent programs over the same policy and weights.
+
+Policies run with the graph's own attention, which TensorRT builds from; test_native_attention.py holds the kernel to it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ def pair(
 ) -> tuple[OnnxEngine, OracleEngine]:
     """The engine and the oracle of one policy; tests leave no sequences and no faults behind."""
     decoder = shared_decoder(tmp_path_factory, "float32")
-    engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param)
+    engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
     return engine, make_oracle(model, request.param, engine.shape)
 
 

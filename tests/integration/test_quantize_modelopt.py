@@ -103,15 +103,15 @@ def test_uncalibrated_scales_are_one_and_say_so_in_the_export(run_stage: Callabl
     one = SideScales(scale=(1.0,))
     assert scales_of(out).layers == ({"key": one, "value": one},) * 4
     assert json.loads((out / "quantizers.json").read_text())["calibration"]["texts"] == 0
-    exported = load_file(out / "unified_hf" / "model.safetensors")
+    exported = load_file(out / "exports" / "unified_hf" / "model.safetensors")
     assert exported["model.layers.3.self_attn.v_proj.v_scale"].item() == 1.0
 
 
 def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8")
     scales = scales_of(out).layers
-    unified = load_file(out / "unified_hf" / "model.safetensors")
-    engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
+    unified = load_file(out / "exports" / "unified_hf" / "model.safetensors")
+    engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
     for layer in range(4):
         (key,), (value,) = scales[layer][Side.KEY].scale, scales[layer][Side.VALUE].scale
         floor = adapter.UNIFIED_HF_SCALE_FLOOR
@@ -119,32 +119,32 @@ def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path])
         assert stored == pytest.approx(max(key, floor), rel=1e-6)
         shared = engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item()
         assert shared == pytest.approx(max(key, value, 1.0), rel=1e-6)
-    assert (out / "unified_hf" / "tokenizer.json").is_file()
+    assert (out / "exports" / "unified_hf" / "tokenizer.json").is_file()
 
 
 def test_the_exports_carry_the_rotary_base_where_tensorrt_llm_reads_it(run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8")
     base = json.loads((out / "checkpoint" / "config.json").read_text())["rope_theta"]
-    unified = json.loads((out / "unified_hf" / "config.json").read_text())
+    unified = json.loads((out / "exports" / "unified_hf" / "config.json").read_text())
     assert (unified["rope_theta"], unified["rope_scaling"]) == (base, None)
     assert "rope_parameters" not in unified
-    assert json.loads((out / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
+    assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
 
 
 def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
     """One scale for keys and values, never raised to 1 as FP8's are; the unified export refuses INT8."""
     out = run_stage("int8_tensor")
-    config = json.loads((out / "tensorrt_llm" / "config.json").read_text())
+    config = json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
-    engine = load_file(out / "tensorrt_llm" / "rank0.safetensors")
+    engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
     for layer, scales in enumerate(scales_of(out).layers):
         shared = max(scales[Side.KEY].scale[0], scales[Side.VALUE].scale[0])
         assert shared < 1
         assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
-    report = json.loads((out / "quantizers.json").read_text())["exports"]
+    report = json.loads((out / "exports" / "exports.json").read_text())
     assert report["tensorrt_llm"] == {"written": True, "kv_scale": "scale", "kv_scale_shared_by_keys_and_values": True}
     assert not report["unified_hf"]["written"]
-    assert not (out / "unified_hf").exists()
+    assert not (out / "exports" / "unified_hf").exists()
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
 )
 def test_what_no_export_can_express_is_explained_instead(policy: str, reason: str, run_stage: Callable[..., Path]) -> None:
     out = run_stage(policy)
-    exports = json.loads((out / "quantizers.json").read_text())["exports"]
+    exports = json.loads((out / "exports" / "exports.json").read_text())
     for name in ("unified_hf", "tensorrt_llm"):
-        assert not (out / name).exists()
+        assert not (out / "exports" / name).exists()
         assert not exports[name]["written"]
         assert reason in exports[name]["reason"]
 
@@ -174,16 +174,17 @@ def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsF
     out = run_stage("fp8", weights)
     report = json.loads((out / "quantizers.json").read_text())
     assert report["quantizers"]["count"] == 4 * ((7 if weights == "int4_awq" else 14) + 2)
-    assert report["exports"]["unified_hf"]["written"]
-    assert report["exports"]["tensorrt_llm"]["written"]
-    with safe_open(out / "unified_hf" / "model.safetensors", framework="np") as exported:
+    exports = json.loads((out / "exports" / "exports.json").read_text())
+    assert exports["unified_hf"]["written"]
+    assert exports["tensorrt_llm"]["written"]
+    with safe_open(out / "exports" / "unified_hf" / "model.safetensors", framework="np") as exported:
         packed = exported.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype()
     assert packed == {"fp8": "F8_E4M3", "int8_sq": "I8", "int4_awq": "U8"}[weights]
 
 
 def other_codes(out: Path) -> int:
     """FP8 weights of the unified export with another code than in `checkpoint/`: codes are 2^-4 apart, float16 is 2^-11."""
-    unified, judged = (load_file(out / folder / "model.safetensors") for folder in ("unified_hf", "checkpoint"))
+    unified, judged = (load_file(out / folder / "model.safetensors") for folder in ("exports/unified_hf", "checkpoint"))
     scaled = [name.removesuffix("_scale") for name in unified if name.endswith(".weight_scale")]
     assert scaled
     count = 0
@@ -245,9 +246,10 @@ def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Pa
         for kind in ("weight", "input")
     }
     assert set(report["quantizers"]["enabled"]) == kv | linear
-    assert report["exports"]["unified_hf"]["written"]
-    assert report["exports"]["tensorrt_llm"]["written"] == ("Mistral" in family.name)
-    with safe_open(tmp_path / "unified_hf" / "model.safetensors", framework="pt") as exported:
+    exports = json.loads((tmp_path / "exports" / "exports.json").read_text())
+    assert exports["unified_hf"]["written"]
+    assert exports["tensorrt_llm"]["written"] == ("Mistral" in family.name)
+    with safe_open(tmp_path / "exports" / "unified_hf" / "model.safetensors", framework="pt") as exported:
         assert exported.get_tensor("model.embed_tokens.weight").dtype is torch.bfloat16
     assert other_codes(tmp_path) == 0
 
@@ -261,14 +263,14 @@ def test_a_real_export_that_was_damaged_is_refused(lie: str, tmp_path: Path, run
         ("unified_hf", "model.safetensors", value, validate_unified_hf, adapter.UNIFIED_HF_SCALE_FLOOR),
         ("tensorrt_llm", "rank0.safetensors", shared, validate_tensorrt_llm, adapter.TENSORRT_LLM_SCALE_FLOOR),
     ):
-        tensors = load_file(out / name / file)
+        tensors = load_file(out / "exports" / name / file)
         if lie == "drop":
             del tensors[tensor]
         else:
             tensors[tensor] = torch.full_like(tensors[tensor], float("nan"))
         damaged = tmp_path / name
         damaged.mkdir()
-        for path in (out / name).glob("*.json"):
+        for path in (out / "exports" / name).glob("*.json"):
             (damaged / path.name).write_bytes(path.read_bytes())
         save_file(tensors, damaged / file)
         with pytest.raises(ExportMismatch, match=tensor.replace(".", r"\.")):

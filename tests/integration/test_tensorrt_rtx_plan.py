@@ -7,8 +7,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import external_data_helper
-from onnx_fixtures import BY_NAME, SHIPPED, fmt, make_bundle, nothing, shared_decoder
+from onnx_fixtures import (
+    BY_NAME,
+    SHIPPED,
+    fmt,
+    llama_config,
+    make_bundle,
+    make_decoder,
+    nothing,
+    save_model,
+    shared_decoder,
+)
 
 from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
@@ -93,6 +104,15 @@ def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy,
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
     plan = build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], nothing)
     assert len(plan.data) > (bundle / "weights.bin").stat().st_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_that_are_stored_in_16_bits_build_into_a_plan(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = BY_NAME["int8"]
+    decoder = make_decoder(save_model(llama_config(), tmp_path / "checkpoint", dtype=dtype), tmp_path / "decoder")
+    bundle = make_bundle(decoder, tmp_path / "bundle", policy)
+    parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
+    assert build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], nothing).data
 
 
 def test_sinks_recent_tokens_and_windows_build_in_float16(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -116,6 +116,19 @@ def configured(workdir: Path, *overrides: str) -> Config:
     return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
 
 
+def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None if logical else 6)
+    parts = {}
+    for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
+        config = configured(tmp_path, *given)
+        recipe = Chain(config, Store(tmp_path))._evaluation_recipe("baseline", {}, 1)
+        parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
+    assert set(parts) == {(6, False), (6, True), (2, True)}
+    assert parts[6, False] == parts[6, True] != parts[2, True]
+
+
 @pytest.mark.parametrize(
     ("backend", "builder", "versions"),
     [

@@ -16,13 +16,13 @@ PACKAGES = ("pipeline", "stages", "plugins")
 
 ELSEWHERE = {
     "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
+    "bfcl_eval": "installed without what it declares, which pins other versions: stages/workloads/bfcl.py says how",
     "tensorrt_llm": "an interpreter of its own: backend.python",
     "kvgate_forcing": "beside stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
     "kvgate_worker": "likewise",
     "openvino": "a peer of benchmarks/peers_cpu, in a folder of its own: its exporter needs another transformers",
     "onnxruntime_genai": "likewise, in a folder of its own",
     "llama_cpp": "likewise, compiled at installation",
-    "gguf": "likewise, beside llama_cpp",
     "flashinfer": "compared by benchmarks/attention_kernels.py where it is installed",
 }
 BROUGHT = {
@@ -32,6 +32,7 @@ BROUGHT = {
     "pyyaml": "nvidia-modelopt",
     "safetensors": "transformers",
     "tokenizers": "transformers",
+    "tqdm": "transformers",
 }
 """Imported and not declared -> the declared distribution that requires it, in the version that fits."""
 INDIRECT = {
@@ -45,6 +46,7 @@ INDIRECT = {
     "ruff": "a command",
     "mypy": "a command",
     "types-pyyaml": "read by mypy",
+    "ziglang": "a command: the C compiler of backend.attention=native",
 }
 """Declared and not imported -> why it is needed."""
 
@@ -78,7 +80,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_the_packages_import_what_is_declared() -> None:
-    undeclared = imported(*PACKAGES) - set(BROUGHT) - declared() - declared("rtx", "kernels")
+    undeclared = imported(*PACKAGES) - set(BROUGHT) - declared() - declared("rtx", "kernels", "gguf", "lm-eval")
     assert not undeclared
 
 

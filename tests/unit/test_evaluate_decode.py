@@ -1,15 +1,19 @@
 """Forced and greedy decode: what reaches the engine, in which order, and that nothing of the prefill is ever scored."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine
+from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine, sharing_engine
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import OnePassEngine, Sample
-from stages.evaluate.decode import Logits, forced_decode, greedy_decode
+from stages.evaluate.batches import Finished, Greedy, Logits, Step
+from stages.evaluate.decode import decode
 from stages.evaluate.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
@@ -22,6 +26,15 @@ SAMPLES = [
 
 def encoded() -> list[EncodedSample]:
     return encode(SAMPLES, CharTokenizer(), max_scored_tokens=5)
+
+
+def steps_of(*arguments: Any, **options: Any) -> Iterator[Step]:
+    return (event for event in decode(*arguments, **options) if isinstance(event, Step))
+
+
+def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int, extra: int = 4) -> dict[int, Finished]:
+    events = decode(engine, items, batch_size, Greedy(EOS, extra))
+    return {event.sample: event for event in events if isinstance(event, Finished)}
 
 
 def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:
@@ -47,10 +60,22 @@ def test_the_digest_covers_prompts_references_and_checks() -> None:
     assert workloads_digest(encoded()) == workloads_digest(encoded())
 
 
+def test_a_digest_counts_later_fields_of_a_sample_only_where_they_are_set() -> None:
+    (item,) = encode([Sample(id="1", workload="copy", reference="ab", prompt="abc")], CharTokenizer(), 5)
+    first_fields: dict[str, Any] = {
+        "id": "1", "workload": "copy", "reference": "ab", "messages": [], "prompt": "abc", "check": "exact", "document": "",
+        "depth": None, "tools": [],
+    }  # fmt: skip
+    line = json.dumps([first_fields, item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
+    assert workloads_digest([item]) == hashlib.sha256(line.encode() + b"\n").hexdigest()
+    graded = replace(item, sample=replace(item.sample, difficulty="hard"))
+    assert workloads_digest([graded]) != workloads_digest([item])
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
 def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: int) -> None:
     engine = fake_engine(SAMPLES)
-    list(forced_decode(engine, encoded(), batch_size))
+    list(decode(engine, encoded(), batch_size))
     by_prompt = {prompt: engine.decoded[handle] for handle, prompt in enumerate(engine.prefilled)}
     for item in encoded():
         # the last reference token predicts nothing that is scored
@@ -62,7 +87,7 @@ def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: in
 def test_every_position_is_scored_once_and_never_from_the_prefill() -> None:
     engine = fake_engine(SAMPLES)
     seen: dict[tuple[int, int], float] = {}
-    for step in forced_decode(engine, encoded(), 2):
+    for step in steps_of(engine, encoded(), 2):
         for i, position, row in zip(step.samples, step.positions, step.logits_BV, strict=True):
             assert (i, position) not in seen
             seen[i, position] = float(row.max())
@@ -72,13 +97,13 @@ def test_every_position_is_scored_once_and_never_from_the_prefill() -> None:
 
 def test_a_finished_sequence_makes_room_for_the_next() -> None:
     engine = fake_engine(SAMPLES)
-    list(forced_decode(engine, encoded(), 2))
+    list(decode(engine, encoded(), 2))
     assert engine.widths.count(2) > len(engine.widths) // 2
 
 
 def test_ragged_batches_give_the_logits_of_single_runs() -> None:
     def run(batch_size: int) -> dict[tuple[int, int], np.ndarray]:
-        steps = forced_decode(fake_engine(SAMPLES), encoded(), batch_size)
+        steps = steps_of(fake_engine(SAMPLES), encoded(), batch_size)
         return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
 
     alone, together = run(1), run(3)
@@ -90,7 +115,7 @@ def test_ragged_batches_give_the_logits_of_single_runs() -> None:
 def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode() -> None:
     engine = fake_engine(SAMPLES)
     events: list[tuple[int, int]] = []
-    steps = forced_decode(
+    steps = steps_of(
         engine, encoded(), len(SAMPLES), after_prefill=lambda: events.append((len(engine.prefilled), len(engine.widths)))
     )
     list(steps)
@@ -110,29 +135,127 @@ def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> 
     assert isinstance(engine, OnePassEngine)
     assert not isinstance(stepwise, OnePassEngine)
     together, alone = ({(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
-                       for steps in (forced_decode(engine, encoded(), 3), forced_decode(stepwise, encoded(), 1)))  # fmt: skip
+                       for steps in (steps_of(engine, encoded(), 3), steps_of(stepwise, encoded(), 1)))  # fmt: skip
     assert together.keys() == alone.keys()
     for key, row in alone.items():
         np.testing.assert_array_equal(row, together[key])
     assert engine.prefilled == []
-    list(forced_decode(engine, encoded(), 3, one_pass=False))
+    list(decode(engine, encoded(), 3, one_pass=False))
     assert len(engine.prefilled) == len(SAMPLES)
 
 
 def test_the_corruption_comes_before_the_one_pass() -> None:
     engine = OnePassFake(fake_engine(SAMPLES).answers)
-    (first, *_) = forced_decode(engine, encoded(), 3, after_prefill=lambda: engine.corrupt_key_scale(0.1))
-    (sound, *_) = forced_decode(OnePassFake(engine.answers), encoded(), 3)
+    (first, *_) = steps_of(engine, encoded(), 3, after_prefill=lambda: engine.corrupt_key_scale(0.1))
+    (sound, *_) = steps_of(OnePassFake(engine.answers), encoded(), 3)
     assert first.logits_BV.max() < sound.logits_BV.max()
 
 
-def test_greedy_answers_stop_at_eos_or_at_the_limit() -> None:
-    items = encoded()[:3]
-    engine = fake_engine(SAMPLES)
-    answers = greedy_decode(engine, items, 2, [9, 9, 4], EOS)
-    assert answers == [list(b"xy"), list(b"x"), list(b"long")]
+WRONG = ("a", "c")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+@pytest.mark.parametrize("make", [fake_engine, sharing_engine])
+def test_answers_are_what_greedy_decode_from_the_prompt_gives(make: Any, batch_size: int) -> None:
+    def alone(item: EncodedSample) -> list[int]:
+        engine = fake_engine(SAMPLES, wrong=WRONG)
+        (handle,), _ = engine.prefill([item.prompt[:-1]])
+        answer = [int(engine.decode([handle], [item.prompt[-1]])[0].argmax())]
+        while answer[-1] != EOS and len(answer) < len(item.reference) + 4:
+            answer.append(int(engine.decode([handle], [answer[-1]])[0].argmax()))
+        return [token for token in answer if token != EOS]
+
+    engine = make(SAMPLES, wrong=WRONG)
+    finished = answers_of(engine, encoded(), batch_size)
+    expected = {i: tuple(alone(item)) if item.judged else None for i, item in enumerate(encoded())}
+    assert {i: event.answer for i, event in finished.items()} == expected
+    assert finished[0].answer != tuple(b"xy")
+    assert finished[1].answer == tuple(b"x")
     assert engine.live == 0
+    assert max(engine.widths) <= batch_size
 
 
-def test_greedy_decode_of_nothing_is_nothing() -> None:
-    assert greedy_decode(FakeEngine({}), [], 4, [], EOS) == []
+def test_an_answer_is_cut_at_its_limit() -> None:
+    for make in (fake_engine, sharing_engine):
+        answer = answers_of(make(SAMPLES, wrong=("a",)), encoded()[:1], 2, extra=1)[0].answer
+        assert answer is not None
+        assert len(answer) == len(b"xy") + 1 + 1
+
+
+def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_the_reference_twice() -> None:
+    plain, sharing = fake_engine(SAMPLES, wrong=WRONG), sharing_engine(SAMPLES, wrong=WRONG)
+    twice, once = (answers_of(engine, encoded(), 2) for engine in (plain, sharing))
+    assert len(plain.prefilled) == len(SAMPLES) + len(WRONG)
+    assert (len(sharing.prefilled) - sharing.forks, sharing.forks) == (len(SAMPLES), len(WRONG))
+    for engine, finished in ((plain, twice), (sharing, once)):
+        assert sum(event.decoded for event in finished.values()) == sum(engine.widths)
+        assert sum(event.prefilled for event in finished.values()) == sum(map(len, engine.prefilled))
+
+
+def test_the_logits_of_forced_decode_are_the_same_whether_answers_run_beside_it() -> None:
+    def rows(engine: FakeEngine, greedy: Greedy | None) -> dict[tuple[int, int], np.ndarray]:
+        steps = steps_of(engine, encoded(), 3, greedy)
+        return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
+
+    alone, beside = rows(fake_engine(SAMPLES, wrong=WRONG), None), rows(sharing_engine(SAMPLES, wrong=WRONG), Greedy(EOS, 4))
+    assert alone.keys() == beside.keys()
+    for key, row in alone.items():
+        np.testing.assert_array_equal(row, beside[key])
+
+
+def test_logits_that_are_not_finite_are_no_token_and_end_an_answer() -> None:
+    for make in (fake_engine, sharing_engine):
+        finished = answers_of(make(SAMPLES, not_a_number=True), encoded(), 2)
+        assert [finished[i].answer for i in range(4)] == [(), (), (), None]
+
+
+DOCUMENT = "".join(chr(32 + i % 90) for i in range(70))
+QUESTIONS = [
+    Sample(id=f"{name}{i}", workload="w", prompt=f"{name}{DOCUMENT}{i}" + "?" * i, reference=f"{i}", document=name)
+    for i in range(3) for name in ("one", "two")
+]  # fmt: skip
+
+
+def test_samples_share_what_their_documents_begin_with() -> None:
+    alone = Sample(id="s", workload="w", prompt="one" + DOCUMENT, reference="s", document="other")
+    short = [Sample(id=f"t{i}", workload="w", prompt=f"short{i}", reference="s", document="short") for i in range(2)]
+    odd = Sample(id="odd", workload="w", prompt="x" + DOCUMENT, reference="s", document="one")
+    items = encode([*QUESTIONS, alone, *short, odd], CharTokenizer(), 9)
+    assert [item.shared for item in items] == [73] * 6 + [0] * 4
+    nested = [replace(QUESTIONS[0], prompt="one" + DOCUMENT[:n]) for n in (64, 67, 70)]
+    # the shortest prompt's last token is decoded, and so is no part of what is shared
+    assert {item.shared for item in encode(nested, CharTokenizer(), 9)} == {66}
+    exactly = [replace(QUESTIONS[0], prompt=DOCUMENT[:64] + "ab"[i] * 2) for i in range(2)]
+    assert {item.shared for item in encode(exactly, CharTokenizer(), 9)} == {64}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
+def test_a_document_is_prefilled_once_and_released_with_its_last_question(batch_size: int) -> None:
+    items = encode(QUESTIONS, CharTokenizer(), 9)
+    engine = sharing_engine(QUESTIONS, wrong=("one1",))
+    finished = answers_of(engine, items, batch_size)
+    prefilled = [prompt for prompt in engine.prefilled if prompt]
+    assert sorted(prefilled) == [items[0].prompt[:73], items[1].prompt[:73]]
+    assert sorted(engine.extended) == sorted(item.prompt[73:-1] for item in items if item.prompt[73:-1])
+    assert engine.live == 0
+    assert engine.most_live <= 2 * batch_size + 1
+    right = {i: tuple(item.reference[:-1]) for i, item in enumerate(items) if item.sample.id != "one1"}
+    assert {i: finished[i].answer for i in right} == right
+    assert sum(event.prefilled for event in finished.values()) == sum(map(len, engine.extended))
+
+
+def test_an_engine_without_room_for_forks_shares_nothing() -> None:
+    engine = sharing_engine(QUESTIONS, wrong=("one1",), max_sequences=8)
+    answers_of(engine, encode(QUESTIONS, CharTokenizer(), 9), 4)
+    assert engine.forks == 0
+    answers_of(engine, encode(QUESTIONS, CharTokenizer(), 9), 3)
+    assert engine.forks == len(QUESTIONS) + 1
+
+
+def test_when_stopping_samples_in_flight_finish_and_no_other_starts() -> None:
+    engine = sharing_engine(SAMPLES, wrong=WRONG)
+    events = list(decode(engine, encoded(), 2, Greedy(EOS, 4), stopping=lambda: bool(engine.widths)))
+    finished = [event for event in events if isinstance(event, Finished)]
+    assert len(finished) == 2
+    assert engine.live == 0
+    assert {event.sample for event in finished} == {i for e in events if isinstance(e, Step) for i in e.samples}

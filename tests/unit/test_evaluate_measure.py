@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from evaluations import evaluate
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
@@ -18,8 +19,9 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
-from stages.evaluate import evaluate_candidate, measure_baseline
-from stages.evaluate.scores import LogProbabilities
+from stages.evaluate import measure_baseline
+from stages.evaluate.distance import REST_MASS
+from stages.evaluate.scores import BaselineHeads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +33,7 @@ def config(**changes: Any) -> WorkloadsConfig:
     del values["defaults"]
     load = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
     return WorkloadsConfig.model_validate(
-        {**values, "seed": 0, "batch_size": 4, "load": load, "context_bins": [0, 6, 12], **changes}
+        {**values, "seed": 0, "batch_size": 4, "load": load, "context_bins": [0, 6, 12], "rounds": [1.0], **changes}
     )
 
 
@@ -39,7 +41,7 @@ def samples(per_class: int = 80) -> list[Sample]:
     find = [
         Sample(
             id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
-            reference=f'{{"k":{i}}}', depth=(i % 3) / 3,
+            reference=f'{{"k":{i}}}', depth=(i % 3) / 3, difficulty="easy" if i < 50 else "hard",
         )
         for i in range(per_class)
     ]  # fmt: skip
@@ -73,10 +75,10 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def candidate(
     baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any
 ) -> tuple[EvaluationReport, list[SampleRow], Verdict]:
-    evaluate_candidate(
+    evaluate(
         lambda: fake_engine(SAMPLES, wrong=wrong, **{"batch_noise": 1e-3, **options}),
         SAMPLES, CharTokenizer(), baseline, out,
-        config=config(), engine_digest="engine", baseline_digest="base", progress=quiet,
+        config=config(), progress=quiet,
     )  # fmt: skip
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
@@ -92,7 +94,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(baseline: Path, 
 
 
 def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
-    noise = json.loads((baseline / "baseline.json").read_text(encoding="utf-8"))["noise"]
+    noise = json.loads((baseline / "round.json").read_text(encoding="utf-8"))["noise"]
     assert noise["samples"] == 12
     assert 0 < noise["fidelity"]["kl_mean"] < 1e-4
 
@@ -129,12 +131,15 @@ def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
     assert {row.judged for row in rows if row.workload == "tale"} == {False}
 
 
-def test_slices_cover_bins_and_depths_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
+def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
     report, _, _ = candidate(baseline, tmp_path)
-    sizes = {(s.workload, s.context, s.depth): s.samples for s in report.slices}
-    assert sizes[None, (0, 6), None] + sizes[None, (6, 12), None] == len(SAMPLES)
-    assert ("copy", (6, 12), None) not in sizes
-    assert [sizes["find", None, depth] for depth in ("early", "middle", "late")] == [27, 27, 26]
+    sizes = {(s.workload, s.context, s.depth, s.difficulty): s.samples for s in report.slices}
+    assert len(sizes) == len(report.slices)
+    assert sizes[None, (0, 6), None, None] + sizes[None, (6, 12), None, None] == len(SAMPLES)
+    assert ("copy", (6, 12), None, None) not in sizes
+    assert [sizes["find", None, depth, None] for depth in ("early", "middle", "late")] == [27, 27, 26]
+    assert {key[3]: size for key, size in sizes.items() if key[3] is not None} == {"easy": 50, "hard": 30}
+    assert report.flat_metrics()["quality/find/easy/accuracy_baseline"] == pytest.approx(49 / 50)
 
 
 def test_a_noisy_cache_fails_at_the_distances(baseline: Path, tmp_path: Path) -> None:
@@ -176,9 +181,9 @@ def test_the_canary_runs_in_an_engine_of_its_own(baseline: Path, tmp_path: Path)
         opened.append(fake_engine(SAMPLES))
         return opened[-1]
 
-    evaluate_candidate(
+    evaluate(
         open_engine, SAMPLES, CharTokenizer(), baseline, tmp_path,
-        config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+        config=config(), progress=quiet,
     )  # fmt: skip
     assert [engine.key_scale for engine in opened] == [1.0, config().canary_factor]
     assert [engine.live for engine in opened] == [0, 0]
@@ -206,9 +211,9 @@ def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path:
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="measured on other samples"):
-        evaluate_candidate(
+        evaluate(
             lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
-            config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+            config=config(), progress=quiet,
         )  # fmt: skip
 
 
@@ -229,27 +234,23 @@ def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path:
     baseline_dir.mkdir()
     out.mkdir()
     measure_baseline(lambda: fake_engine(plain), separated, Separators(), baseline_dir, config=config(), progress=quiet)
-    evaluate_candidate(
+    evaluate(
         lambda: fake_engine(plain), separated, Separators(), baseline_dir, out,
-        config=config(), engine_digest="e", baseline_digest="b", progress=quiet,
+        config=config(), progress=quiet,
     )  # fmt: skip
     assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
     assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))
 
 
-def test_stored_log_probabilities_are_a_plain_safetensors_file(baseline: Path) -> None:
+def test_stored_heads_hold_all_of_a_small_vocabulary_where_they_must(baseline: Path) -> None:
     stored = load_file(str(baseline / "logprobs.safetensors"))
-    assert stored["find-3"].shape == (len('{"k":3}') + 1, VOCAB)
-    assert stored["find-3"].dtype == np.float32
-    assert np.exp(stored["find-3"]).sum(axis=1) == pytest.approx(1.0, abs=1e-5)
-    np.testing.assert_array_equal(stored["find-3"], LogProbabilities(baseline / "logprobs.safetensors").tensor("find-3"))
-
-
-def test_a_row_that_was_never_written_is_not_a_number(tmp_path: Path) -> None:
-    store = LogProbabilities.create(tmp_path / "x.safetensors", {"a": 2, "b": 1}, 3)
-    store.tensor("a")[1] = [1, 2, 3]
-    store.flush()
-    reopened = LogProbabilities(tmp_path / "x.safetensors")
-    assert np.isnan(reopened.tensor("a")[0]).all()
-    assert reopened.tensor("a")[1].tolist() == [1, 2, 3]
-    assert reopened.tensor("b").shape == (1, 3)
+    heads = BaselineHeads(baseline / "logprobs.safetensors").sample("find-3")
+    tokens = len('{"k":3}') + 1
+    assert stored["find-3/tokens"].dtype == np.uint16
+    assert len(heads.rest) == tokens
+    for position in range(tokens):
+        head = heads.head(position)
+        assert np.exp(head.logp.astype(np.float64)).sum() + head.rest == pytest.approx(1.0, abs=1e-6)
+        assert (np.diff(head.logp) <= 0).all()
+        assert head.rest <= REST_MASS
+    assert {stored[f"{s.id}/full"].shape[1] for s in SAMPLES} == {VOCAB}

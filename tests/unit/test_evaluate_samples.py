@@ -56,6 +56,15 @@ def test_a_complete_line_becomes_a_sample(tmp_path: Path) -> None:
     assert (sample.messages, sample.tools) == ((("user", "hi"),), (("f", ("x",)),))
 
 
+def test_a_line_may_say_what_is_mentioned_and_how_hard_it_is(tmp_path: Path) -> None:
+    line = {
+        "prompt": "Code?", "reference": "The code is 4711.", "check": "mention", "mentions": ["4711"],
+        "distractors": ["4712"], "difficulty": "hard",
+    }  # fmt: skip
+    (sample,) = read_jsonl(write(tmp_path, line), set())
+    assert (sample.mentions, sample.distractors, sample.difficulty) == (("4711",), ("4712",), "hard")
+
+
 def test_defaults_fill_what_a_line_leaves_out_and_empty_lines_are_skipped(tmp_path: Path) -> None:
     first, second = read_jsonl(write(tmp_path, GOOD, "", GOOD), set())
     assert (first.id, second.id) == ("mine-0001", "mine-0003")
@@ -84,12 +93,21 @@ def test_the_users_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatc
         ({"reference": "x"}, "prompt: missing, and so is messages, give exactly one of the two"),
         ({**GOOD, "messages": [{"role": "user", "content": "x"}]}, "prompt: given beside messages"),
         ({"reference": "x", "messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: input should be 'system'"),
-        ({**GOOD, "check": "fuzzy"}, "check: input should be 'none', 'exact', 'json' or 'tool_call', give one of"),
+        ({**GOOD, "check": "fuzzy"}, "check: input should be 'none', 'exact', 'mention', 'json' or 'tool_call', give one of"),
         ({**GOOD, "depth": 2}, "depth: input should be less than or equal to 1, give a number from 0 to 1"),
         ({**GOOD, "answer": "4"}, "answer: unknown key, use id, workload, prompt"),
         ({**GOOD, "check": "json", "reference": "{'a'}"}, "reference: not strict JSON"),
         ({**GOOD, "check": "tool_call", "reference": "{}"}, 'tools: missing for check "tool_call"'),
         ('{"prompt": "x", "prompt": "y", "reference": "z"}', "line: not one JSON value (a key occurs twice)"),
+        ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
+        ({**GOOD, "mentions": ["4"]}, 'mentions: check "exact" does not read them'),
+        ({**GOOD, "check": "mention", "reference": "?"}, "reference: '?' has no word that an answer could mention"),
+        ({**GOOD, "check": "mention", "mentions": ["5"]}, "mentions: '5' does not stand in the reference"),
+        ({**GOOD, "check": "mention", "mentions": ["!"]}, "mentions: '!' has no word that an answer could mention"),
+        ({**GOOD, "check": "mention", "distractors": ["4"]}, "distractors: '4' stands in the reference"),
+        ({**GOOD, "check": "mention", "distractors": ["-"]}, "distractors: '-' has no word"),
+        ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
+        ({**GOOD, "difficulty": "trivial"}, "difficulty: input should be '', 'easy', 'medium' or 'hard', give easy, medium or"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
         ({**GOOD, "workload": "a/b"}, "workload: string should match pattern"),
     ],

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import Canary, NoiseFloor, SampleRow
+from pipeline.verdict.report import Canary, Compaction, NoiseFloor, SampleRow
+from pipeline.verdict.thresholds import Verdict
 
 
 def test_an_engine_that_flips_nothing_passes_and_says_what_was_shown() -> None:
@@ -76,11 +77,21 @@ def test_one_failing_class_fails_under_holm_and_is_named_with_its_numbers() -> N
     assert statuses == {"retrieval": "FAIL", "tool_call": "PASS", "copy": "PASS", "multi_turn": "PASS"}
 
 
-def test_holm_asks_more_of_each_class_when_there_are_more_classes() -> None:
-    alone = answered("retrieval", 70)
+def test_a_pass_asks_the_same_of_each_class_however_many_there_are() -> None:
+    alone = answered("retrieval", 60)
     assert verdict(alone).status == "PASS"
-    four = [r for name in CLASSES for r in answered(name, 70)]
-    assert verdict(four).status == "INCONCLUSIVE"
+    four = [r for name in CLASSES for r in answered(name, 60)]
+    assert verdict(four).status == "PASS"
+    assert verdict([r for r in four if r.workload != "copy"] + answered("copy", 58)).status == "INCONCLUSIVE"
+
+
+def test_holm_asks_more_of_a_fail_when_there_are_more_classes() -> None:
+    def copy_status(*others: str) -> str:
+        rows = answered("copy", 100, lost=11) + [r for name in others for r in answered(name, 100)]
+        return next(c.status for c in verdict(rows).checks if c.where == "copy" and c.gate == "accuracy")
+
+    assert copy_status() == "FAIL"
+    assert copy_status("retrieval", "tool_call", "multi_turn") == "INCONCLUSIVE"
 
 
 def test_a_tighter_margin_of_one_workload_needs_more_samples_there() -> None:
@@ -243,6 +254,17 @@ def test_a_threshold_finer_than_the_noise_floor_decides_nothing() -> None:
     outcome = verdict(every_class(), noise=noise)
     assert outcome.status == "INCONCLUSIVE"
     assert "max_mean_kl=0.05 is finer than the baseline's own noise" in outcome.reasons[0]
+
+
+def test_storage_that_misses_a_hundredth_of_the_threshold_decides_nothing() -> None:
+    def compacted(difference: float | None) -> Verdict:
+        record = Compaction(tokens=100, kl_full=0.02, kl_head=0.02, difference=difference)
+        return verdict(every_class(), compaction=record)
+
+    assert compacted(0.0004).status == "PASS"
+    for missed in (0.0006, None):
+        assert compacted(missed).status == "INCONCLUSIVE"
+    assert "miss 0.0006 nats of the mean KL, more than 1% of max_mean_kl=0.05" in compacted(0.0006).reasons[0]
 
 
 def test_without_a_noise_floor_nothing_passes() -> None:

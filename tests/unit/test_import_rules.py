@@ -15,11 +15,13 @@ HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "
 ROOMS = (
     "plugins",
     "pipeline.core",
+    "pipeline.gguf",
     "pipeline.artifacts",
     "pipeline.verdict",
     "pipeline.registry",
     "pipeline.config",
     "stages.checkpoints",
+    "stages.gguf",
     "stages.workloads",
     "stages.engines",
     "stages.engines.paged",
@@ -34,6 +36,7 @@ ROOMS = (
     "pipeline.run",
     "pipeline.__main__",
     "stages.selftest",
+    "stages.lm_eval",
     "benchmarks",
     "examples",
 )
@@ -120,7 +123,7 @@ def _imports_package(module: str, *packages: str) -> bool:
     return any(name.split(".")[0] in packages for name in imported_names(MODULES[module]))
 
 
-@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm"])
+@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "gguf"])
 def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len(importers(library)) == 1, importers(library)
 

@@ -8,7 +8,7 @@ from scipy.special import log_softmax as scipy_log_softmax
 from scipy.stats import entropy
 
 from pipeline.core.records import Check, Sample
-from stages.evaluate.checks import Judgement, judge, strict_json
+from stages.evaluate.checks import Judgement, judge, strict_json, words_of
 from stages.evaluate.distance import StepStatistics, compare, log_softmax
 from stages.evaluate.metrics import context_bin, depth_name, fidelity
 
@@ -169,3 +169,49 @@ def test_a_tool_call_is_valid_only_with_a_declared_tool_and_exactly_its_argument
 def test_exact_text_allows_no_difference() -> None:
     assert judge(sample("exact", "a b"), "a b") == Judgement(valid=None, correct=True)
     assert judge(sample("exact", "a b"), "a b ") == Judgement(valid=None, correct=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The code is 4711.", ("the", "code", "is", "4711")),
+        ("**Lisbon**, \n (not\tGraz)!", ("lisbon", "not", "graz")),
+        ("93.10 euros, 12:30, 3-5, 4,711", ("93.10", "euros", "12:30", "3-5", "4,711")),
+        ("-5 is not a-5", ("-5", "is", "not", "a-5")),
+        ("Mara's e-mail", ("mara", "s", "e-mail")),
+        ("STRASSE, Stra\N{LATIN SMALL LETTER SHARP S}e, \N{FULLWIDTH DIGIT FOUR}2", ("strasse", "strasse", "42")),
+        ("... !", ()),
+    ],
+)
+def test_words_are_told_apart_by_spaces_and_punctuation_but_numbers_stay_whole(text: str, words: tuple[str, ...]) -> None:
+    assert words_of(text) == words
+
+
+def mention(reference: str, *distractors: str, mentions: tuple[str, ...] = ()) -> Sample:
+    return Sample("s", "w", reference, prompt="p", check="mention", mentions=mentions, distractors=distractors)
+
+
+@pytest.mark.parametrize("text", ["4711", "The code is 4711.", "code: **4711**\n", "It is 4711, not 4712"])
+def test_an_answer_that_mentions_the_reference_is_right_however_it_is_phrased(text: str) -> None:
+    assert judge(mention("4711"), text) == Judgement(valid=None, correct=True)
+
+
+@pytest.mark.parametrize("text", ["", "I do not know.", "47110", "4711.5", "-4711", "4 711", "four"])
+def test_part_of_a_word_or_of_a_number_is_no_mention(text: str) -> None:
+    assert not judge(mention("4711"), text).correct
+
+
+def test_an_answer_that_names_a_distractor_too_is_wrong() -> None:
+    assert not judge(mention("Lisbon", "Graz"), "Lisbon or Graz").correct
+    assert judge(mention("Lisbon", "Graz"), "lisbon, not Grazing").correct
+
+
+def test_a_reference_of_several_words_must_stand_in_one_piece() -> None:
+    assert judge(mention("Mara Voss"), 'Her name is "Mara  VOSS".').correct
+    assert not judge(mention("Mara Voss"), "Mara, or Tobin Voss").correct
+
+
+def test_every_one_of_several_mentions_must_be_there_and_replaces_the_reference() -> None:
+    sample = mention("Mara lives in Graz. She bought a lamp.", mentions=("Graz", "lamp"))
+    assert judge(sample, "A lamp; Graz").correct
+    assert not judge(sample, "Graz").correct

@@ -26,6 +26,10 @@ NO_SYSTEM = (
 )
 
 
+def quiet(*_: object) -> None:
+    """No progress."""
+
+
 @pytest.fixture
 def tokenizer(tiny_checkpoint: Path) -> Any:
     return load_tokenizer(tiny_checkpoint)
@@ -117,7 +121,9 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
-    calibration_texts(tiny_checkpoint, tmp_path, samples=5, jsonl=None, seed=0, progress=lambda *_: None)
+    calibration_texts(
+        tiny_checkpoint, tmp_path, samples=5, workloads=["prose", "copy"], jsonl=None, seed=0, progress=lambda *_: None
+    )
     texts = json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
     assert len(texts) == 5
     for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):
@@ -128,6 +134,8 @@ def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, t
 def test_the_users_calibration_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
-    config = CalibrationConfig(samples=2, max_length=16, jsonl="~/mine.jsonl")
-    calibration_texts(tmp_path, tmp_path, samples=2, jsonl=config.file, seed=0, progress=lambda *_: None)
+    config = CalibrationConfig(samples=2, max_length=16, workloads=["prose"], jsonl="~/mine.jsonl")
+    calibration_texts(
+        tmp_path, tmp_path, samples=2, workloads=config.workloads, jsonl=config.file, seed=0, progress=lambda *_: None
+    )
     assert json.loads((tmp_path / "texts.json").read_text(encoding="utf-8")) == ["one", "two"]

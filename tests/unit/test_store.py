@@ -87,6 +87,28 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
     assert not store.get(recipe(), write_one).reused
 
 
+def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Path) -> None:
+    found: list[list[str]] = []
+
+    def fill(out: Path) -> None:
+        found.append(sorted(path.name for path in out.iterdir()))
+        (out / f"part{len(found)}").write_text("x")
+        if len(found) < 3:
+            raise KeyboardInterrupt
+
+    store = Store(tmp_path)
+    for a in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            store.get(recipe(a=a), fill, resumable=True)
+    assert not store.path(recipe(a=1)).exists()
+    assert store.made_from("demo", "model", "0" * 64) == []
+    made = store.get(recipe(a=1), fill, resumable=True)
+    assert found == [[], [], ["part1"]]
+    assert sorted(made.files) == ["part1", "part3"]
+    assert [path.name for path in (tmp_path / ".partial" / "demo").iterdir()] == [recipe(a=2).key]
+    assert store.get(recipe(a=1), fill, resumable=True).reused
+
+
 def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
     with pytest.raises(MissingRequirement, match=r"^no-such-library is not installed: pip install no-such-library$"):
         Recipe("demo", ("pipeline.core.kv",), {}, {}, ("no-such-library",))

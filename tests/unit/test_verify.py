@@ -83,6 +83,21 @@ def test_what_an_identity_binds_is_named(evidence: Path) -> None:
     assert named | {"engine", "baseline", "report", "gates"} <= binds.keys()
 
 
+def test_the_checkpoint_of_a_gguf_belongs_to_the_chain(tmp_path: Path) -> None:
+    evidence = judged_engine(tmp_path, gguf="a1" * 32)
+    assert read_identity(evidence / IDENTITY_FILE).binds["gguf"] == "a1" * 32
+    assert wrong(evidence) == {}
+
+    def exchange(identity: Any) -> None:
+        link = identity["chain"][0]
+        assert link["parts"]["stage"] == "checkpoint"
+        link["files"] = {"model.safetensors": "b1" * 32}
+        link["digest"] = files_digest(link["files"])
+
+    edit(evidence / IDENTITY_FILE, exchange)
+    assert {"chain: calibration", "chain: quantize fp16", "chain: quantize int8"} <= wrong(evidence).keys()
+
+
 @pytest.mark.parametrize("name", ["weights.bin", "kv_scales.json", "bundle.json"])
 def test_an_altered_file_of_the_engine_is_named(copy: Path, name: str) -> None:
     (copy / "engine" / name).write_text("altered")
@@ -162,6 +177,27 @@ def test_gates_that_were_relaxed_afterwards_do_not_give_the_same_checks(copy: Pa
     assert wrong(copy) == {"verdict, decided again": "differs"}
 
 
+def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path) -> None:
+    """As an identity was written before there were rounds: without gates.max_rounds, and without the rules' version."""
+
+    def age(identity: Any) -> None:
+        del identity["gates"]["max_rounds"], identity["verdict"]["rules"], identity["verdict"]["round"]
+        identity["binds"]["gates"] = json_digest(identity["gates"])
+
+    edit(copy / IDENTITY_FILE, age)
+    (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
+    assert (finding.name, finding.status) == ("verdict, decided again", "missing")
+    assert finding.detail.startswith(
+        "PASS by rules 1 of the gates, this kvgate has rules 2: verify it with the kvgate that wrote"
+    )
+    assert code(copy) == 4
+
+
+def test_a_verdict_of_another_round_is_named(copy: Path) -> None:
+    edit(copy / IDENTITY_FILE, lambda i: i["verdict"].update(round=2))
+    assert wrong(copy) == {"verdict, decided again": "differs"}
+
+
 def test_another_baseline_in_its_place_is_named(copy: Path) -> None:
     shutil.rmtree(copy / "baseline")
     shutil.copytree(copy / "engine", copy / "baseline")
@@ -210,6 +246,28 @@ def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> Non
     edit(copy / IDENTITY_FILE, replace)
     (name,) = wrong(copy)
     assert name.startswith("chain: build ")
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "other", "named"),
+    [
+        ("round", "engine", "baseline", "chain: round int8 1/1"),
+        ("baseline", "baseline", "engine", "chain: baseline fp16"),
+        ("round", "answers", "baseline", "chain: evaluate int8"),
+    ],
+)
+def test_a_round_of_another_engine_or_against_another_baseline_is_named_even_when_it_is_sealed_again(
+    stage: str, name: str, other: str, named: str, copy: Path
+) -> None:
+    def exchange(identity: Any) -> None:
+        (link,) = [link for link in identity["chain"] if link["parts"]["stage"] == stage]
+        link["parts"]["inputs"][name] = member(identity, other)["digest"]
+        key = json_digest(link["parts"])
+        identity["roles"] = {role: key if old == link["key"] else old for role, old in identity["roles"].items()}
+        link["key"] = key
+
+    edit(copy / IDENTITY_FILE, exchange)
+    assert wrong(copy) == {named: "differs"}
 
 
 def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.backends import OnnxRuntimeConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress
+from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
 
 
 class OnnxBackend(Backend):
@@ -19,8 +20,10 @@ class OnnxBackend(Backend):
     def __init__(self, config: OnnxRuntimeConfig) -> None:
         self.config = config
 
-    def check_inputs(self, job: Job) -> None:
-        """Accept every policy and checkpoint: the engine runs them all."""
+    def check_inputs(self, job: Job) -> None:  # noqa: ARG002  (the interface's parameter)
+        """Accept every policy and checkpoint, since the engine runs them all, but not attention=native without a compiler."""
+        if self.config.attention == "native":
+            require_compiler()
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the exported decoder, whose attention is open: it is the same for every policy over the same weights."""
@@ -44,12 +47,32 @@ class OnnxBackend(Backend):
         build_bundle(source, out, policy=policy, scales=scales, progress=progress)
 
     def run_parts(self) -> dict[str, object]:
-        return {"threads": self.config.threads}
+        return {"threads": self.config.threads, "attention": self._attention()}
 
     def load(self, bundle: Path) -> Engine:
         from stages.engines.onnx.engine import load_engine
 
-        return load_engine(bundle, threads=self.config.threads)
+        return load_engine(bundle, threads=self.config.threads, attention=self.config.attention)
+
+    def describe(self, bundle: Path) -> list[str]:
+        """Return which attention decodes, and the layers that the kernel does not hold."""
+        attention = self._attention()
+        if attention == "graph":
+            return ["attention: standard ONNX operators"]
+        from stages.engines.onnx.bundle import open_bundle
+        from stages.engines.onnx.native.rewrite import refusals
+
+        described, policy, _ = open_bundle(bundle)
+        refused = refusals(described.model, policy)
+        lines = [f"attention: {attention} in {described.model.layers - len(refused)} of {described.model.layers} layers"]
+        return lines + [f"layer {layer}: standard ONNX operators, because {reason}" for layer, reason in refused.items()]
+
+    def _attention(self) -> str:
+        """What computes attention here: "graph", or the kernel with the digest of what it is compiled from and by."""
+        if self.config.attention == "graph":
+            return "graph"
+        compiler = require_compiler() if self.config.attention == "native" else find_compiler()
+        return "graph" if compiler is None else f"native kernel {kernel_digest(compiler)[:16]}"
 
 
 def open_backend(config: OnnxRuntimeConfig) -> Backend:

@@ -9,29 +9,43 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
-from pipeline.core.kv import KVScales
+from pipeline.core.backends import CpuAttention
+from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.graph import NUMPY_FLOATS
 from stages.engines.onnx.graph_engine import PagedEngine
+from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
+from stages.engines.onnx.native.rewrite import refusals, use_kernel
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 
 
-def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill_chunk: int = PREFILL_CHUNK) -> "OnnxEngine":
+def load_engine(
+    bundle: Path,
+    *,
+    threads: int,
+    attention: CpuAttention = "auto",
+    max_pages: int = 1 << 16,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
     Args:
         bundle: The bundle's directory.
         threads: Threads of ONNX Runtime.
+        attention: What computes a decode step's attention: `native` is the compiled kernel, in the layers that it holds;
+            `graph` the functions' bodies; `auto` is native where this machine has a C compiler.
         max_pages: Most pages of the pool, which grows as needed.
         prefill_chunk: Tokens of one prefill run: a longer prompt attends over the quantized cache of its earlier chunks.
 
     Raises:
         UserError: A file is missing or was altered, or a number is below 1.
+        MissingRequirement: attention=native and there is no C compiler, or the compiler refuses the kernel.
 
     Example:
         >>> engine = load_engine(Path("bundle"), threads=2)  # doctest: +SKIP
@@ -40,20 +54,41 @@ def load_engine(bundle: Path, *, threads: int, max_pages: int = 1 << 16, prefill
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle)
     pool = PagedPool(policy, described.model.shape, max_pages)
-    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk)
+    native = attention == "native" or (attention == "auto" and find_compiler() is not None)
+    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
+
+
+def _decode_session(directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool) -> GraphSession:
+    path = directory / "decode.onnx"
+    info = bundle.model
+    if not native or len(refusals(info, policy)) == info.layers:
+        return GraphSession(path, threads)
+    library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
+    model = onnx.load(path, load_external_data=False)
+    use_kernel(model, info, policy)
+    return GraphSession(path, threads, model=model, library=library)
 
 
 class OnnxEngine(PagedEngine):
     """pipeline.core.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
 
     def __init__(
-        self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, prefill_chunk: int
+        self,
+        directory: Path,
+        bundle: Bundle,
+        scales: KVScales,
+        pool: PagedPool,
+        *,
+        threads: int,
+        prefill_chunk: int,
+        native: bool,
     ) -> None:
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
+        self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._sessions: dict[Mode, GraphSession] = {
             "prefill": GraphSession(directory / "prefill.onnx", threads),
-            "decode": GraphSession(directory / "decode.onnx", threads),
+            "decode": _decode_session(directory, bundle, pool.policy, threads, native=native),
         }
         self._bound: dict[Mode, Spans] = {}
         """The spans of the pool's arrays that are bound to each session's inputs."""

@@ -21,6 +21,7 @@ from pipeline.core.records import Progress
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.graph import DOMAIN
+from stages.engines.onnx.weights import store_weights
 
 ComputeDType = Literal["float32", "float16"]
 
@@ -37,7 +38,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     Args:
         checkpoint: A Hugging Face checkpoint.
         out: An empty directory.
-        compute_dtype: Floating-point type of weights and activations.
+        compute_dtype: Floating-point type of weights and activations; `weights.bin` may hold the weights in fewer bits.
         progress: Called with the steps that are done.
 
     Raises:
@@ -120,13 +121,8 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> float:
     assert program is not None
     graph = out / "decoder.onnx"
     program.save(graph, external_data=True)
-    data = out / "decoder.onnx.data"
     model = onnx.load(graph, load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = WEIGHTS_FILE
-    data.rename(out / WEIGHTS_FILE)
+    store_weights(model.graph, out / "decoder.onnx.data", out)
     # Stack traces and paths of this machine would make the digest differ from machine to machine.
     for node in model.graph.node:
         del node.metadata_props[:]

@@ -9,13 +9,16 @@ import numpy.typing as npt
 
 from pipeline.core.kv import KVScales
 from pipeline.core.records import MemoryReport
-from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
+from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import PagedPool
 
 
 class PagedEngine(ChunkedEngine):
     """pipeline.core.records.Engine, but for the execution of a graph, which is the subclass's."""
+
+    max_sequences: int | None = None
+    """See pipeline.core.records.SharingEngine."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -57,6 +60,21 @@ class PagedEngine(ChunkedEngine):
     def fork(self, sequence: int) -> int:
         """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
         return self.pool.fork(sequence)
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
+        """Append tokens of a prompt to a live sequence.
+
+        They attend to each other exactly and to what the sequence holds through the quantized cache, as a chunk of a prefill
+        does that ended where this sequence ends.
+
+        Returns:
+            Logits (vocab_size,) of the last token.
+
+        Raises:
+            UserError: The tokens are none, or outside the vocabulary, or the engine cannot hold them.
+        """
+        check_tokens(tokens, self.vocab_size)
+        return self._prefill(sequence, tokens)
 
     def memory(self) -> MemoryReport:
         return self.pool.memory(sum(values.nbytes for values in self._constants.values()))

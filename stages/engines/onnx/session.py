@@ -14,7 +14,15 @@ LOGGER_ERROR = 3
 class GraphSession:
     """Runs a graph on arrays in place."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, *, model: onnx.ModelProto | None = None, library: Path | None = None) -> None:
+        """Load a graph.
+
+        Args:
+            path: Its file.
+            threads: Threads of ONNX Runtime.
+            model: What to run in place of the file's graph; its weights are in the file's folder.
+            library: A library of operators that the graph has nodes of.
+        """
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = LOGGER_ERROR
@@ -22,7 +30,12 @@ class GraphSession:
         options.enable_mem_pattern = False
         # Otherwise ONNX Runtime quantizes and dequantizes a dequantized pool again before the gather.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        if model is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+        source = str(path) if model is None else model.SerializeToString()
+        self._session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         self._binding = self._session.io_binding()
         values = [*self._session.get_inputs(), *self._session.get_outputs()]
         self._types = {value.name: _element_type(value.type) for value in values}

@@ -31,7 +31,10 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
     torch.set_num_threads(threads)
-    return OracleEngine.from_model(load_causal_lm(bundle, dtype=torch.float32), policy, scales, prefill_chunk=prefill_chunk)
+    model = load_causal_lm(bundle, dtype=torch.float32)
+    engine = OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+    engine.threads = threads
+    return engine
 
 
 class _CachedView:
@@ -84,6 +87,9 @@ def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_r
 
 class OracleEngine(ChunkedEngine, OnePassBase):
     """pipeline.core.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
+
+    threads: int
+    """Those of torch, where the engine was loaded from a bundle (pipeline.core.records.ThreadedEngine)."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size), chunk)

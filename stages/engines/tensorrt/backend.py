@@ -45,7 +45,7 @@ class PlanBackend(Backend):
         return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
 
     def onnx_equivalent(self) -> OnnxRuntimeConfig:
-        return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1)
+        return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
 
     def describe(self, bundle: Path) -> list[str]:
         """Return the sizes of the plans."""

@@ -100,6 +100,7 @@ class PlanEngine(PagedEngine):
                 raise _too_large(limits, bundle.model.shape, activations) from error
             chunk = min(PREFILL_CHUNK, limits.chunk)
             super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=chunk)
+            self.max_sequences = limits.max_batch
             for session in sessions.values():
                 session.use(memory, {**pool.tensors, **self._constants})
 

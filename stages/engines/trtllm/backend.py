@@ -26,9 +26,9 @@ class TrtllmBackend(Backend):
             check_inputs(self.config, job)
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the whole quantized checkpoint: both targets are made from its exports."""
-        quantized = artifacts.quantized(policy)
-        return Source(quantized.path, quantized.digest)
+        """Return ModelOpt's exports: both targets are made from them."""
+        exports = artifacts.exports(policy)
+        return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:
         """Return the options and what the interpreter decides of them: target, release, compute capabilities."""

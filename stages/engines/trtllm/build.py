@@ -27,7 +27,7 @@ CACHE_DTYPES = {"FP8": "fp8", "INT8": "int8"}
 
 
 def build_bundle(
-    quantized: Path,
+    exports: Path,
     out: Path,
     *,
     policy: KVPolicy,
@@ -40,7 +40,7 @@ def build_bundle(
     """Write a bundle.
 
     Args:
-        quantized: What stage=quantize wrote.
+        exports: ModelOpt's exports, with the quantized checkpoint, as stage=quantize writes them.
         out: An empty directory.
         policy: How the cache is stored.
         scales: The policy's static scales, a kv_scales.json.
@@ -58,14 +58,14 @@ def build_bundle(
     assert (interpreter.release, target) == (release, resolve(target, interpreter)), (
         "the interpreter changed since it was probed"
     )
-    export = quantized / TARGETS[target].export
+    export = exports / TARGETS[target].export
     if not export.is_dir():
-        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {_missing_export(quantized, export.name)}")
-    info = inspect_checkpoint(quantized / "checkpoint")
+        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {_missing_export(exports, export.name)}")
+    info = inspect_checkpoint(exports / "checkpoint")
     write_policy(out, policy, read_scales(scales, policy, info.shape))
     for name in TOKENIZER_FILES:
-        if (quantized / "checkpoint" / name).is_file():
-            shutil.copyfile(quantized / "checkpoint" / name, out / name)
+        if (exports / "checkpoint" / name).is_file():
+            shutil.copyfile(exports / "checkpoint" / name, out / name)
     progress("build", 0, STEPS)
     fill = _build_engine if target == "engine" else _pin_llm_args
     fields = fill(export, out, config, policy, interpreter)
@@ -175,7 +175,7 @@ def _described(target: TargetName, config: TrtllmConfig, info: CheckpointInfo, i
     }
 
 
-def _missing_export(quantized: Path, export: str) -> str:
-    """The reason that stage=quantize recorded for an export that it did not write."""
-    report = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))["exports"]
-    return str(report[export].get("reason", "see quantizers.json"))
+def _missing_export(exports: Path, export: str) -> str:
+    """The reason that is recorded for an export that was not written."""
+    report = json.loads((exports / "exports.json").read_text(encoding="utf-8"))
+    return str(report[export].get("reason", "see exports.json"))

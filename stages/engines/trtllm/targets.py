@@ -153,7 +153,7 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
             f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
             f"{' or '.join(target.sharded_weights)}"
         )
-    inner = json.loads((info.path / "config.json").read_text(encoding="utf-8")).get("intermediate_size")
+    inner = info.mlp_columns
     if type(inner) is not int:
         return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
     parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}

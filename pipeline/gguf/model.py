@@ -1,0 +1,239 @@
+"""What a GGUF's metadata and tensors say of its model, as a Hugging Face checkpoint says it. Reads no weights.
+
+llama.cpp writes Mistral as `general.architecture=llama`, because the two compute the same; such a file becomes a Llama.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.checkpoint import SINGLE, CheckpointInfo, describe_checkpoint
+from pipeline.gguf.header import Header, read_header
+from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
+
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""general.architecture -> the class of transformers that computes the same."""
+
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+READ = {
+    *SIZES,
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "vocab_size",
+}
+NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.finetuned": None,
+    "tensor_data_layout": "Meta AI original pth",
+}
+"""Keys that change nothing with this value (None: with any)."""
+
+LARGEST = 2**40
+"""No size or frequency of a model comes near it."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""What llama.cpp divides the frequencies of Llama 3.1 and later by: head_dim / 2 floats."""
+LLAMA3_ROPE: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all these models have; a GGUF holds what follows of it."""
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """A GGUF that can be converted."""
+
+    header: Header
+    config: dict[str, Any]
+    """Content of config.json, but for the type of the weights."""
+    names: dict[str, str]
+    """Name of each tensor that is converted -> its name in the checkpoint."""
+    vocabulary: Vocabulary
+    info: CheckpointInfo
+    """The checkpoint that it becomes; `path` is the GGUF itself."""
+
+
+def inspect_gguf(path: Path) -> GGUFModel:
+    """Read and check a GGUF: cheap, reads its header alone.
+
+    Raises:
+        UserError: naming `model.path`, what is wrong and what to do.
+    """
+    header = read_header(path)
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in CLASSES:
+        raise header.error(f"general.architecture={architecture} is not supported; use one of {', '.join(CLASSES)}")
+    _refuse_unread(header, architecture)
+    vocabulary = read_vocabulary(header)
+    config = _config(header, architecture, vocabulary)
+    names = _tensor_names(header, architecture, config)
+    info = describe_checkpoint(path, config, (SINGLE,), ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    return GGUFModel(header, config, names, vocabulary, info)
+
+
+def _refuse_unread(header: Header, architecture: str) -> None:
+    """Refuse what would change the model's numbers and would be lost."""
+    for key, value in header.metadata.items():
+        name = key.removeprefix(f"{architecture}.")
+        if name == key or name in READ:
+            continue
+        if name not in NEUTRAL or NEUTRAL[name] not in (None, value):
+            raise header.error(f"{key}={value!r:.40} is not supported; use a model without it, or its Hugging Face checkpoint")
+
+
+def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[str, Any]:
+    def value(name: str, kind: Any, default: Any = None) -> Any:
+        found: Any = header.metadata.get(f"{architecture}.{name}", default)
+        if not (type(found) is kind and 0 < found < LARGEST):
+            raise header.error(f"{architecture}.{name} must be a positive {kind.__name__}, got {found!r:.40}")
+        return found
+
+    sizes = {name: value(key, int) for key, name in SIZES.items() if key != "attention.head_count_kv"}
+    heads = sizes["num_attention_heads"]
+    if sizes["num_hidden_layers"] > len(header.tensors):
+        raise header.error(f"{architecture}.block_count={sizes['num_hidden_layers']}: it has {len(header.tensors)} tensors")
+    embedding = header.tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding else 0
+    if rows < len(vocabulary.tokens):
+        raise header.error(f"{len(vocabulary.tokens)} tokens, and token_embd.weight has {rows} rows; convert the model again")
+    rotated = value("rope.dimension_count", int, sizes["hidden_size"] // heads)
+    head_dim = value("attention.key_length", int, rotated)
+    if not rotated == head_dim == value("attention.value_length", int, head_dim):
+        raise header.error("keys, values and rotary embedding must have one width; use a model where they do")
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
+        "hidden_act": "silu",
+        **sizes,
+        "num_key_value_heads": value("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _shortest(value("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _shortest(value("rope.freq_base", float, 10000.0)),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "vocab_size": rows,
+        "bos_token_id": vocabulary.bos,
+        "eos_token_id": vocabulary.eos,
+        "pad_token_id": vocabulary.pad,
+    }
+    if architecture == "qwen2":
+        config["use_sliding_window"] = False
+    else:
+        config["attention_bias"] = False
+    config["rope_scaling"] = _rope_scaling(header, architecture, value, config)
+    return config
+
+
+def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[str, Any]) -> dict[str, Any] | None:
+    kind = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    factors = ROPE_FACTORS in header.tensors
+    if kind not in ("none", "linear", "yarn") or (factors and kind != "none"):
+        extra = f" with {ROPE_FACTORS}" if factors else ""
+        raise header.error(f"{architecture}.rope.scaling.type={kind}{extra} is not supported; use none, linear or yarn")
+    if factors:
+        return _llama3_scaling(header, config)
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _shortest(value("rope.scaling.factor", float))}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = value("rope.scaling.original_context_length", int)
+    return scaling
+
+
+def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the scaling whose factors the file holds.
+
+    Raises:
+        UserError: for factors that are not those of Llama 3.
+    """
+    tensor = header.tensors[ROPE_FACTORS]
+    half = config["head_dim"] // 2
+    if tensor.kind != "F32" or tensor.shape != (half,):
+        raise header.error(f"{ROPE_FACTORS} must be {half} values of type F32, got {tensor.shape} of {tensor.kind}")
+    found = header.floats(ROPE_FACTORS)
+    if all(factor == 1 for factor in found):
+        return None
+    scaling = {"rope_type": "llama3", "factor": _shortest(max(found)), **LLAMA3_ROPE}
+    expected = llama3_factors(half, config["rope_theta"], scaling)
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):
+        raise header.error(f"{ROPE_FACTORS} is not the rotary scaling of Llama 3; use the model's Hugging Face checkpoint")
+    return scaling
+
+
+def llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[float]:
+    """Return what the frequency of each of `half` pairs is divided by (transformers: `_compute_llama3_parameters`)."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    factors = []
+    for pair in range(half):
+        turns = scaling["original_max_position_embeddings"] / (2 * math.pi * theta ** (pair / half))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return factors
+
+
+def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
+    """Check that exactly the model's tensors are there, in their shapes; return GGUF's name -> transformers' name."""
+    expected = _tensors(architecture, config)
+    for name, (_, shape) in expected.items():
+        tensor = header.tensors.get(name)
+        if tensor is None or tensor.shape != shape:
+            found = f"has shape {tensor.shape}" if tensor else "is missing"
+            raise header.error(f"tensor {name} {found}, a {architecture} of this size has it in shape {shape}")
+    unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
+    if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
+        raise header.error(f"tensor {(unknown or [ROPE_FACTORS])[0]} is none of a {architecture}; use a model without it")
+    return {name: target for name, (target, _) in expected.items()}
+
+
+def _tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """GGUF's name of each tensor -> transformers' name and shape."""
+    hidden, inner, head_dim, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    layer = {
+        "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
+        "attn_q.weight": ("self_attn.q_proj.weight", (queries, hidden)),
+        "attn_k.weight": ("self_attn.k_proj.weight", (keys, hidden)),
+        "attn_v.weight": ("self_attn.v_proj.weight", (keys, hidden)),
+        "attn_output.weight": ("self_attn.o_proj.weight", (hidden, queries)),
+        "ffn_norm.weight": ("post_attention_layernorm.weight", (hidden,)),
+        "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
+        "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
+        "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
+    }
+    if architecture == "qwen2":
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            layer[f"attn_{name}.bias"] = (f"self_attn.{name}_proj.bias", (width,))
+    if architecture == "qwen3":
+        for name in ("q", "k"):
+            layer[f"attn_{name}_norm.weight"] = (f"self_attn.{name}_norm.weight", (head_dim,))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (vocab, hidden)),
+        "output_norm.weight": ("model.norm.weight", (hidden,)),
+    }
+    if not config["tie_word_embeddings"]:
+        tensors["output.weight"] = ("lm_head.weight", (vocab, hidden))
+    for number in range(config["num_hidden_layers"]):
+        tensors |= {f"blk.{number}.{name}": (f"model.layers.{number}.{to}", shape) for name, (to, shape) in layer.items()}
+    return tensors
+
+
+def _shortest(value: float) -> float:
+    """Return the number with the fewest digits that is this float32: 1e-05, which a GGUF holds as 9.999999747378752e-06."""
+    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+    return next(float(text) for text in texts if struct.pack("<f", float(text)) == struct.pack("<f", value))

@@ -1,0 +1,430 @@
+/* Decode attention over the paged, quantized cache, as an operator of ONNX Runtime: kv.PagedAttention of functions.py in one
+ * pass over the pages where they lie, with scores, softmax and sums in float32.
+ *
+ * A sequence's tokens are in up to three regions: pages before the window, pages in it, and the exact copies of sinks and
+ * recent tokens. Regions are cut into units of UNIT_PAGES pages, whatever the number of threads, and each unit of a KV head
+ * results in a maximum, a sum and a weighted sum of values for each of its GROUP queries. Those of a sequence are joined in
+ * their order, with the new token last, so that neither the threads nor the rest of the batch change a bit of the result.
+ *
+ * Inputs and attributes are those that rewrite.py writes. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "codes.h"
+#include "ort_abi.h"
+
+enum { PAGE = 64, UNIT_PAGES = 4, MAX_GROUPS = HEAD_DIM / 16 };
+
+/* Queries whose sums over a page stay in registers, while each row is widened once for all of them. */
+enum { BLOCK = GROUP * VECTORS <= (int)SUMS ? GROUP : VECTORS < (int)SUMS ? (int)SUMS / VECTORS : 1 };
+
+enum { KEY, VALUE, WINDOW_KEY, WINDOW_VALUE, EXACT_KEY, EXACT_VALUE, SIDES };
+
+/* One stored copy of keys or values: attributes `side.N`, and the place of its first input; -1 when there is none. */
+typedef struct {
+  int kind, groups, asymmetric, is_static, scale_heads, scale_channels, rotated, input;
+} Side;
+
+typedef struct {
+  const OrtApi *api;
+  int kv_heads, sink, recent, windowed, half;
+  float scaling;
+  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots; /* inputs; -1: none */
+  Side sides[SIDES];
+} Layer;
+
+/* The inputs of one side. Stored scales and zeros are float16 a token and group, static ones float32. */
+typedef struct {
+  const Side *side;
+  const uint8_t *codes;
+  const uint16_t *scales, *zeros;
+  const float *static_scale, *static_zero;
+  int64_t blocks; /* pages of its pool, or exact buffers */
+} Store;
+
+typedef struct {
+  int row, head, region, page, pages;
+} Unit;
+
+/* The result of a unit for one query: sums of values are relative to exp(maximum). */
+typedef struct {
+  float maximum, sum, values[HEAD_DIM];
+} Partial;
+
+typedef struct {
+  const Layer *layer;
+  const float *query;
+  Store stores[SIDES];
+  const int32_t *page_table, *lengths, *window_base_table, *window_table, *window_starts, *exact_slots;
+  int64_t pages, window_pages;
+  const Unit *units;
+  Partial *partials;
+} Call;
+
+/* What one page of a unit is read from, and which of its tokens [first, last) count. */
+typedef struct {
+  const uint8_t *keys, *values;
+  const uint16_t *key_scales, *key_zeros, *value_scales, *value_zeros;
+  int first, last, rows;
+  const uint8_t *next_keys, *next_values; /* the blocks of the unit's next page, to be fetched meanwhile */
+} PageView;
+
+/* ---- one page ---- */
+
+/* Stored numbers of a page, float16 (PAGE, groups), as floats. */
+INLINE void stored_floats(const uint16_t *from, int groups, float *to) {
+  for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, from_half(from + i));
+}
+
+/* How stored scales enter: not at all or as a factor of a token's whole row, or on each vector, or with a zero each. */
+enum { ROWS, SCALED, AFFINE };
+
+INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const float *scales, const float *zeros, const int *of) {
+  Vec x = widen(kind, row, v);
+  if (mode == SCALED) x = x * scales[of[v]];
+  if (mode == AFFINE) x = x * scales[of[v]] + zeros[of[v]];
+  return x;
+}
+
+/* Pages lie anywhere, so that the processor cannot guess the next one: its rows are asked for while this one's are read. */
+INLINE void fetch(const uint8_t *row, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+/* Scores (GROUP, PAGE) of the blocks of LANES tokens that hold tokens [first, last). `scales`, `zeros`: (PAGE, groups). */
+INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
+                        const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) {
+  int of[VECTORS];
+  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  for (int base = page->first / LANES * LANES; base < page->last; base += LANES) {
+    Vec quarters[BLOCK][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      Vec sums[BLOCK][LANES / 4];
+#pragma GCC unroll 4
+      for (int j = 0; j < LANES / 4; j++) {
+        int token = base + 4 * j + i;
+        if (token >= page->rows) token = page->rows - 1; /* the exact buffers end within a block */
+        const uint8_t *row = codes + (size_t)token * row_bytes(kind);
+        const float *scale = scales + (size_t)token * groups, *zero = zeros + (size_t)token * groups;
+        fetch(page->next_keys + (row - codes), row_bytes(kind));
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; v++) {
+          Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+#pragma GCC unroll 16
+          for (int q = 0; q < count; q++) {
+            Vec y = load(query[q] + LANES * v);
+            sums[q][j] = v == 0 ? x * y : sums[q][j] + x * y;
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int q = 0; q < count; q++) quarters[q][i] = quarter(sums[q]);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < count; q++) {
+      Vec total = fold_quarters(quarters[q]);
+      store(scores[q] + base, mode == ROWS && groups ? total * load(scales + base) : total);
+    }
+  }
+}
+
+/* Adds the page's values, weighted by (GROUP, PAGE), to sums (GROUP, HEAD_DIM). */
+INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
+                        const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) {
+  int of[VECTORS];
+  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  Vec total[BLOCK][VECTORS];
+#pragma GCC unroll 16
+  for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) total[q][v] = load(sums[q] + LANES * v);
+  for (int token = page->first; token < page->last; token++) {
+    const uint8_t *row = codes + (size_t)token * row_bytes(kind);
+    const float *scale = scales + (size_t)token * groups, *zero = zeros + (size_t)token * groups;
+    fetch(page->next_values + (row - codes), row_bytes(kind));
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) {
+      Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+#pragma GCC unroll 16
+      for (int q = 0; q < count; q++) total[q][v] = total[q][v] + x * weights[q][token];
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) store(sums[q] + LANES * v, total[q][v]);
+}
+
+/* Both for every query of the group, in blocks whose sums fit in registers: the last one may be smaller. */
+#define IN_BLOCKS(page_function, kind, mode, rows, out) \
+  do { \
+    int q = 0; \
+    for (; q + BLOCK <= GROUP; q += BLOCK) \
+      page_function(kind, mode, BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
+    if (GROUP % BLOCK) page_function(kind, mode, GROUP % BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
+  } while (0)
+
+/* A function of its own for each kind of code and each way of scaling, and tables of them. */
+#define INSTANCE(kind, mode) \
+  static __attribute__((noinline)) void scores_##kind##_##mode(const uint8_t *codes, const PageView *page, int groups, \
+      const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) { \
+    IN_BLOCKS(page_scores, kind, mode, query, scores); \
+  } \
+  static __attribute__((noinline)) void values_##kind##_##mode(const uint8_t *codes, const PageView *page, int groups, \
+      const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) { \
+    IN_BLOCKS(page_values, kind, mode, weights, sums); \
+  }
+INSTANCE(FP16, ROWS)
+INSTANCE(BF16, ROWS)
+INSTANCE(E4M3, ROWS) INSTANCE(E4M3, SCALED)
+INSTANCE(E5M2, ROWS) INSTANCE(E5M2, SCALED)
+INSTANCE(INT8, ROWS) INSTANCE(INT8, SCALED)
+INSTANCE(INT8U, ROWS) INSTANCE(INT8U, AFFINE)
+INSTANCE(INT4, ROWS) INSTANCE(INT4, SCALED)
+INSTANCE(INT4U, ROWS) INSTANCE(INT4U, AFFINE)
+
+typedef void (*ScoresFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
+                               const float (*)[HEAD_DIM], float (*)[PAGE]);
+typedef void (*ValuesFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
+                               const float (*)[PAGE], float (*)[HEAD_DIM]);
+static const ScoresFunction SCORES[KINDS][2] = {
+    {scores_FP16_ROWS, 0}, {scores_BF16_ROWS, 0}, {scores_E4M3_ROWS, scores_E4M3_SCALED},
+    {scores_E5M2_ROWS, scores_E5M2_SCALED}, {scores_INT8_ROWS, scores_INT8_SCALED},
+    {scores_INT8U_ROWS, scores_INT8U_AFFINE}, {scores_INT4_ROWS, scores_INT4_SCALED},
+    {scores_INT4U_ROWS, scores_INT4U_AFFINE}};
+static const ValuesFunction VALUES[KINDS][2] = {
+    {values_FP16_ROWS, 0}, {values_BF16_ROWS, 0}, {values_E4M3_ROWS, values_E4M3_SCALED},
+    {values_E5M2_ROWS, values_E5M2_SCALED}, {values_INT8_ROWS, values_INT8_SCALED},
+    {values_INT8U_ROWS, values_INT8U_AFFINE}, {values_INT4_ROWS, values_INT4_SCALED},
+    {values_INT4U_ROWS, values_INT4U_AFFINE}};
+
+/* Whether stored scales enter on each vector, not on whole rows: there are several a token, or zeros. */
+INLINE int by_vector(const Side *side) { return side->groups > 1 || (side->groups && side->asymmetric); }
+
+/* ---- one unit ---- */
+
+/* x times the orthonormal Hadamard matrix, in place: its own inverse. */
+static void hadamard(float *x) {
+  for (int half = 1; half < HEAD_DIM; half *= 2)
+    for (int i = 0; i < HEAD_DIM; i += 2 * half)
+      for (int j = i; j < i + half; j++) {
+        float a = x[j], b = x[j + half];
+        x[j] = a + b, x[j + half] = a - b;
+      }
+  float factor = 1.0f / sqrtf(HEAD_DIM);
+  for (int i = 0; i < HEAD_DIM; i++) x[i] *= factor;
+}
+
+/* A static scale or zero of one channel; one may stand for all heads or all channels. */
+INLINE float parameter(const float *values, const Side *side, int head, int channel) {
+  return values[(side->scale_heads > 1 ? head : 0) * side->scale_channels + (side->scale_channels > 1 ? channel : 0)];
+}
+
+/* What the codes of a channel are multiplied by besides stored scales. */
+INLINE float channel_factor(const Store *store, int head, int channel) {
+  float factor = unit(store->side->kind);
+  return store->side->is_static ? factor * parameter(store->static_scale, store->side, head, channel) : factor;
+}
+
+/* The queries of a KV head as codes are multiplied with them, and what is added to every score of each. */
+static void prepare(const Call *call, const Store *keys, const Unit *unit, float (*query)[HEAD_DIM], float *bias) {
+  const Side *side = keys->side;
+  const float *from = call->query + ((size_t)unit->row * call->layer->kv_heads + unit->head) * GROUP * HEAD_DIM;
+  for (int q = 0; q < GROUP; q++, from += HEAD_DIM) {
+    for (int d = 0; d < HEAD_DIM; d++) query[q][d] = from[d] * call->layer->scaling;
+    if (side->rotated) hadamard(query[q]);
+    bias[q] = 0;
+    for (int d = 0; d < HEAD_DIM; d++) {
+      if (side->is_static && side->asymmetric) bias[q] += query[q][d] * parameter(keys->static_zero, side, unit->head, d);
+      query[q][d] *= channel_factor(keys, unit->head, d);
+    }
+  }
+}
+
+/* The sums of codes as sums of values. */
+static void finish(const Store *values, const Unit *unit, Partial *partial) {
+  const Side *side = values->side;
+  for (int d = 0; d < HEAD_DIM; d++) {
+    partial->values[d] *= channel_factor(values, unit->head, d);
+    if (side->is_static && side->asymmetric) partial->values[d] += partial->sum * parameter(values->static_zero, side, unit->head, d);
+  }
+  if (side->rotated) hadamard(partial->values);
+}
+
+/* Moves from the maximum so far to that of the page's scores, which become weights, and adds their sum. */
+static void weigh(const PageView *page, float bias, float *scores, Partial *partial, float *sums) {
+  Ints lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
+  int begin = page->first / LANES * LANES;
+  Vec highest = splat(-INFINITY), total = {0};
+  for (int t = begin; t < page->last; t += LANES) {
+    Vec x = load(scores + t) + bias;
+    Ints counts = (lanes + t >= page->first) & (lanes + t < page->last);
+    x = choose(counts, x, splat(-INFINITY)); /* the block's other tokens weigh nothing */
+    highest = choose(x > highest, x, highest);
+    store(scores + t, x);
+  }
+  float maximum = partial->maximum;
+  for (int i = 0; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
+  if (maximum != partial->maximum) {
+    float shrink = exp_vec(splat(partial->maximum - maximum))[0];
+    partial->sum *= shrink;
+    for (int d = 0; d < HEAD_DIM; d++) sums[d] *= shrink;
+    partial->maximum = maximum;
+  }
+  for (int t = begin; t < page->last; t += LANES) {
+    Vec p = exp_vec(load(scores + t) - maximum);
+    store(scores + t, p);
+    total += p;
+  }
+  for (int i = 0; i < LANES; i++) partial->sum += total[i];
+}
+
+/* Which pages a unit's region has: its tables, sides, and its tokens [first, last), counted from the region's first. */
+typedef struct {
+  const Store *keys, *values;
+  const int32_t *key_table, *value_table; /* none for the exact copies, which are one block a row and head */
+  int first, last;
+} Region;
+
+enum { BEFORE, INSIDE, EXACT, REGIONS };
+
+static Region find_region(const Call *call, int row, int number) {
+  const Layer *layer = call->layer;
+  int length = call->lengths[row], end = length - layer->recent;
+  int start = layer->windowed ? call->window_starts[row] : end;
+  Region region = {0};
+  if (number == EXACT) {
+    region.keys = &call->stores[EXACT_KEY], region.values = &call->stores[EXACT_VALUE];
+    region.last = length > 0 ? layer->sink + layer->recent : 0;
+  } else if (number == BEFORE) {
+    region.keys = &call->stores[KEY], region.values = &call->stores[VALUE];
+    region.key_table = region.value_table = call->page_table + (size_t)row * call->pages;
+    region.first = layer->sink, region.last = end < start ? end : start;
+  } else if (layer->windowed) {
+    const int32_t *base = call->window_base_table + (size_t)row * call->window_pages;
+    const int32_t *copy = call->window_table + (size_t)row * call->window_pages;
+    int finer_keys = layer->sides[WINDOW_KEY].input >= 0, finer_values = layer->sides[WINDOW_VALUE].input >= 0;
+    region.keys = &call->stores[finer_keys ? WINDOW_KEY : KEY], region.key_table = finer_keys ? copy : base;
+    region.values = &call->stores[finer_values ? WINDOW_VALUE : VALUE], region.value_table = finer_values ? copy : base;
+    region.first = layer->sink > start ? layer->sink - start : 0, region.last = end - start;
+  }
+  return region;
+}
+
+/* Whether an exact slot holds a token that is read from it. The slot of residue r holds the newest token of that residue. */
+static int exact_counts(const Layer *layer, int length, int slot) {
+  if (slot < layer->sink) return slot < length;
+  int newest = length - 1, age = (newest - (slot - layer->sink)) % layer->recent;
+  if (age < 0) age += layer->recent;
+  return newest - age >= layer->sink;
+}
+
+/* The codes of a page and KV head. */
+INLINE const uint8_t *block(const Layer *layer, const Store *store, int32_t page, int head) {
+  return store->codes + ((size_t)page * layer->kv_heads + head) * PAGE * row_bytes(store->side->kind);
+}
+
+static void view_page(const Call *call, const Unit *unit, const Region *region, int page, PageView *view) {
+  const Layer *layer = call->layer;
+  const Store *keys = region->keys, *values = region->values;
+  int first = region->first - page * PAGE, last = region->last - page * PAGE;
+  view->first = first > 0 ? first : 0, view->last = last < PAGE ? last : PAGE, view->rows = PAGE;
+  if (!region->key_table) {
+    int tokens = layer->sink + layer->recent;
+    size_t row = ((size_t)call->exact_slots[unit->row] * layer->kv_heads + unit->head) * tokens + page * PAGE;
+    view->keys = view->next_keys = keys->codes + row * row_bytes(FP16);
+    view->values = view->next_values = values->codes + row * row_bytes(FP16);
+    view->rows = tokens - page * PAGE < PAGE ? tokens - page * PAGE : PAGE;
+    return;
+  }
+  int next = (page + 1) * PAGE < region->last ? page + 1 : page;
+  view->keys = block(layer, keys, region->key_table[page], unit->head);
+  view->values = block(layer, values, region->value_table[page], unit->head);
+  view->next_keys = block(layer, keys, region->key_table[next], unit->head);
+  view->next_values = block(layer, values, region->value_table[next], unit->head);
+  size_t k = ((size_t)region->key_table[page] * layer->kv_heads + unit->head) * PAGE * keys->side->groups;
+  size_t v = ((size_t)region->value_table[page] * layer->kv_heads + unit->head) * PAGE * values->side->groups;
+  if (keys->side->groups) view->key_scales = keys->scales + k;
+  if (keys->side->groups && keys->side->asymmetric) view->key_zeros = keys->zeros + k;
+  if (values->side->groups) view->value_scales = values->scales + v;
+  if (values->side->groups && values->side->asymmetric) view->value_zeros = values->zeros + v;
+}
+
+static void attend_unit(void *argument, size_t number) {
+  const Call *call = argument;
+  const Unit *unit = &call->units[number];
+  Region region = find_region(call, unit->row, unit->region);
+  const Side *key_side = region.keys->side, *value_side = region.values->side;
+  Partial *partials = call->partials + number * GROUP;
+  float query[GROUP][HEAD_DIM], bias[GROUP], scores[GROUP][PAGE], sums[GROUP][HEAD_DIM] = {{0}};
+  float scales[PAGE * MAX_GROUPS], zeros[PAGE * MAX_GROUPS];
+  prepare(call, region.keys, unit, query, bias);
+  for (int q = 0; q < GROUP; q++) partials[q].maximum = -INFINITY, partials[q].sum = 0;
+  for (int page = unit->page; page < unit->page + unit->pages; page++) {
+    PageView view = {0};
+    view_page(call, unit, &region, page, &view);
+    stored_floats(view.key_scales, key_side->groups, scales);
+    if (key_side->asymmetric) stored_floats(view.key_zeros, key_side->groups, zeros);
+    SCORES[key_side->kind][by_vector(key_side)](view.keys, &view, key_side->groups, scales, zeros, query, scores);
+    if (!region.key_table) {
+      int any = 0;
+      for (int t = 0; t < view.last; t++) {
+        int counts = exact_counts(call->layer, call->lengths[unit->row], page * PAGE + t);
+        for (int q = 0; q < GROUP && !counts; q++) scores[q][t] = -INFINITY;
+        any |= counts;
+      }
+      if (!any) continue;
+    }
+    stored_floats(view.value_scales, value_side->groups, scales);
+    if (value_side->asymmetric) stored_floats(view.value_zeros, value_side->groups, zeros);
+    for (int q = 0; q < GROUP; q++) {
+      weigh(&view, bias[q], scores[q], &partials[q], sums[q]);
+      if (value_side->groups && !by_vector(value_side))
+        for (int t = view.first; t < view.last; t++) scores[q][t] *= scales[t];
+    }
+    VALUES[value_side->kind][by_vector(value_side)](view.values, &view, value_side->groups, scales, zeros, scores, sums);
+  }
+  for (int q = 0; q < GROUP; q++) {
+    memcpy(partials[q].values, sums[q], sizeof sums[q]);
+    finish(region.values, unit, &partials[q]);
+  }
+}
+
+/* ---- one call ---- */
+
+/* Joins the partial results of one query with its new token: `partials` are GROUP apart. Returns them over the sum. */
+static void join(const Partial *partials, int count, const float *query, float scaling, const float *key, const float *value,
+                 float *out) {
+  float score = 0;
+  for (int d = 0; d < HEAD_DIM; d++) score += query[d] * scaling * key[d];
+  float maximum = score;
+  for (int i = 0; i < count; i++) maximum = partials[i * GROUP].maximum > maximum ? partials[i * GROUP].maximum : maximum;
+  float weight = exp_vec(splat(score - maximum))[0], sum = weight;
+  for (int d = 0; d < HEAD_DIM; d++) out[d] = weight * value[d];
+  for (int i = 0; i < count; i++) {
+    const Partial *partial = &partials[i * GROUP];
+    weight = exp_vec(splat(partial->maximum - maximum))[0];
+    sum += weight * partial->sum;
+    for (int d = 0; d < HEAD_DIM; d++) out[d] += weight * partial->values[d];
+  }
+  for (int d = 0; d < HEAD_DIM; d++) out[d] /= sum;
+}
+
+/* Lists the units of all rows and heads, those of one row and head after one another; returns their number. */
+static size_t list_units(const Call *call, int rows, Unit *units) {
+  size_t count = 0;
+  for (int row = 0; row < rows; row++)
+    for (int head = 0; head < call->layer->kv_heads; head++)
+      for (int number = 0; number < REGIONS; number++) {
+        Region region = find_region(call, row, number);
+        if (region.last <= region.first) continue;
+        int end = (region.last + PAGE - 1) / PAGE;
+        for (int page = region.first / PAGE; page < end; page += UNIT_PAGES, count++) {
+          int pages = end - page < UNIT_PAGES ? end - page : UNIT_PAGES;
+          if (units) units[count] = (Unit){row, head, number, page, pages};
+        }
+      }
+  return count;
+}

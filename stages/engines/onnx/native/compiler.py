@@ -1,0 +1,148 @@
+"""Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user may write to.
+
+A library is loaded from that cache alone, and compiled from this package's own sources alone: bundles and checkpoints are data.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pipeline.core.errors import MissingRequirement, UserError
+
+SOURCES = ("operator.c", "attention.c", "codes.h", "ort_abi.h")
+"""The kernel. The first one includes the others."""
+
+FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
+
+FEATURES = {"avx2", "f16c", "fma"}
+"""What the kernel needs of an x86-64 processor at least; with AVX-512 it is faster."""
+
+SECONDS = 300
+"""A compilation takes some seconds; a machine that is busy takes longer."""
+
+HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'kvgate[native]'`, or set backend.attention=graph"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C compiler: its command and the first line of its --version."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+@cache
+def find_compiler() -> Compiler | None:
+    """Return the system's `cc`, else the one of the wheel `ziglang`; None without either, or for another processor."""
+    if not _processor()[1] >= FEATURES:
+        return None
+    commands: list[tuple[str, ...]] = []
+    system = shutil.which("cc")
+    if system is not None:
+        commands.append((system,))
+    if importlib.util.find_spec("ziglang") is not None:
+        # -P: a folder in the working directory may be called ziglang, too.
+        commands.append((sys.executable, "-P", "-m", "ziglang", "cc"))
+    for command in commands:
+        try:
+            answer = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(command, answer.stdout.splitlines()[0] if answer.stdout else "")
+    return None
+
+
+def require_compiler() -> Compiler:
+    """Return the compiler. Raises MissingRequirement when this machine has none."""
+    compiler = find_compiler()
+    if compiler is None:
+        if not _processor()[1] >= FEATURES:
+            raise MissingRequirement("backend.attention=native needs Linux on x86-64 with AVX2: set backend.attention=graph")
+        raise MissingRequirement(f"backend.attention=native compiles its kernel, and there is no C compiler here: {HINT}")
+    return compiler
+
+
+def kernel_digest(compiler: Compiler) -> str:
+    """Return the digest of all that decides the kernel's code on this machine but the model's heads."""
+    digest = hashlib.sha256()
+    name, features = _processor()
+    for part in (*FLAGS, compiler.version, name, *sorted(features)):
+        digest.update(part.encode() + b"\0")
+    for name in SOURCES:
+        digest.update(_source(name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compiled_kernel(head_dim: int, group: int) -> Path:
+    """Return the library of the kernel for heads of `head_dim` channels, `group` query heads on a KV head; compile it once.
+
+    Processes that compile the same one at the same time each do so in a file of their own, and the last one's stays.
+
+    Raises:
+        MissingRequirement: There is no C compiler, or it refuses the sources.
+        UserError: The cache's folder is not this user's own.
+    """
+    compiler = require_compiler()
+    folder = cache_folder()
+    library = folder / f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=folder, prefix="compile-") as work:
+        out = Path(work) / library.name
+        sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
+        command = [*compiler.command, *FLAGS, *sizes, str(_source(SOURCES[0])), "-o", str(out), "-lm"]
+        try:
+            answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise MissingRequirement(f"{compiler.command[-1]} cannot compile the attention kernel: {error}; {HINT}") from error
+        if answer.returncode or not out.is_file():
+            printed = answer.stderr.splitlines() or ["no output"]
+            first = next((line for line in printed if "error" in line), printed[0])
+            reason = f"{compiler.version} cannot compile the attention kernel: {first.strip()}"
+            raise MissingRequirement(f"{reason}; install a newer one, or set backend.attention=graph")
+        os.chmod(out, 0o500)
+        os.replace(out, library)
+    return library
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels, `kvgate/native` in $XDG_CACHE_HOME or ~/.cache; create it for this user alone.
+
+    Raises:
+        UserError: It is somebody else's, others may write to it, or it cannot be created.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "kvgate" / "native"
+    fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: compiled kernels cannot be kept there ({error.strerror}); {fix}") from error
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UserError(f"{folder}: code is loaded from there, so that it must be a folder of yours with mode 0700; {fix}")
+    return folder
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)
+
+
+@cache
+def _processor() -> tuple[str, frozenset[str]]:
+    """The processor's model and features, which -march=native compiles for; no features where Linux does not tell them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not cpuinfo.exists():
+        return "", frozenset()
+    first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return fields.get("model name", ""), frozenset(fields.get("flags", "").split())

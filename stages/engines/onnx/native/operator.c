@@ -1,0 +1,228 @@
+/* The operator that ONNX Runtime calls: reads its attributes and inputs, and runs attention.c on the session's own threads. */
+#include "attention.c"
+
+#define TRY(call) \
+  do { \
+    OrtStatus *status = (call); \
+    if (status) return status; \
+  } while (0)
+
+static const char *const SIDE_NAMES[SIDES] = {"key", "value", "window_key", "window_value", "key_exact", "value_exact"};
+
+static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel);
+
+static OrtStatus *integers(const OrtApi *api, const OrtKernelInfo *info, const char *name, size_t count, int *out) {
+  int64_t values[16] = {0};
+  size_t found = count;
+  TRY(ORT_INTS_ATTRIBUTE(api)(info, name, values, &found));
+  if (found != count) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: an attribute has another number of values");
+  for (size_t i = 0; i < count; i++) out[i] = (int)values[i];
+  return NULL;
+}
+
+#define REFUSE(api, text) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: " text)
+
+/* The address of an input, NULL for number -1. It is refused unless it has this element type and these dimensions, of which -1
+ * is any and is then set to the one that it has: graphs come from bundles, and a bundle may come from anybody. */
+static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int index, int type, size_t rank, int64_t *dims,
+                         void *address) {
+  const OrtValue *value;
+  OrtTensorTypeAndShapeInfo *shape;
+  void *data = NULL;
+  if (index >= 0) {
+    int64_t found[4];
+    size_t found_rank = 0;
+    int found_type = ORT_UNDEFINED, fits;
+    TRY(ORT_INPUT(api)(context, (size_t)index, &value));
+    if (!value) REFUSE(api, "an input of the attention is missing");
+    TRY(ORT_SHAPE(api)(value, &shape));
+    OrtStatus *status = ORT_ELEMENT_TYPE(api)(shape, &found_type);
+    if (!status) status = ORT_DIMENSIONS_COUNT(api)(shape, &found_rank);
+    fits = found_type == type && found_rank == rank;
+    if (!status && fits) status = ORT_DIMENSIONS(api)(shape, found, rank);
+    ORT_RELEASE_SHAPE(api)(shape);
+    if (status) return status;
+    for (size_t i = 0; i < rank && fits; i++) {
+      if (dims[i] < 0) dims[i] = found[i];
+      fits = dims[i] == found[i];
+    }
+    if (!fits) REFUSE(api, "an input of the attention has another type or shape than the bundle's policy and model give it");
+    TRY(ORT_TENSOR_DATA(api)(value, &data));
+  }
+  memcpy(address, &data, sizeof data);
+  return NULL;
+}
+
+/* Reads the inputs of one side; `blocks` is then the number of its pages or exact buffers. */
+static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context, int number, Store *store) {
+  static const int types[KINDS] = {ORT_FLOAT16, ORT_BFLOAT16, ORT_E4M3, ORT_E5M2, ORT_INT8, ORT_INT8, ORT_INT8, ORT_INT8};
+  const Side *side = &layer->sides[number];
+  const OrtApi *api = layer->api;
+  store->side = side;
+  if (side->input < 0) return NULL;
+  int next = side->input, type = types[side->kind], exact = number == EXACT_KEY || number == EXACT_VALUE;
+  int64_t element = side->kind == FP16 || side->kind == BF16 ? 2 : 1, tokens = exact ? layer->sink + layer->recent : PAGE;
+  int64_t codes[] = {-1, layer->kv_heads, tokens, row_bytes(side->kind) / element};
+  TRY(tensor(api, context, next++, type, 4, codes, &store->codes));
+  store->blocks = codes[0];
+  int64_t stored[] = {codes[0], layer->kv_heads, PAGE, side->groups};
+  if (side->groups) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->scales));
+  if (side->groups && side->asymmetric) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->zeros));
+  int64_t fixed[] = {1, side->scale_heads, 1, side->scale_channels};
+  if (side->is_static) TRY(tensor(api, context, next++, ORT_FLOAT, 4, fixed, &store->static_scale));
+  if (side->is_static && side->asymmetric) TRY(tensor(api, context, next++, ORT_FLOAT, 4, fixed, &store->static_zero));
+  return NULL;
+}
+
+/* Whether every page that the units of a row read is in its table and in its pool, and its exact buffer in its own. */
+static int in_bounds(const Call *call, int row) {
+  if (call->lengths[row] < 0 || (call->layer->windowed && call->window_starts[row] < 0)) return 0;
+  for (int number = 0; number < REGIONS; number++) {
+    Region region = find_region(call, row, number);
+    if (region.last <= region.first) continue;
+    if (number == EXACT) {
+      int32_t slot = call->exact_slots[row];
+      if (slot < 0 || slot >= region.keys->blocks || slot >= region.values->blocks) return 0;
+      continue;
+    }
+    int64_t width = number == BEFORE ? call->pages : call->window_pages, pages = (region.last + PAGE - 1) / PAGE;
+    if (region.first < 0 || pages > width) return 0;
+    for (int64_t i = region.first / PAGE; i < pages; i++) {
+      int32_t key = region.key_table[i], value = region.value_table[i];
+      if (key < 0 || key >= region.keys->blocks || value < 0 || value >= region.values->blocks) return 0;
+    }
+  }
+  return 1;
+}
+
+/* `count` numbers as floats: where they lie, or widened into `to`. */
+static const float *floats(const Layer *layer, const void *from, size_t count, float *to) {
+  if (!layer->half) return from;
+  for (size_t i = 0; i < count; i += LANES) store(to + i, from_half((const uint16_t *)from + i));
+  return to;
+}
+
+static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
+  const Layer *layer = kernel;
+  const OrtApi *api = layer->api;
+  Call call = {.layer = layer};
+  const void *query, *key, *value;
+  int type = layer->half ? ORT_FLOAT16 : ORT_FLOAT;
+  int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, 1, HEAD_DIM};
+  TRY(tensor(api, context, 0, type, 4, shape, &query));
+  int64_t new_shape[] = {shape[0], layer->kv_heads, 1, HEAD_DIM};
+  TRY(tensor(api, context, 1, type, 4, new_shape, &key));
+  TRY(tensor(api, context, 2, type, 4, new_shape, &value));
+  int64_t table[] = {shape[0], -1}, window_table[] = {shape[0], -1};
+  TRY(tensor(api, context, layer->page_table, ORT_INT32, 2, table, &call.page_table));
+  TRY(tensor(api, context, layer->lengths, ORT_INT32, 1, shape, &call.lengths));
+  TRY(tensor(api, context, layer->window_base_table, ORT_INT32, 2, window_table, &call.window_base_table));
+  TRY(tensor(api, context, layer->window_table, ORT_INT32, 2, window_table, &call.window_table));
+  TRY(tensor(api, context, layer->window_starts, ORT_INT32, 1, shape, &call.window_starts));
+  TRY(tensor(api, context, layer->exact_slots, ORT_INT32, 1, shape, &call.exact_slots));
+  call.pages = table[1], call.window_pages = window_table[1];
+  for (int i = 0; i < SIDES; i++) TRY(read_store(layer, context, i, &call.stores[i]));
+  for (int row = 0; row < shape[0]; row++)
+    if (!in_bounds(&call, row)) REFUSE(api, "a table of the attention names a page outside of its pool");
+
+  const int64_t out_shape[] = {shape[0], 1, shape[1], HEAD_DIM};
+  OrtValue *out_value;
+  void *out;
+  TRY(ORT_OUTPUT(api)(context, 0, out_shape, 4, &out_value));
+  TRY(ORT_TENSOR_DATA(api)(out_value, &out));
+
+  size_t rows = (size_t)shape[0], heads = rows * layer->kv_heads, queries = heads * GROUP;
+  size_t count = list_units(&call, (int)rows, NULL);
+  size_t widened = layer->half ? (queries + 2 * heads + queries) * HEAD_DIM * sizeof(float) : 0;
+  size_t partials = count * GROUP * sizeof(Partial);
+  char *scratch = malloc(partials + widened + count * sizeof(Unit) + 1);
+  if (!scratch) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for the partial results of attention");
+  float *space = (float *)(scratch + partials);
+  Unit *units = (Unit *)(scratch + partials + widened);
+  list_units(&call, (int)rows, units);
+  call.units = units, call.partials = (Partial *)scratch;
+  call.query = floats(layer, query, queries * HEAD_DIM, space);
+  const float *keys = floats(layer, key, heads * HEAD_DIM, space + queries * HEAD_DIM);
+  const float *values = floats(layer, value, heads * HEAD_DIM, space + (queries + heads) * HEAD_DIM);
+  float *results = layer->half ? space + (queries + 2 * heads) * HEAD_DIM : out;
+
+  OrtStatus *status = count ? ORT_PARALLEL_FOR(api)(context, attend_unit, count, 0, &call) : NULL;
+  if (!status) {
+    size_t unit = 0;
+    for (size_t head = 0; head < heads; head++) {
+      size_t first = unit;
+      while (unit < count && (size_t)units[unit].row * layer->kv_heads + units[unit].head == head) unit++;
+      for (int q = 0; q < GROUP; q++) {
+        size_t at = (head * GROUP + q) * HEAD_DIM;
+        join(call.partials + first * GROUP + q, (int)(unit - first), call.query + at, layer->scaling, keys + head * HEAD_DIM,
+             values + head * HEAD_DIM, results + at);
+      }
+    }
+    if (layer->half)
+      for (size_t i = 0; i < queries * HEAD_DIM; i += LANES) to_half((uint16_t *)out + i, load(results + i));
+  }
+  free(scratch);
+  return status;
+}
+
+static void destroy(void *kernel) { free(kernel); }
+
+static const char *name_float(const OrtCustomOp *op) { return "PagedAttention"; }
+static const char *name_half(const OrtCustomOp *op) { return "PagedAttentionHalf"; }
+static const char *provider(const OrtCustomOp *op) { return NULL; }
+static int any_type(const OrtCustomOp *op, size_t index) { return ORT_UNDEFINED; }
+static int float_type(const OrtCustomOp *op, size_t index) { return ORT_FLOAT; }
+static int half_type(const OrtCustomOp *op, size_t index) { return ORT_FLOAT16; }
+static size_t one(const OrtCustomOp *op) { return 1; }
+static int variadic(const OrtCustomOp *op, size_t index) { return ORT_VARIADIC; }
+static int required(const OrtCustomOp *op, size_t index) { return ORT_REQUIRED; }
+static int on_cpu(const OrtCustomOp *op, size_t index) { return 0; }
+static int at_least_one(const OrtCustomOp *op) { return 1; }
+static int mixed(const OrtCustomOp *op) { return 0; }
+static int first_version(const OrtCustomOp *op) { return 1; }
+static int last_version(const OrtCustomOp *op) { return INT32_MAX; }
+
+#define OPERATOR(name, type) \
+  {.version = ORT_API_VERSION, .get_name = name, .get_execution_provider = provider, .get_input_type = any_type, \
+   .get_input_count = one, .get_output_type = type, .get_output_count = one, .destroy = destroy, \
+   .get_input_characteristic = variadic, .get_output_characteristic = required, .get_input_memory_type = on_cpu, \
+   .get_variadic_input_min_arity = at_least_one, .get_variadic_input_homogeneity = mixed, \
+   .get_variadic_output_min_arity = at_least_one, .get_variadic_output_homogeneity = mixed, .create_kernel_v2 = create, \
+   .compute_v2 = compute, .get_start_version = first_version, .get_end_version = last_version}
+static const OrtCustomOp FLOAT_OPERATOR = OPERATOR(name_float, float_type);
+static const OrtCustomOp HALF_OPERATOR = OPERATOR(name_half, half_type);
+
+static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
+  Layer *layer = calloc(1, sizeof *layer);
+  if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
+  layer->api = api, layer->half = op == &HALF_OPERATOR;
+  int sizes[5], tables[6];
+  OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
+  if (!status) status = integers(api, info, "sizes", 5, sizes);
+  if (!status) status = integers(api, info, "tables", 6, tables);
+  for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
+  if (!status && (sizes[0] != HEAD_DIM || sizes[1] != GROUP))
+    status = ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: the kernel was compiled for other heads");
+  if (status) {
+    free(layer);
+    return status;
+  }
+  layer->kv_heads = sizes[2], layer->sink = sizes[3], layer->recent = sizes[4];
+  layer->page_table = tables[0], layer->lengths = tables[1], layer->window_base_table = tables[2];
+  layer->window_table = tables[3], layer->window_starts = tables[4], layer->exact_slots = tables[5];
+  layer->windowed = layer->window_table >= 0;
+  *kernel = layer;
+  return NULL;
+}
+
+/* ONNX Runtime calls this when the library is registered with a session's options. The domain must outlive the session, which
+ * does not own it, so that it stays for the life of the process: some hundred bytes a session. */
+__attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {
+  const OrtApi *api = base->get_api(ORT_API_VERSION);
+  if (!api) return ORT_CREATE_STATUS(base->get_api(1))(ORT_FAIL, "kvgate: ONNX Runtime 1.17 or later is needed");
+  OrtCustomOpDomain *domain;
+  TRY(ORT_CREATE_DOMAIN(api)("kvgate.native", &domain));
+  TRY(ORT_ADD_TO_DOMAIN(api)(domain, &FLOAT_OPERATOR));
+  TRY(ORT_ADD_TO_DOMAIN(api)(domain, &HALF_OPERATOR));
+  return ORT_ADD_DOMAIN(api)(options, domain);
+}

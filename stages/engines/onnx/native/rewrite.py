@@ -1,0 +1,134 @@
+"""A decode graph whose attention over the cache is the compiled kernel's: kv.PagedAttention_N becomes one node.
+
+The graph on disk keeps its function bodies, which every other runtime executes; this is done to the copy in memory that a
+session loads, because ONNX Runtime inlines a function that a model has before it looks for an operator of the same name.
+"""
+
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, Side
+from stages.engines.onnx.bundle import ModelInfo
+from stages.engines.onnx.formats import SideCodec
+from stages.engines.onnx.functions import AttentionSpec
+from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
+
+NATIVE_DOMAIN = "kvgate.native"
+
+OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
+"""The kernel's operators by compute dtype."""
+
+KINDS = (("fp16", True), ("bf16", True), ("fp8_e4m3", True), ("fp8_e5m2", True),
+         ("int8", True), ("int8", False), ("int4", True), ("int4", False))  # fmt: skip
+"""Codes that the kernel reads, and whether they are symmetric: in the order of the enumeration in codes.h."""
+
+LANES = 16
+"""Channels of a vector. A head has a whole number of them, and so has each half of one whose INT4 codes share bytes."""
+
+TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots")
+ABSENT = -1
+"""Number of an input that there is none of."""
+
+
+def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
+    """Return the layers that the kernel does not hold, and why.
+
+    Raises UserError for a bundle that does not record the attention's scaling.
+    """
+    return {layer: reason for layer in range(info.layers) if (reason := _refusal(_spec(info, policy, layer))) is not None}
+
+
+def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy) -> None:
+    """Replace the attention of every layer that the kernel holds by its operator, in place.
+
+    Args:
+        model: The decode graph of a bundle.
+        info: The bundle's model.
+        policy: The bundle's policy.
+
+    Raises UserError for a graph that is not of this model and policy.
+    """
+    refused = refusals(info, policy)
+    if NATIVE_DOMAIN.encode() in model.SerializeToString():
+        # The kernel trusts the attributes of its operators, because no other place than this one writes any.
+        raise UserError(f"decode.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
+    nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
+    bodies = {body.name: body for body in model.functions}
+    for layer in range(info.layers):
+        if layer in refused:
+            continue
+        function = layer_function("PagedAttention", layer)
+        spec = _spec(info, policy, layer)
+        node, body = nodes.get(function), bodies.get(function)
+        if node is None or body is None or len(node.input) != len(_inputs(spec)) or len(node.output) != 1:
+            raise UserError(f"decode.onnx: {function} is not the attention of the bundle's policy: build the engine again")
+        (result,) = node.output
+        fields = attributes(spec)
+        name = OPERATORS[info.compute_dtype]
+        node.CopyFrom(helper.make_node(name, list(node.input), [result], name=node.name, domain=NATIVE_DOMAIN, **fields))
+        model.functions.remove(body)
+        dims: list[int | str] = ["B", 1, info.q_heads, info.head_dim]
+        model.graph.value_info.append(helper.make_tensor_value_info(result, FLOAT_TYPES[info.compute_dtype], dims))
+    model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
+
+
+def _spec(info: ModelInfo, policy: KVPolicy, layer: int) -> AttentionSpec:
+    if info.scaling is None:
+        raise UserError(
+            "the bundle was built before it recorded the attention's scaling: build the engine again, or set "
+            "backend.attention=graph"
+        )
+    return AttentionSpec(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, "decode")
+
+
+def _refusal(spec: AttentionSpec) -> str | None:
+    """Why the kernel does not hold a layer, None when it does."""
+    for side, codec in spec.sides.items():
+        form = codec.form
+        if (form.dtype, form.symmetric) not in KINDS:
+            return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is none that the kernel reads"
+        step = LANES * len(codec.packing) if form.code.kind == "integer" else LANES
+        if codec.head_dim % step:
+            return f"head_dim {codec.head_dim} is no multiple of {step}, which the kernel takes for {form.dtype}"
+    return None
+
+
+def attributes(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the operator's attributes, as `create` in operator.c reads them."""
+    place = {name: number for number, name in enumerate(_inputs(spec))}
+    policy, shape = spec.policy, spec.shape
+    exact = (KINDS.index(("fp16", True)), 0, 0, 0, 1, 1, 0)
+    sides = {side: [ABSENT] * 8 for side in Side}
+    for side, codec in spec.sides.items():
+        sides[side] = [*_side(codec), place[next(iter(codec.arrays))]]
+    # The function body multiplies queries with the scaling in the compute dtype.
+    scaling = float(NUMPY_FLOATS[spec.compute](spec.scaling))
+    return {
+        "scaling": scaling,
+        "sizes": [shape.head_dim, spec.q_heads // shape.kv_heads, shape.kv_heads, policy.sink_tokens, policy.recent_tokens],
+        "tables": [place.get(name, ABSENT) for name in TABLES],
+        **{str(side): numbers for side, numbers in sides.items()},
+        **{name: [*exact, place.get(name, ABSENT)] for name in ("key_exact", "value_exact")},
+    }
+
+
+def _inputs(spec: AttentionSpec) -> list[str]:
+    return ["query", "key", "value", *spec.tables, *spec.cache]
+
+
+def _side(codec: SideCodec) -> tuple[int, ...]:
+    """Kind, groups, asymmetric, static, heads and channels of a static scale, rotated."""
+    form = codec.form
+    _, heads, _, channels = next(iter(codec.constants.values()), (1, 1, 1, 1))
+    return (
+        KINDS.index((form.dtype, form.symmetric)),
+        codec.groups,
+        int(not form.symmetric),
+        int(form.static),
+        heads,
+        channels,
+        int(form.rotation != "none"),
+    )

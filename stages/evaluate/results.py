@@ -1,0 +1,88 @@
+"""What came of each sample, saved as soon as it is known, so that an interrupted measurement goes on where it stopped."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load, save
+
+from stages.evaluate.distance import Array, StepStatistics
+from stages.evaluate.scores import HEAD_ARRAYS, SampleHeads
+
+FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What came of one sample."""
+
+    statistics: StepStatistics
+    """Of its reference tokens."""
+    answer: tuple[int, ...] | None
+    """The greedy answer without the stop token; None for a sample that is not judged."""
+    prefilled: int
+    """Tokens that were prefilled for this sample alone."""
+    decoded: int
+    checks: Array
+    """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
+
+
+class ResultFolder:
+    """Results in a directory, a file each, written at once or not at all. A file's name has the digest of its bytes.
+
+    The directory belongs to one list of samples: files are named by a sample's place in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
+        """Save what came of a sample; `heads` are the baseline's."""
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)
+        }
+        arrays["counts"] = np.array([result.prefilled, result.decoded], np.int64)
+        arrays["checks"] = result.checks
+        if result.answer is not None:
+            arrays["answer"] = np.array(result.answer, np.int64)
+        if heads is not None:
+            arrays |= {f"heads/{name}": getattr(heads, name) for name in HEAD_ARRAYS}
+        content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        path = self.directory / f"{sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
+        unfinished = self.directory / f"{sample}.part"
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+
+    def load(self) -> dict[int, SampleResult]:
+        """Return the saved results by sample. A file whose bytes are not those that were saved is deleted."""
+        results = {}
+        for path in sorted(self.directory.iterdir()):
+            name = FILE.fullmatch(path.name)
+            content = path.read_bytes()
+            if name is None or hashlib.sha256(content).hexdigest() != name[2]:
+                path.unlink()
+                continue
+            results[int(name[1])] = _result(load(content))
+        return results
+
+    def heads(self, sample: int) -> SampleHeads:
+        """Return a sample's saved heads."""
+        (path,) = self.directory.glob(f"{sample}-*.safetensors")
+        arrays = load(path.read_bytes())
+        return SampleHeads(*(arrays[f"heads/{name}"] for name in HEAD_ARRAYS))
+
+
+def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
+    prefilled, decoded = arrays["counts"].tolist()
+    return SampleResult(
+        statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
+        answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
+        prefilled=prefilled,
+        decoded=decoded,
+        checks=arrays["checks"],  # type: ignore[arg-type]
+    )

@@ -1,0 +1,1 @@
+"""Converts a GGUF file to a Hugging Face checkpoint."""

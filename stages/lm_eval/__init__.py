@@ -1,0 +1,1 @@
+"""lm-evaluation-harness over engine bundles: its model `kvgate`, and its command line with that model in it."""

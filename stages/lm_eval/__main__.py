@@ -1,0 +1,23 @@
+"""`python -m stages.lm_eval run --model kvgate --model_args bundle=DIR --tasks ...`: lm-eval's own command line."""
+
+import sys
+
+from pipeline.core.errors import REFUSALS, exit_code
+from pipeline.run.loading import required_libraries
+
+
+def main() -> int:
+    """Run lm-eval's command line, in which the model `kvgate` is known. Return the exit code."""
+    try:
+        with required_libraries():
+            from stages.lm_eval.model import cli_evaluate
+        cli_evaluate()
+    except REFUSALS as error:
+        for line in str(error).splitlines():
+            print(f"stages.lm_eval: error: {line}", file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

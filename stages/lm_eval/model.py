@@ -1,0 +1,252 @@
+"""The model `kvgate` of lm-evaluation-harness: an engine bundle, scored by forced decode.
+
+lm-eval's own backends score a text in one prefill, whose logits attend over fresh keys and values. Here the logits of a scored
+token come from decode steps, which read the quantized cache. The one exception is a token whose whole context is one token:
+there is nothing to decode yet, and the logits of the prefill are taken. That is the first token of an empty context, and of a
+rolling window.
+
+Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.py: LM, TemplateLM)
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from pipeline.config.compose import plan
+from pipeline.core.errors import UserError
+from pipeline.core.records import Engine, Sample
+from pipeline.run.identity import read_bundle
+from pipeline.run.loading import open_backend
+from stages.checkpoints import load_tokenizer
+from stages.evaluate.batches import Step
+from stages.evaluate.decode import decode
+from stages.evaluate.distance import log_softmax
+from stages.evaluate.tokens import EncodedSample
+from stages.workloads.prompts import token_ids
+
+__all__ = ["KvgateLM", "cli_evaluate"]
+
+_NO_SAMPLE = Sample(id="lm-eval", workload="lm_eval", reference="", check="none")
+"""lm-eval judges texts itself: a request has tokens, and is no sample of ours."""
+
+
+@register_model("kvgate")
+class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """An engine bundle of any backend as a model of lm-eval; its tokenizer is the bundle's.
+
+    Legend: B = sequences of a decode step, V = vocab_size.
+    """
+
+    def __init__(
+        self,
+        bundle: str,
+        batch_size: int | str = 1,
+        max_length: int = 2048,
+        max_gen_toks: int = 256,
+        device: str | None = None,  # noqa: ARG002
+        **options: Any,
+    ) -> None:
+        """Load the engine.
+
+        Args:
+            bundle: The directory that stage=build names.
+            batch_size: Most sequences of one decode step; lm-eval's `--batch_size`.
+            max_length: Most tokens of a sequence; longer contexts lose their oldest tokens.
+            max_gen_toks: Most tokens of a generated answer, unless its task says otherwise.
+            device: Not used: lm-eval passes cuda:0 whether or not it was asked to. An engine's is `backend.device`.
+            options: Keys of the bundle's backend: `backend.threads=2`.
+
+        Raises:
+            UserError: An option that is unknown or does not fit, or a bundle that is not what was built.
+            MissingRequirement: This machine cannot run the bundle.
+        """
+        super().__init__()
+        for key, value in options.items():
+            if not key.startswith("backend."):
+                known = "bundle, max_length, max_gen_toks, backend.KEY, and --batch_size"
+                raise UserError(f"{key}={value}: the model kvgate does not know this argument; it takes {known}")
+        directory = Path(bundle)
+        backend = read_bundle(directory).get("backend")
+        overrides = [f"backend={backend}", *(f"{key}={value}" for key, value in options.items())]
+        self.batch_size = _at_least(1, "batch_size", batch_size)
+        self.max_length = _at_least(2, "max_length", max_length)
+        self.max_gen_toks = _at_least(1, "max_gen_toks", max_gen_toks)
+        self.engine: Engine = open_backend(plan(overrides, multirun=False).jobs[0].backend).load(directory)
+        self.tokenizer = load_tokenizer(directory)
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"bundle={bundle}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context: bos, or eos where the tokenizer has none."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text; without `add_generation_prompt` its last message is left open to be continued."""
+        if not self.tokenizer.chat_template:
+            raise UserError("--apply_chat_template: the bundle's tokenizer has no chat template; leave the flag out")
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return token ids, by default with the special tokens that the tokenizer adds, a leading bos once."""
+        if add_special_tokens is None:
+            return token_ids(self.tokenizer, string)
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, every token of which is scored once.
+
+        A text is cut into windows of `max_length` tokens. The first one follows `prefix_token_id`, the next ones the last
+        token of the window before, and the last one as many tokens as fill it.
+        """
+        texts = [request.args[0] for request in requests]
+        windows = [
+            [
+                ("", *make_disjoint_window(window))
+                for window in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            ]
+            for text in texts
+        ]
+        flat = [window for of_text in windows for window in of_text]
+        scores = iter(self._scores([(context, scored) for _, context, scored in flat], disable_tqdm))
+        totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the greedy answer to each context, up to the first of its stop strings.
+
+        Raises:
+            UserError: A task asks for sampling.
+        """
+        settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
+        if any(setting["do_sample"] for setting in settings):
+            raise UserError("do_sample=true: the model kvgate generates greedily; give --gen_kwargs do_sample=false")
+        limits = [setting["max_gen_toks"] for setting in settings]
+        if max(limits, default=0) >= self.max_length:
+            raise UserError(f"max_gen_toks={max(limits)}: leaves no room for a context in max_length={self.max_length} tokens")
+        prompts = [
+            (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length :]
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        answers: dict[int, str] = {}
+        # Similar lengths run side by side: a decode step costs as many pages as its longest sequence has.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        with tqdm(total=len(order), desc="kvgate: answers", disable=disable_tqdm) as progress:
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                stops = [settings[i]["until"] for i in batch]
+                texts = self._generate([prompts[i] for i in batch], [limits[i] for i in batch], stops)
+                answers |= dict(zip(batch, texts, strict=True))
+                progress.update(len(batch))
+        for i, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, answers[i])
+        return [answers[i] for i in range(len(prompts))]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation and whether greedy decoding gives it."""
+        results = self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+        for (key, *_tokens), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """Score the second tokens of each pair after the first."""
+        if max((len(scored) for _, scored in pairs), default=0) > self.max_length:
+            raise UserError(f"max_length={self.max_length}: a continuation is longer; give the model a larger max_length")
+        totals = np.zeros(len(pairs))
+        greedy = np.ones(len(pairs), dtype=bool)
+        with tqdm(total=sum(len(scored) for _, scored in pairs), desc="kvgate: tokens", disable=disable_tqdm) as progress:
+            for rows, tokens, logits_BV in self._forced(pairs):
+                logp_BV = log_softmax(logits_BV)
+                # A step of a one-pass engine has several rows of one text.
+                np.add.at(totals, rows, logp_BV[np.arange(len(rows)), tokens])
+                np.logical_and.at(greedy, rows, logp_BV.argmax(axis=1) == tokens)
+                progress.update(len(rows))
+        return [(float(total), bool(is_greedy)) for total, is_greedy in zip(totals, greedy, strict=True)]
+
+    def _forced(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int], Any]]:
+        """Yield the pairs and the tokens whose logits are the rows, with those logits (B, V)."""
+        owners: list[int] = []
+        encoded: list[EncodedSample] = []
+        for i, (context, scored) in enumerate(pairs):
+            # The last scored token is not fed, so that the others are.
+            prompt, reference = (context or [self.prefix_token_id])[len(scored) - 1 - self.max_length :], scored
+            if len(prompt) == 1 and reference:
+                handles, logits_BV = self.engine.prefill([prompt])
+                self.engine.release(handles)
+                yield [i], reference[:1], logits_BV
+                prompt, reference = [*prompt, reference[0]], reference[1:]
+            if reference:
+                owners.append(i)
+                encoded.append(EncodedSample(_NO_SAMPLE, tuple(prompt), tuple(reference)))
+        for step in decode(self.engine, encoded, self.batch_size):
+            if not isinstance(step, Step):
+                continue
+            tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
+            yield [owners[i] for i in step.samples], tokens, step.logits_BV
+
+    def _generate(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> list[str]:
+        """Return the greedy answers to one batch of prompts, each cut before the first of its stop strings."""
+        engine = self.engine
+        answers: list[list[int]] = [[] for _ in prompts]
+        handles, prefilled_BV = engine.prefill([prompt[:-1] or prompt for prompt in prompts])
+        logits_BV = np.array(prefilled_BV)
+        # The last token of a prompt is decoded. A prompt of one token has nothing else that could be prefilled.
+        longer = [i for i, prompt in enumerate(prompts) if len(prompt) > 1]
+        if longer:
+            logits_BV[longer] = engine.decode([handles[i] for i in longer], [prompts[i][-1] for i in longer])
+        texts = [""] * len(prompts)
+        live = list(range(len(prompts)))
+        while live:
+            unfinished = []
+            for i, token in zip(live, logits_BV.argmax(axis=1).tolist(), strict=True):
+                if token != self.eot_token_id:
+                    answers[i].append(token)
+                    texts[i] = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                    if len(answers[i]) < limits[i] and not any(stop in texts[i] for stop in stops[i] if stop):
+                        unfinished.append(i)
+            finished = [handles[i] for i in live if i not in unfinished]
+            if finished:
+                engine.release(finished)
+            live = unfinished
+            if live:
+                logits_BV = engine.decode([handles[i] for i in live], [answers[i][-1] for i in live])
+        return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
+
+
+def _at_least(least: int, name: str, value: int | str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < least:
+        raise UserError(f"{name}={value}: must be a whole number, {least} or more")
+    return number

@@ -1,0 +1,237 @@
+"""Pages of plain sentences, and four kinds of questions about each page, for small chat models.
+
+A model of 135M parameters repeats the sentence that begins like the question, once it has seen it done. So every fact is a
+sentence "The code of the attic is 6466.", every question has its words, and worked questions of several kinds come first: after
+fewer, the model repeats a worked answer. What it then gets wrong is which attic: difficulty is how many sentences are alike.
+All questions about a page begin with the same messages, which an engine can prefill once.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from stages.workloads import documentation
+from stages.workloads.conversation import Message
+from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, words
+
+DIFFICULTIES = ("easy", "medium", "hard")
+RESIDENTS, OWNERS, SPEAKERS = FIRST_NAMES[::3], FIRST_NAMES[1::3], FIRST_NAMES[2::3]
+HOMES, DESTINATIONS = CITIES[::2], CITIES[1::2]
+"""Apart, as people are, so that the sentence of one fact mentions nothing of another."""
+PLACES = words("gate safe cabin locker garage office cellar attic kitchen tower")
+VEHICLES = words("bicycle tractor scooter canoe truck sledge van tram boat ferry")
+QUOTE_WORDS = (7, 20)
+"""Fewest and most words of what somebody says."""
+PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
+"""A sentence without code and brackets."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much stands on a page, and between a fact that the user tells and the question for it."""
+
+    alike: int
+    """Facts of one kind on the page."""
+    quotes: int
+    told: int
+    """Facts of one kind that the user tells after the page."""
+    between: int
+    """Questions about the page between that and the question for such a fact."""
+
+
+SIZES = {
+    "easy": Size(alike=2, quotes=2, told=1, between=0),
+    "medium": Size(alike=3, quotes=3, told=1, between=1),
+    "hard": Size(alike=4, quotes=4, told=2, between=2),
+}
+
+Draw = Callable[[random.Random, int], list[str]]
+"""Draws so many different texts."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    sentence: str
+    question: str
+    key: Draw
+    values: tuple[Draw, ...]
+
+
+def _from(names: list[str]) -> Draw:
+    return lambda rng, count: rng.sample(names, count)
+
+
+def _numbers(low: int, high: int) -> Draw:
+    return lambda rng, count: [str(number) for number in rng.sample(range(low, high), count)]
+
+
+KINDS = {
+    "code": _Kind("The code of the {} is {}.", "What is the code of the {}?", _from(PLACES), (_numbers(1000, 10_000),)),
+    "home": _Kind("The home of {} is {}.", "What is the home of {}?", _from(RESIDENTS), (_from(HOMES),)),
+    "owner": _Kind("The owner of the {} is {}.", "Who is the owner of the {}?", _from(VEHICLES), (_from(OWNERS),)),
+    "train": _Kind(
+        "The departure of the train to {} is {} from platform {}.",
+        "What is the departure of the train to {}?",
+        _from(DESTINATIONS),
+        (_from(DAYS), _numbers(10, 100)),
+    ),
+    "ware": _Kind(
+        "The label of the {} is {} euros and {} kilos.",
+        "What is the label of the {}?",
+        _from(ITEMS),
+        (_numbers(100, 1000), _numbers(10, 100)),
+    ),
+}
+SINGLE = [kind for kind in KINDS if len(KINDS[kind].values) == 1]
+DOUBLE = [kind for kind in KINDS if len(KINDS[kind].values) == 2]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One sentence, and the question that it answers."""
+
+    kind: str
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        return KINDS[self.kind].sentence.format(self.key, *self.values)
+
+    @property
+    def question(self) -> str:
+        return KINDS[self.kind].question.format(self.key)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, and what is known of it."""
+
+    text: str
+    facts: list[Fact]
+    """In the order of the page."""
+    quotes: dict[str, str]
+    """Speaker -> sentence."""
+    told: list[Fact]
+    """What does not stand on the page, but the user tells it."""
+    size: Size
+    worked: list[Fact]
+    """The worked questions ask for these, a fact of each kind of SINGLE."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The page and the worked questions about it, which all conversations about it begin with."""
+        first, *others = self.worked
+        opening: Message = ("user", f"{self.text}\n\n{first.question}")
+        return [opening, ("assistant", first.sentence), *(message for fact in others for message in _asked(fact))]
+
+    def unasked(self, kinds: list[str]) -> list[Fact]:
+        """Return the page's facts of these kinds that no worked question asks for."""
+        return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
+
+    def distractors(self, fact: Fact) -> tuple[str, ...]:
+        """Return what a wrong answer mentions: the values of all other facts of the same kind."""
+        others = (other for other in self.facts + self.told if other.kind == fact.kind and other != fact)
+        return tuple(value for other in others for value in other.values)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation about a page that ends with the user's question."""
+
+    messages: list[Message]
+    reference: str
+    mentions: tuple[str, ...]
+    """What a right answer mentions."""
+    distractors: tuple[str, ...]
+    """What it does not mention."""
+    depth: float | None = None
+    """Where the answer stands in the page, from 0 to 1."""
+
+
+def _asked(fact: Fact) -> list[Message]:
+    return [("user", fact.question), ("assistant", fact.sentence)]
+
+
+def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
+    keys = KINDS[kind].key(rng, count)
+    values = zip(*(draw(rng, count) for draw in KINDS[kind].values), strict=True)
+    return [Fact(kind, key, of_key) for key, of_key in zip(keys, values, strict=True)]
+
+
+def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
+    """Return the different sentences that somebody could say."""
+    sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) +", paragraph))
+    plain = (sentence for sentence in sentences if PLAIN.fullmatch(sentence))
+    return list(dict.fromkeys(s for s in plain if QUOTE_WORDS[0] <= len(s.split()) <= QUOTE_WORDS[1]))
+
+
+def _quote(speaker: str, sentence: str) -> str:
+    return f'{speaker} says: "{sentence}"'
+
+
+def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -> Page:
+    """Generate a page: facts in random order, then people who say sentences of Python's documentation.
+
+    Args:
+        rng: Random generator of the page.
+        difficulty: A key of SIZES.
+        split: Whose share of the documentation is used.
+    """
+    size = SIZES[difficulty]
+    by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
+    facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
+    worked = [by_kind[kind][0] for kind in SINGLE]
+    told = [fact for known in by_kind.values() for fact in known[size.alike :]]
+    for facts_in_random_order in (facts, worked, told):
+        rng.shuffle(facts_in_random_order)
+    sentences = _plain_sentences(paragraph for page in documentation.pages(split) for paragraph in page)
+    quotes = dict(zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True))
+    said = [_quote(speaker, sentence) for speaker, sentence in quotes.items()]
+    text = "\n".join([*(fact.sentence for fact in facts), "", *said])
+    return Page(text, facts, quotes, told, size, worked)
+
+
+def lookup(page: Page, rng: random.Random, third: int) -> Question:
+    """Ask for one fact of the page, from its first, second or last third of facts: `third` is 0, 1 or 2."""
+    facts = page.unasked(SINGLE)
+    fact = rng.choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
+    depth = page.text.index(fact.sentence) / len(page.text)
+    messages: list[Message] = [*page.messages, ("user", fact.question)]
+    return Question(messages, fact.sentence, fact.values, page.distractors(fact), depth)
+
+
+def extraction(page: Page, rng: random.Random, _third: int) -> Question:
+    """Ask for the two values of a fact."""
+    fact = rng.choice(page.unasked(DOUBLE))
+    messages: list[Message] = [*page.messages, ("user", fact.question)]
+    return Question(messages, fact.sentence, fact.values, page.distractors(fact))
+
+
+def quotation(page: Page, rng: random.Random, _third: int) -> Question:
+    """Ask for what somebody says."""
+    speaker = rng.choice(list(page.quotes))
+    messages: list[Message] = [*page.messages, ("user", f"What does {speaker} say?")]
+    others = tuple(sentence for other, sentence in page.quotes.items() if other != speaker)
+    return Question(messages, _quote(speaker, page.quotes[speaker]), (page.quotes[speaker],), others)
+
+
+def recall(page: Page, rng: random.Random, _third: int) -> Question:
+    """Tell facts that do not stand on the page, ask about the page, then for one of the facts that were told."""
+    statements = " ".join(fact.sentence for fact in page.told)
+    messages = [*page.messages, ("user", f"Please remember this as well. {statements}"), ("assistant", "I will remember it.")]
+    fact = rng.choice(page.told)
+    others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
+    for between in rng.sample(others, page.size.between):
+        messages += _asked(between)
+    messages.append(("user", fact.question))
+    return Question(messages, fact.sentence, fact.values, page.distractors(fact))
+
+
+QUESTIONS: dict[str, Callable[[Page, random.Random, int], Question]] = {
+    "lookup": lookup,
+    "extraction": extraction,
+    "quotation": quotation,
+    "recall": recall,
+}

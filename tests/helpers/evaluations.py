@@ -1,0 +1,42 @@
+"""A whole evaluation in one call, as the tests of its parts want it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.report import EvaluationReport
+from stages.evaluate import MeasuredRound, evaluate_round, join_rounds
+
+
+def quiet(*_: object) -> None:
+    """Report no progress."""
+
+
+def evaluate(
+    open_engine: Callable[[], Engine],
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    baseline: Path,
+    out: Path,
+    *,
+    config: WorkloadsConfig,
+    progress: Progress = quiet,
+    engine_digest: str = "engine",
+    graph_digest: str | None = None,
+) -> EvaluationReport:
+    """Run a candidate on samples that are one round, and write its report into `out`."""
+    round_dir = out / "round"
+    round_dir.mkdir()
+    evaluate_round(open_engine, samples, tokenizer, baseline, round_dir, config=config, progress=progress)
+    return join_rounds(
+        [MeasuredRound(baseline, round_dir)],
+        samples,
+        tokenizer,
+        out,
+        config=config,
+        engine_digest=engine_digest,
+        baseline_digest="base",
+        graph_digest=graph_digest,
+    )

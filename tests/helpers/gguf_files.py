@@ -1,0 +1,153 @@
+"""Small GGUF files, written with llama.cpp's own package as its converter would write them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf.quants import dequantize, quantize
+from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
+from transformers import PreTrainedModel
+
+CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = ("Ġthe", "he", "in", "th", "er", "Ġa", "Ġt", "12")
+MERGES = ("h e", "i n", "e r", "t h", "Ġ a", "Ġ t", "Ġt he", "1 2")
+USER_DEFINED = "<tool>"
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = [*CONTROLS, *BYTES, *WORDS, USER_DEFINED]
+TYPES = [3] * len(CONTROLS) + [1] * (len(BYTES) + len(WORDS)) + [4]
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+
+SENTENCE_PIECES = ["▁t", "he", "▁the", "in", "er", "▁a", "th", "ther", "▁there"]
+"""The first one is merged first."""
+CHARACTERS = list("▁abcdefghijklmnopqrstuvwxyz.,")
+SENTENCEPIECE_TOKENS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    *SENTENCE_PIECES,
+    *CHARACTERS,
+]
+SENTENCEPIECE_TYPES = [2, 3, 3] + [6] * 256 + [1] * (len(SENTENCE_PIECES) + len(CHARACTERS))
+SENTENCEPIECE_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SENTENCE_PIECES) + len(CHARACTERS))]
+
+VOCAB_SIZE = 320
+"""Rows of the embedding: more than tokens, as many models have it."""
+
+ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+
+
+def random_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Return a random two-layer model in float32, whose weights are the same at every call."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "rope_theta": 50000.0,
+    }
+    own: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": None}, "Qwen3": {"head_dim": 32}}
+    options |= own.get(family, {}) | changes
+    config = getattr(transformers, f"{family}Config")(**options)
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, values in model.named_parameters():
+        if values.dim() == 1:  # biases start as 0 and norms as 1, which would hide that they are lost
+            torch.nn.init.uniform_(values, 0.5 if "norm" in name else -0.5, 1.5)
+    return model
+
+
+def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32", **metadata: Any) -> Path:
+    """Write a model as a GGUF; of a quantized `kind`, the model's own matrices become what the file then holds.
+
+    Args:
+        path: The file.
+        family: Key of ARCHITECTURES.
+        model: In float32.
+        kind: Type of the matrices; vectors are F32.
+        metadata: Key of the metadata -> value, over those of a byte-level BPE with `pre=gpt-2`; None leaves a key out.
+            `_` stands for `.` where it is doubled.
+    """
+    architecture, config = ARCHITECTURES[family], model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    values: dict[str, Any] = {
+        f"{architecture}.block_count": config.num_hidden_layers,
+        f"{architecture}.context_length": config.max_position_embeddings,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.feed_forward_length": config.intermediate_size,
+        f"{architecture}.attention.head_count": heads,
+        f"{architecture}.attention.head_count_kv": kv_heads,
+        f"{architecture}.attention.key_length": head_dim,
+        f"{architecture}.attention.value_length": head_dim,
+        f"{architecture}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{architecture}.rope.freq_base": 50000.0,
+        f"{architecture}.rope.dimension_count": head_dim,
+        **bpe_metadata(),
+    }
+    for key, value in (values | {key.replace("__", "."): value for key, value in metadata.items()}).items():
+        _put(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        base, _, suffix = name.rpartition(".")
+        rows = tensor.float().numpy()
+        rotated = {"q_proj.weight": heads, "k_proj.weight": kv_heads}.get(".".join(name.split(".")[-2:]))
+        rotated = rotated if architecture == "llama" else None
+        if rotated:  # as llama.cpp's converter orders them
+            rows = rows.reshape(rotated, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        stored = gguf.GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
+        data = quantize(np.ascontiguousarray(rows), stored)
+        writer.add_tensor(f"{names.get_name(base)}.{suffix}", data, raw_dtype=stored)
+        read = dequantize(data, stored).reshape(rows.shape)
+        if rotated:
+            read = read.reshape(rotated, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(read)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def bpe_metadata() -> dict[str, Any]:
+    """Return the tokenizer.* keys of a byte-level BPE of TOKENS."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def _put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None or key == "rope_freqs":
+        if value is not None:
+            writer.add_tensor("rope_freqs.weight", np.asarray(value, np.float32))
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        assert isinstance(value, Sequence)
+        writer.add_array(key, value)

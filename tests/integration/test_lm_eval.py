@@ -1,0 +1,286 @@
+"""lm-eval over engine bundles: log-likelihoods are transformers' own where the cache is exact, and read it where it is not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import load_model, make_bundle, make_decoder, nothing
+
+from pipeline.config.compose import plan
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from stages.engines.oracle.build import build_bundle
+from stages.workloads import generate
+from stages.workloads.prompts import render
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
+
+from lm_eval.api.instance import Instance
+
+from stages.evaluate.distance import log_softmax
+from stages.lm_eval.__main__ import main
+from stages.lm_eval.model import KvgateLM
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDING = 0.03
+"""Nats of a text by which an FP16 cache may differ from a float32 one. An INT4 cache differs by more than ten times that."""
+PAIRS = [
+    ("Copy:\n04 Bergen 14 Tartu 22", " Bergen"),
+    ("The record of Bergen says", " nothing at all, and that is why"),
+    ("The record of Bergen says", " 14"),
+    ("", "Once there was a lighthouse"),
+    ("a", " lighthouse keeper"),
+    ("Once there was a lighthouse keeper ", "who read"),
+]
+"""Contexts and continuations: of many tokens, of one, of none, and with a space at the end."""
+
+
+def policy(name: str) -> KVPolicy:
+    (config,) = plan([f"kv={name}"], multirun=False).jobs
+    return config.kv
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
+    """The trained tiny model with an exact and with an INT4 cache, and the latter for backend=torch."""
+    work = tmp_path_factory.mktemp("lm_eval")
+    decoder = make_decoder(tiny_checkpoint, work / "decoder")
+    made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", policy("int4_g64")))}
+    oracle = work / "oracle"
+    oracle.mkdir()
+    build_bundle(tiny_checkpoint, oracle, policy=policy("int4_g64"), scales=made["int4"] / "kv_scales.json", progress=nothing)
+    return {**made, "oracle": oracle}
+
+
+@pytest.fixture(scope="module")
+def logits_after(tiny_checkpoint: Path) -> Callable[[list[int]], Any]:
+    """Transformers' logits after every token of a text, (tokens, vocab_size)."""
+    model: Any = load_model(tiny_checkpoint)
+
+    def logits(tokens: list[int]) -> Any:
+        with torch.inference_mode():
+            return model(torch.tensor([tokens])).logits[0].numpy()
+
+    return logits
+
+
+def lm(bundle: Path, **options: Any) -> KvgateLM:
+    return KvgateLM(str(bundle), **options)
+
+
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    return [Instance(request_type=kind, doc={}, arguments=item, idx=i) for i, item in enumerate(arguments)]
+
+
+def scored(model: KvgateLM, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+    return list(model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True))
+
+
+def tokens_of(model: KvgateLM, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """The split that lm-eval defines: spaces before the boundary belong to the continuation."""
+    if not context:
+        return [model.prefix_token_id], model.tok_encode(continuation, add_special_tokens=False)
+    before = model.tok_encode(context.rstrip())
+    return before, model.tok_encode(context + continuation)[len(before) :]
+
+
+def expected(logits_after: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    logp = log_softmax(logits_after(context + continuation[:-1]))[len(context) - 1 :]
+    total = sum(row[token] for row, token in zip(logp, continuation, strict=True))
+    return float(total), logp.argmax(axis=1).tolist() == continuation
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_with_an_exact_cache_log_likelihoods_and_greedy_flags_are_those_of_transformers(
+    batch_size: int, bundles: dict[str, Path], logits_after: Any
+) -> None:
+    model = lm(bundles["fp16"], batch_size=batch_size)
+    (greedy,) = model.engine.generate([tokens_of(model, *PAIRS[0])[0]], 3, None)
+    pairs = [*PAIRS, (PAIRS[0][0], model.tokenizer.decode(greedy))]
+    got = scored(model, pairs)
+    wanted = [expected(logits_after, *tokens_of(model, *pair)) for pair in pairs]
+    np.testing.assert_allclose([total for total, _ in got], [total for total, _ in wanted], atol=ROUNDING)
+    assert [flag for _, flag in got] == [flag for _, flag in wanted]
+    assert {flag for _, flag in got} == {True, False}
+    assert model.engine.memory().live_tokens == 0
+
+
+def prefill_scored(model: KvgateLM, context: list[int], continuation: list[int]) -> float:
+    """The log-likelihood as lm-eval's own backends compute it, from prefills."""
+    total = 0.0
+    for i, token in enumerate(continuation):
+        handles, logits = model.engine.prefill([context + continuation[:i]])
+        model.engine.release(handles)
+        total += float(log_softmax(logits)[0, token])
+    return total
+
+
+def test_with_a_quantized_cache_log_likelihoods_differ_from_those_of_prefill_and_so_have_read_it(
+    bundles: dict[str, Path],
+) -> None:
+    differences = {}
+    for name in ("fp16", "int4"):
+        model = lm(bundles[name], batch_size=4)
+        by_prefill = [prefill_scored(model, *tokens_of(model, *pair)) for pair in PAIRS[:3]]
+        differences[name] = np.abs([total for total, _ in scored(model, PAIRS[:3])] - np.array(by_prefill))
+    assert differences["fp16"].max() < ROUNDING
+    assert differences["int4"].max() > 10 * ROUNDING, differences
+
+
+def test_an_engine_that_scores_in_one_pass_gives_what_decode_steps_give(bundles: dict[str, Path]) -> None:
+    onnx, oracle = (
+        scored(lm(bundles[name], **options), PAIRS) for name, options in (("int4", {}), ("oracle", {"backend.device": "cpu"}))
+    )
+    np.testing.assert_allclose([total for total, _ in oracle], [total for total, _ in onnx], atol=5e-2)
+    assert [flag for _, flag in oracle] == [flag for _, flag in onnx]
+
+
+def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits_after: Any) -> None:
+    model = lm(bundles["fp16"], max_length=24)
+    context, continuation = tokens_of(model, PAIRS[1][0] * 4, PAIRS[1][1])
+    assert len(context) > 24 > len(continuation)
+    ((total, _),) = scored(model, [(PAIRS[1][0] * 4, PAIRS[1][1])])
+    kept = context[len(continuation) - 1 - 24 :]
+    assert len(kept) + len(continuation) - 1 == 24
+    assert total == pytest.approx(expected(logits_after, kept, continuation)[0], abs=ROUNDING)
+    with pytest.raises(UserError, match="max_length=2: a continuation is longer"):
+        scored(lm(bundles["fp16"], max_length=2), [PAIRS[1]])
+
+
+def test_rolling_scores_every_token_once_in_windows(bundles: dict[str, Path], logits_after: Any) -> None:
+    """Windows of 8: the first after the prefix, the next after one token, the last filled up with context."""
+    model = lm(bundles["fp16"], max_length=8, batch_size=2)
+    text = "Once there was a lighthouse keeper who read letters from Bergen and from Tartu."
+    ids = model.tok_encode(text)
+    windows = [([model.prefix_token_id], ids[:8])]
+    for first in range(8, len(ids), 8):
+        part = ids[first : first + 8]
+        windows.append((ids[first + len(part) - 9 : first], part))
+    assert len(windows) > 2
+    assert len(windows[-1][0]) > 1
+    wanted = sum(expected(logits_after, *window)[0] for window in windows)
+    short = "Once"
+    got = model.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), (short,)), disable_tqdm=True)
+    assert got[0] == pytest.approx(wanted, abs=ROUNDING)
+    assert got[1] == pytest.approx(expected(logits_after, [model.prefix_token_id], model.tok_encode(short))[0], abs=ROUNDING)
+
+
+def greedy_text(model: KvgateLM, logits_after: Any, prompt: str, limit: int) -> str:
+    ids = model.tok_encode(prompt)
+    answer: list[int] = []
+    while len(answer) < limit:
+        token = int(logits_after(ids + answer)[-1].argmax())
+        if token == model.eot_token_id:
+            break
+        answer.append(token)
+    return str(model.tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], logits_after: Any) -> None:
+    prompt, other = "Once there was a lighthouse keeper who", "The record of"
+    model = lm(bundles["fp16"], batch_size=3)
+    full, second = (greedy_text(model, logits_after, text, 24) for text in (prompt, other))
+    stop = full[len(full) // 2 :][:4]
+    asked = [
+        (prompt, {"until": [], "max_gen_toks": 24}),
+        (prompt, {"until": [stop], "max_gen_toks": 24}),
+        (other, {"max_gen_toks": 24}),
+    ]
+    steps: list[int] = []
+    decode = model.engine.decode
+    model.engine.decode = lambda sequences, tokens: steps.append(len(sequences)) or decode(sequences, tokens)  # type: ignore
+    got = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    assert got == [full, full[: full.index(stop)], second]
+    assert steps[-1] < steps[0] == 3  # the one that met its stop string was decoded no further
+    assert model.engine.memory().live_tokens == 0
+    empty = model.generate_until(requests("generate_until", ("", {"max_gen_toks": 4})), disable_tqdm=True)
+    assert len(empty) == 1
+
+
+def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Path]) -> None:
+    model = lm(bundles["fp16"], max_length=64)
+    with pytest.raises(UserError, match="do_sample=true"):
+        model.generate_until(requests("generate_until", ("a", {"do_sample": True, "temperature": 0.7})))
+    with pytest.raises(UserError, match="max_gen_toks=64: leaves no room"):
+        model.generate_until(requests("generate_until", ("a", {"max_gen_toks": 64})))
+    for options, message in (
+        ({"batch_size": "auto"}, "batch_size=auto: must be a whole number"),
+        ({"max_length": 1}, "max_length=1: must be"),
+        ({"dtype": "float16"}, "dtype=float16: the model kvgate does not know"),
+        ({"backend.thread": 2}, "backend.thread: unknown key, did you mean threads?"),
+    ):
+        with pytest.raises(UserError, match=message):
+            lm(bundles["fp16"], **options)
+    with pytest.raises(UserError, match="cannot be read"):
+        lm(bundles["fp16"] / "nothing")
+
+
+def test_the_chat_template_is_the_bundles(bundles: dict[str, Path]) -> None:
+    model = lm(bundles["fp16"])
+    (sample,) = generate("copy", 1, seed=0)
+    history = [{"role": role, "content": content} for role, content in sample.messages]
+    assert model.apply_chat_template(history) == render(model.tokenizer, sample)
+    assert model.tokenizer_name
+    assert model.chat_template(True) == model.tokenizer.chat_template
+    model.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        model.apply_chat_template(history)
+
+
+def test_the_command_line_runs_local_tasks_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:
+    model = lm(bundles["int4"])
+    lines = [
+        {"question": q, "choices": ["Bergen", "nothing", "14"], "label": 0}
+        for q in ("Copy:\n04 Bergen", "The record of", "Once")
+    ]
+    (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    shared = f"""dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "questions.jsonl"}}}}}
+test_split: test
+doc_to_text: question
+"""
+    (tmp_path / "choice.yaml").write_text(
+        f"task: local_choice\n{shared}output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: label\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    (tmp_path / "answer.yaml").write_text(
+        f"task: local_answer\n{shared}output_type: generate_until\ndoc_to_target: '{{{{choices[label]}}}}'\n"
+        "generation_kwargs: {until: [Tartu], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]\n"
+    )
+    command = [sys.executable, "-m", "stages.lm_eval", "run", "--model", "kvgate", "--model_args", f"bundle={bundles['int4']}"]
+    command += ["--tasks", "local_choice,local_answer", "--include_path", str(tmp_path), "--batch_size", "4"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, capture_output=True, env=offline, cwd=ROOT)
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    (samples,) = (tmp_path / "out").rglob("samples_local_choice_*.jsonl")
+    best = []
+    by_document = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda logged: logged["doc_id"])
+    for line, logged in zip(lines, by_document, strict=True):
+        totals = [total for total, _ in scored(model, [(line["question"], f" {choice}") for choice in line["choices"]])]  # type: ignore
+        np.testing.assert_allclose([float(answer[0][0]) for answer in logged["resps"]], totals, atol=1e-4)
+        best.append(int(np.argmax(totals)) == 0)
+    measured = json.loads(results.read_text())["results"]
+    assert measured["local_choice"]["acc,none"] == pytest.approx(np.mean(best))
+    assert "exact_match,none" in measured["local_answer"]
+
+
+def test_a_refusal_in_lm_evals_command_line_is_one_line_and_exit_code_2(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate() -> None:
+        lm(bundles["fp16"] / "nothing")
+
+    monkeypatch.setattr("stages.lm_eval.model.cli_evaluate", evaluate)
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stages.lm_eval: error: {bundles['fp16']}/nothing/bundle.json: cannot be read")

@@ -1,0 +1,283 @@
+"""The compiled attention kernel against the function's body that it stands for, and how it is compiled and chosen."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, POLICIES, fmt, make_bundle, make_engine, shared_decoder
+
+from benchmarks.cpu_cases import AttentionCase, Heads
+from pipeline.artifacts.digest import tree_files
+from pipeline.core.backends import OnnxRuntimeConfig
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.formats import CODES, Code
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from stages.engines.onnx.backend import OnnxBackend
+from stages.engines.onnx.engine import load_engine
+from stages.engines.onnx.native import compiler
+from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
+from stages.engines.onnx.native.rewrite import refusals, use_kernel
+
+LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
+"""Around the ends of pages, with one page or several in a window of 64 or 128 tokens, in units of 256 tokens."""
+HEADS = Heads(4, 2, 64)
+ROUNDING = 1e-5
+"""float32 sums in another order, relative to the largest result: measured 2e-6."""
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler, or no AVX2")
+
+
+def difference(case: AttentionCase) -> float:
+    """The kernel's largest difference from the function's body, over the largest result."""
+    native, body = (case.session(native=native).run() for native in (True, False))
+    assert np.isfinite(body).all()
+    return float(np.abs(native.astype(np.float32) - body).max() / np.abs(body).max())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
+    assert difference(AttentionCase(policy, HEADS, LENGTHS)) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("heads", "name"),
+    [
+        (Heads(5, 1, 96), "int4_asym"),  # five queries, fewer of which fit in registers at once; three vectors a half
+        (Heads(5, 1, 96), "fp8"),
+        (Heads(2, 2, 128), "int4_g128"),
+        (Heads(2, 2, 128), "int4_hadamard"),
+        (Heads(2, 2, 16), "fp8_token"),  # one vector
+    ],
+)
+def test_other_heads_equal_the_functions_body(heads: Heads, name: str) -> None:
+    policy = BY_NAME.get(name) or KVPolicy(name=name, key=fmt("int4", "per_group", group_size=128), value=BY_NAME["int4"].value)
+    assert difference(AttentionCase(policy, heads, (1, 70, 129))) < ROUNDING
+
+
+def test_a_long_context_equals_the_functions_body() -> None:
+    assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < ROUNDING
+
+
+def test_float16_compute_is_closer_to_float32_than_the_functions_body() -> None:
+    """Scores of size 1 in float16 are off by 2**-11; the kernel computes in float32 and rounds inputs and results alone."""
+    case = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, compute="float16")
+    single = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS)
+    single.inputs |= {name: case.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
+    exact = single.session(native=True).run()
+    native, body = (np.abs(case.session(native=native).run() - exact).max() for native in (True, False))
+    assert native < 2**-10 * np.abs(exact).max()
+    assert native <= body
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4_g32", "ages"])
+def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str) -> None:
+    case = AttentionCase(BY_NAME[name], HEADS, LENGTHS)
+    one = case.session(native=True, threads=1).run()
+    np.testing.assert_array_equal(case.session(native=True, threads=2).run(), one)
+    for row in (2, 7):
+        alone = AttentionCase(BY_NAME[name], HEADS, LENGTHS[row : row + 1])
+        by_row = {"query", "key", "value", *case.spec.tables}
+        alone.inputs = {key: value[row : row + 1] if key in by_row else value for key, value in case.inputs.items()}
+        np.testing.assert_array_equal(alone.session(native=True).run()[0], one[row])
+
+
+def test_what_is_not_finite_in_a_query_or_a_new_token_shows_in_its_sequence_alone() -> None:
+    case = AttentionCase(BY_NAME["int8"], HEADS, (65, 65, 65, 65))
+    sound = case.session(native=True).run().copy()
+    case.inputs["query"][0, 0] = np.nan
+    case.inputs["key"][1, 0] = np.nan
+    case.inputs["value"][2, 1, 0, 5] = np.inf
+    out = case.session(native=True).run()
+    assert np.isnan(out[0, 0, 0]).all()
+    np.testing.assert_array_equal(out[0, 0, 1:], sound[0, 0, 1:])
+    assert np.isnan(out[1, 0, :2]).all()
+    np.testing.assert_array_equal(out[1, 0, 2:], sound[1, 0, 2:])
+    assert np.isinf(out[2, 0, 2:, 5]).all()
+    np.testing.assert_array_equal(out[3], sound[3])
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8_token", "int4_asym", "recent"])
+def test_arrays_need_no_alignment_beyond_their_elements(name: str) -> None:
+    case = AttentionCase(BY_NAME[name], HEADS, LENGTHS)
+    expected = case.session(native=True).run()
+    for key, values in case.inputs.items():
+        moved = np.empty(values.nbytes + 128, np.uint8)
+        start = -moved.ctypes.data % 64 + values.itemsize
+        case.inputs[key] = moved[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        case.inputs[key][...] = values
+    np.testing.assert_array_equal(case.session(native=True).run(), expected)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8k_int4v_aged"])
+def test_an_engine_decodes_alike_with_the_kernel_and_without(name: str, decoder: Path, tmp_path: Path) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME[name])
+    files = tree_files(bundle)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 256, length).tolist() for length in (3, 63, 64, 200)]
+    logits = []
+    for attention in ("native", "graph"):
+        engine = load_engine(bundle, threads=1, attention=attention)
+        handles, _ = engine.prefill(texts)
+        logits.append(np.array([engine.decode(handles, [step] * len(handles)) for step in range(3)]))
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-5)
+    assert not np.array_equal(logits[0], logits[1])
+    assert tree_files(bundle) == files
+    assert "PagedAttention_0" in {body.name for body in onnx.load(bundle / "decode.onnx", load_external_data=False).functions}
+
+
+def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    int2, int4 = fmt("int2", "per_token"), BY_NAME["int4"].key
+    override: dict[str, Any] = {"layers": (1,), "key": int2, "value": None}
+    policy = KVPolicy.model_validate({"name": "mixed", "key": int4, "value": int4, "overrides": (override,)})
+    engine = make_engine(decoder, tmp_path / "bundle", policy, attention="native")
+    engine.generate([[1, 2, 3]], 2, None)
+    (line, kept) = backend("native").describe(tmp_path / "bundle")
+    assert line.endswith("in 1 of 2 layers")
+    assert kept == "layer 1: standard ONNX operators, because kv.overrides.0.key.dtype=int2 is none that the kernel reads"
+
+
+def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:
+    info = AttentionCase(FP16_POLICY, Heads(2, 1, 16), (1,)).info.model_copy(update={"head_dim": 24})
+    assert refusals(info, BY_NAME["fp16"]) == {0: "head_dim 24 is no multiple of 16, which the kernel takes for fp16"}
+    assert "no multiple of 32" in refusals(info.model_copy(update={"head_dim": 16}), BY_NAME["int4"])[0]
+
+
+@pytest.mark.parametrize("name", ["page_table", "exact_slots", "lengths", "window_table"])
+def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str) -> None:
+    """A bundle's graph may come from anybody, and may compute the attention's inputs as it likes."""
+    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
+    case.inputs[name][-1] = 1 << 20
+    session = case.session(native=True)
+    with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
+        session.run()
+    case.inputs[name][-1] = -1
+    with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
+        session.run()
+
+
+@pytest.mark.parametrize("name", ["query", "value", "value_pool", "value_scale_pool", "key_scale", "key_exact"])
+def test_an_input_of_another_shape_than_the_policys_is_refused(name: str) -> None:
+    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
+    case.inputs[name] = np.concatenate([case.inputs[name]] * 2, axis=1)
+    graph = case.graph()
+    for value in graph.graph.input:
+        if value.name == name:
+            value.type.tensor_type.shape.dim[1].dim_value *= 2
+    case.graph = lambda: graph  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="another type or shape than the bundle's policy and model give it"):
+        case.session(native=True).run()
+
+
+def test_a_graph_that_is_not_the_policys_or_names_the_kernel_itself_is_refused() -> None:
+    case = AttentionCase(BY_NAME["fp8"], HEADS, (70,))
+    other = case.graph()
+    other.graph.node[0].input.append("query")
+    with pytest.raises(UserError, match="PagedAttention_0 is not the attention of the bundle's policy"):
+        use_kernel(other, case.info, case.policy)
+    other = case.graph()
+    other.functions[0].node[0].domain = "kvgate.native"
+    with pytest.raises(UserError, match=r"it names kvgate\.native, which no bundle does"):
+        use_kernel(other, case.info, case.policy)
+
+
+# ---- the compiler ----
+
+
+def backend(attention: str) -> OnnxBackend:
+    config = {"name": "onnxruntime", "compute_dtype": "float32", "threads": 1, "attention": attention}
+    return OnnxBackend(OnnxRuntimeConfig.model_validate(config))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvgate" / "native"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] | None) -> None:
+    """Let a command be the machine's compiler, or nothing."""
+    monkeypatch.setattr(compiler, "find_compiler", lambda: Compiler(command, "pretended 1.0") if command else None)
+
+
+def test_without_a_compiler_auto_is_the_graph_and_its_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernel = backend("auto").run_parts()
+    assert str(with_kernel["attention"]).startswith("native kernel ")
+    assert backend("native").run_parts() == with_kernel
+    assert backend("graph").run_parts() == {"threads": 1, "attention": "graph"}
+    monkeypatch.setattr("stages.engines.onnx.backend.find_compiler", lambda: None)
+    assert backend("auto").run_parts() == {"threads": 1, "attention": "graph"}
+    pretend(monkeypatch, None)
+    with pytest.raises(MissingRequirement, match=r"no C compiler here: install .* or set backend\.attention=graph"):
+        backend("native").run_parts()
+
+
+def test_a_compiler_that_refuses_the_sources_is_named_with_its_reason(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, ("sh", "-c", "echo 'operator.c:1: error: no such thing' >&2; exit 1"))
+    with pytest.raises(MissingRequirement, match=r"pretended 1\.0 cannot compile the attention kernel: operator\.c:1: error"):
+        compiled_kernel(64, 2)
+    assert list(own_cache.iterdir()) == []
+
+
+def test_a_library_is_compiled_once_and_anew_when_its_digest_differs(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = own_cache.parent.parent / "log"
+    stub = f'echo once >> {log}; for last; do out=$previous; previous=$last; done; : > "$out"'
+    pretend(monkeypatch, ("sh", "-c", stub, "cc"))
+    library = compiled_kernel(64, 2)
+    assert compiled_kernel(64, 2) == library
+    assert log.read_text() == "once\n"
+    assert library.parent == own_cache
+    assert own_cache.stat().st_mode & 0o777 == 0o700
+    assert library.stat().st_mode & 0o222 == 0
+    others = {library, compiled_kernel(64, 3), compiled_kernel(128, 2)}
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DOTHER"))
+    assert len(others | {compiled_kernel(64, 2)}) == 4
+    assert len(list(own_cache.iterdir())) == 4
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o777])
+def test_a_cache_that_others_can_reach_is_refused(mode: int, own_cache: Path) -> None:
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(mode)
+    with pytest.raises(UserError, match="must be a folder of yours with mode 0700; set XDG_CACHE_HOME"):
+        compiled_kernel(64, 2)
+
+
+def test_a_link_in_place_of_the_cache_is_refused(own_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    own_cache.parent.mkdir()
+    own_cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="must be a folder of yours"):
+        compiled_kernel(64, 2)
+
+
+def test_the_kernel_for_processors_without_avx512_equals_the_functions_body(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sources take another path there; processors with AVX-512 run it, too. No warning is let pass."""
+    strict = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror")
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-march=haswell", *strict))
+    for name in (
+        "fp16",
+        "bf16",
+        "fp8_token",
+        "e5m2_calibrated",
+        "int8",
+        "int8_asym",
+        "int8_g16_int4_g16_asym",
+        "int4_hadamard",
+    ):
+        assert difference(AttentionCase(BY_NAME[name], HEADS, LENGTHS)) < ROUNDING
+    assert len(list(own_cache.iterdir())) == 1

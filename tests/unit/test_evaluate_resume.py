@@ -1,0 +1,196 @@
+"""An interrupted measurement goes on where it stopped, and what it gives then is what it would have given at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from evaluations import quiet
+from fake_engine import CharTokenizer, SharingFake, sharing_engine
+from test_evaluate_measure import config, samples
+
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.report import EvaluationReport, load_report, load_rows
+from stages.evaluate import MeasuredRound, evaluate_round, join_rounds, measure_baseline
+from stages.evaluate.measure import UNFINISHED
+
+SAMPLES = samples(12)
+CONFIG: WorkloadsConfig = config()
+
+
+@dataclass
+class Interrupted(SharingFake):
+    """Calls `fault` before the decode step of a number."""
+
+    at: tuple[int, ...] = ()
+    fault: Callable[[], None] | None = None
+
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        if len(self.widths) in self.at and self.fault is not None:
+            self.fault()
+        return super().decode(sequences, tokens)
+
+
+def engine(at: tuple[int, ...] = (), fault: Callable[[], None] | None = None) -> SharingFake:
+    plain = sharing_engine(SAMPLES, wrong=["find-1", "copy-5"], noise=0.3)
+    if fault is None:
+        return plain
+    return Interrupted(plain.answers, plain.wrong, noise=0.3, at=at, fault=fault)
+
+
+def crash() -> None:
+    raise RuntimeError("power cut")
+
+
+def control_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("baseline")
+    measure_baseline(lambda: sharing_engine(SAMPLES), SAMPLES, CharTokenizer(), out, config=CONFIG, progress=quiet)
+    return out
+
+
+def run(baseline: Path, out: Path, *engines: SharingFake, progress: Callable[[str, int, int], None] = quiet) -> None:
+    """Run a round; `engines` are opened one after the other, then sound ones."""
+    left = list(engines)
+    evaluate_round(
+        lambda: left.pop(0) if left else engine(), SAMPLES, CharTokenizer(), baseline, out, config=CONFIG, progress=progress
+    )
+
+
+def report(baseline: Path, round_dir: Path, out: Path) -> EvaluationReport:
+    out.mkdir()
+    join_rounds(
+        [MeasuredRound(baseline, round_dir)], SAMPLES, CharTokenizer(), out,
+        config=CONFIG, engine_digest="e", baseline_digest="b",
+    )  # fmt: skip
+    return load_report(out)
+
+
+def untimed(found: EvaluationReport) -> EvaluationReport:
+    return found.model_copy(update={"system": None, "baseline_system": None})
+
+
+def assert_like_an_uninterrupted_run(baseline: Path, resumed: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run(baseline, whole)
+    expected, found = report(baseline, whole, tmp_path / "expected"), report(baseline, resumed, tmp_path / "found")
+    assert untimed(found) == untimed(expected)
+    assert load_rows(tmp_path / "found") == load_rows(tmp_path / "expected")
+    assert {path.name for path in resumed.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.parametrize("at", [1, 9, 40])
+def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, baseline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "round"
+    out.mkdir()
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(baseline, out, engine((at,), crash))
+    kept = len(list((out / UNFINISHED).iterdir()))
+    again = engine()
+    run(baseline, out, again)
+    assert len([prompt for prompt in again.prefilled if prompt]) == len(SAMPLES) - kept + CONFIG.load.batch + 1
+    assert kept > 0 or at == 1
+    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
+
+
+def test_the_baseline_is_resumed_too(baseline: Path, tmp_path: Path) -> None:
+    plain = sharing_engine(SAMPLES)
+    faulty = engine((20,), crash)
+    faulty.wrong, faulty.noise = plain.wrong, plain.noise
+    left = [faulty, plain]
+    for _ in range(2):
+        try:
+            measure_baseline(lambda: left.pop(0), SAMPLES, CharTokenizer(), tmp_path, config=CONFIG, progress=quiet)
+        except RuntimeError:
+            assert 0 < len(list((tmp_path / UNFINISHED).iterdir())) < len(SAMPLES)
+    for name in ("logprobs.safetensors", "answers.jsonl"):
+        assert (tmp_path / name).read_bytes() == (baseline / name).read_bytes()
+
+
+def test_the_first_control_c_finishes_what_is_in_flight_and_says_so(baseline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "round"
+    out.mkdir()
+    labels: list[str] = []
+    faulty = engine((9,), control_c)
+    with pytest.raises(KeyboardInterrupt):
+        run(baseline, out, faulty, progress=lambda label, *_: labels.append(label))
+    announced = [label for label in labels if "Ctrl-C" in label]
+    assert announced == ["finishing 4 samples in flight; Ctrl-C again stops at once"]
+    assert faulty.live == 0
+    started = len([prompt for prompt in faulty.prefilled if prompt])
+    assert len(list((out / UNFINISHED).iterdir())) == started < len(SAMPLES)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run(baseline, out)
+    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
+
+
+def test_the_second_control_c_stops_at_once_and_keeps_what_was_finished(baseline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "round"
+    out.mkdir()
+    faulty = engine((9, 10), control_c)
+    with pytest.raises(KeyboardInterrupt):
+        run(baseline, out, faulty)
+    assert len(faulty.widths) == 10
+    assert faulty.live > 0
+    run(baseline, out)
+    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
+
+
+def test_a_damaged_result_is_measured_again(baseline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "round"
+    out.mkdir()
+    with pytest.raises(RuntimeError):
+        run(baseline, out, engine((40,), crash))
+    first, second, third, *_ = sorted((out / UNFINISHED).iterdir())
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:100])
+    third.rename(third.with_name("7.part"))
+    run(baseline, out)
+    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import test_evaluate_resume as t
+original = t.SharingFake.decode
+def slow(self, sequences, tokens):
+    time.sleep(0.02)
+    return original(self, sequences, tokens)
+t.SharingFake.decode = slow
+t.run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_process_leaves_what_the_next_one_goes_on_with(baseline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "round"
+    out.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(baseline), str(out)], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while len(list((out / UNFINISHED).glob("*.safetensors"))) < 3:
+            assert process.poll() is None, "the process ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    left = list((out / UNFINISHED).glob("*.safetensors"))
+    assert 3 <= len(left) < len(SAMPLES)
+    run(baseline, out)
+    assert_like_an_uninterrupted_run(baseline, out, tmp_path)

@@ -1,0 +1,133 @@
+"""Heads of distributions: how long they are, and that the KL over them is the KL over the vocabulary from below."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.evaluate.distance import LEAST_CAP, REST_MASS, TOP_K, Distributions, Head, compare, compare_head, log_softmax
+from stages.evaluate.scores import BaselineHeads, SampleHeads, head_of
+
+Logits = np.ndarray
+
+
+def random_logits(rows: int, vocab: int, spread: float, seed: int) -> Logits:
+    return (np.random.default_rng(seed).normal(size=(rows, vocab)) * spread).astype(np.float32)
+
+
+def heads_of(logits: Logits, token: int = 0, check: bool = True) -> list[Head]:
+    distributions = Distributions(logits)
+    return [head_of(distributions, row, token, check=check) for row in range(len(logits))]
+
+
+def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The statistics over the vocabulary and over heads, (rows, statistics)."""
+    heads, distributions = heads_of(baseline, token), Distributions(candidate)
+    rows = np.array([
+        compare_head(head, distributions, row, token, int(candidate[row].argmax())) for row, head in enumerate(heads)
+    ])  # fmt: skip
+    full = np.stack([head.full for head in heads if head.full is not None])
+    whole = compare(full, log_softmax(candidate), [token] * len(candidate))
+    columns = (whole.kl, whole.baseline_nll, whole.candidate_nll, whole.top1, whole.top10, whole.delta_p, whole.greedy)
+    return np.stack(columns, axis=1), rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([3, 10, 128, 1024, 3000, 20_000]),
+    st.sampled_from([0.05, 1.0, 3.0, 12.0]),
+    st.sampled_from([0.0, 1e-3, 0.1, 2.0]),
+    st.integers(0, 1000),
+)
+def test_the_kl_over_heads_is_never_above_that_over_the_vocabulary(vocab: int, spread: float, change: float, seed: int) -> None:
+    baseline = random_logits(4, vocab, spread, seed)
+    candidate = baseline + random_logits(4, vocab, change, seed + 1)
+    whole, heads = both(baseline, candidate, token=seed % vocab)
+    assert (heads[:, 0] <= whole[:, 0] + 1e-9).all()
+    assert (heads[:, 0] >= 0).all()
+    # everything else is the same but for float32 rounding of what is stored
+    np.testing.assert_allclose(heads[:, 1:], whole[:, 1:], rtol=1e-6, atol=1e-6)
+    if vocab <= LEAST_CAP and all(head.rest == 0 for head in heads_of(baseline)):
+        np.testing.assert_allclose(heads[:, 0], whole[:, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize("vocab", [3, 128, 1024])
+def test_a_head_that_is_everything_gives_the_same_kl(vocab: int) -> None:
+    baseline = random_logits(5, vocab, 0.1, 1)
+    assert [len(head.tokens) for head in heads_of(baseline)] == [vocab] * 5
+    whole, heads = both(baseline, baseline + random_logits(5, vocab, 0.5, 2))
+    np.testing.assert_allclose(heads[:, 0], whole[:, 0], atol=1e-9)
+
+
+def test_a_head_is_as_long_as_its_distribution_is_wide() -> None:
+    vocab = 49_152
+    flat, peaked = heads_of(np.stack([random_logits(1, vocab, 1.0, 3)[0], random_logits(1, vocab, 12.0, 4)[0]]))
+    assert len(flat.tokens) == vocab // 8
+    assert TOP_K <= len(peaked.tokens) < 2000
+    assert peaked.rest <= REST_MASS
+    one = np.zeros((1, vocab), np.float32)
+    one[0, 7] = 100
+    (sure,) = heads_of(one)
+    assert len(sure.tokens) == TOP_K
+    assert sure.tokens[0] == 7
+    (equal,) = heads_of(np.zeros((1, vocab), np.float32))
+    assert equal.tokens.tolist() == list(range(vocab // 8))
+    # the head ends with the first token that brings the rest below the bound
+    left = 1 - np.exp(peaked.logp.astype(np.float64)).cumsum()
+    assert (left[:-1] > REST_MASS * 0.999).all()
+
+
+def test_the_same_logits_have_no_distance() -> None:
+    for vocab, spread in ((1024, 3.0), (49_152, 1.0), (49_152, 6.0)):
+        logits = random_logits(8, vocab, spread, 5)
+        _, heads = both(logits, logits)
+        assert heads[:, 0].max() < 1e-11
+        assert (heads[:, 3:5] == 1).all()
+
+
+def test_a_candidate_that_is_sure_where_the_baseline_is_not_has_a_finite_distance() -> None:
+    baseline, candidate = random_logits(1, 5000, 0.1, 6), np.full((1, 5000), -200, np.float32)
+    candidate[0, 3] = 200
+    whole, heads = both(baseline, candidate, token=3)
+    assert 50 < heads[0, 0] < whole[0, 0] < 1000
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_not_a_number_and_spoils_no_other_row(value: float) -> None:
+    baseline = random_logits(3, 2000, 3.0, 7)
+    broken = baseline.copy()
+    broken[1, 1500] = value
+    distributions = Distributions(broken)
+    greedy = [-1 if row == 1 else int(broken[row].argmax()) for row in range(3)]
+    heads = heads_of(baseline)
+    rows = np.array([compare_head(head, distributions, row, 0, greedy[row]) for row, head in enumerate(heads)])
+    assert np.isnan(rows[1, [0, 2, 3, 4, 5]]).all()
+    assert rows[1, 6] == -1
+    assert (rows[[0, 2], 0] < 1e-11).all()
+    head = heads_of(broken)[1]
+    assert np.isnan([head.reference, head.rest, float(head.logp[0])]).all()
+    recompared = compare_head(head, Distributions(baseline), 1, 0, 0)
+    assert np.isnan([recompared[0], recompared[1]]).all()
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_path: Path) -> None:
+    logits = random_logits(5, vocab, 9.0, 8)
+    distributions = Distributions(logits)
+    recorded = [head_of(distributions, row, 4, check=row == 2) for row in range(5)]
+    path = tmp_path / "logprobs.safetensors"
+    BaselineHeads.write(path, [("a/b", SampleHeads.of(recorded, vocab)), ("c", SampleHeads.of(recorded[:1], vocab))])
+    stored = BaselineHeads(path).sample("a/b")
+    assert stored.tokens.dtype == dtype
+    for position, head in enumerate(recorded):
+        read = stored.head(position)
+        np.testing.assert_array_equal(read.tokens, head.tokens)
+        np.testing.assert_array_equal(read.logp, head.logp)
+        assert (read.rest, read.reference) == (head.rest, head.reference)
+        assert (read.full is None) == (head.full is None)
+    kept = stored.head(2).full
+    assert kept is not None
+    np.testing.assert_array_equal(kept, recorded[2].full)
+    assert BaselineHeads(path).sample("c").full.shape == (0, vocab)

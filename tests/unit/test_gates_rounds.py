@@ -1,0 +1,282 @@
+"""Group-sequential looks: their levels against the literature, and what several rounds mean for a verdict."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from gate_reports import CANARY_ROWS, GATES, answered, fidelity, gates, in_rounds, report, row, verdict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy.stats import multivariate_normal, norm
+
+from benchmarks.gate_characteristics import Rates, Rule, sequential
+from pipeline.core.errors import UserError
+from pipeline.verdict.gates import decide, is_final
+from pipeline.verdict.looks import (
+    Spending,
+    crossing_probability,
+    inflation,
+    nominal_levels,
+    obrien_fleming_spending,
+    planned_looks,
+    square_root_spending,
+)
+from pipeline.verdict.report import Canary, EvaluationReport, NoiseFloor, SampleRow
+from pipeline.verdict.statistics import paired_samples
+from pipeline.verdict.thresholds import RULES, Verdict
+
+PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
+SPENDING = [obrien_fleming_spending, square_root_spending]
+
+
+def up_to(rows: list[SampleRow], last: int, shares: list[float] = PLAN, **changes: object) -> Verdict:
+    """The verdict on the rounds up to `last` of an evaluation in rounds."""
+    rows = [r for r in in_rounds(rows, shares) if r.round <= last]
+    return verdict(rows, gates(**changes), planned_rounds=shares)
+
+
+def stops(rows: list[SampleRow], shares: list[float] = PLAN) -> tuple[str, int]:
+    """The verdict of an evaluation that stops once it is decided, and the rounds that it took."""
+    numbered = in_rounds(rows, shares)
+    for last in range(1, len(shares) + 1):
+        seen = [r for r in numbered if r.round <= last]
+        judged = report(seen, planned_rounds=shares)
+        outcome = decide(judged, seen, GATES)
+        if is_final(outcome, judged, GATES):
+            return outcome.status, last
+    raise AssertionError("the last look is final")
+
+
+def flipping(workload: str, count: int, lost: set[int]) -> list[SampleRow]:
+    return [row(workload, i, after=i not in lost) for i in range(count)]
+
+
+def test_levels_are_the_published_boundaries_of_lan_and_demets() -> None:
+    shares = (0.2, 0.4, 0.6, 0.8, 1.0)
+    levels = nominal_levels(shares, 0.025, obrien_fleming_spending)
+    assert norm.isf(levels) == pytest.approx([4.8769, 3.3569, 2.6803, 2.2898, 2.0310], abs=2e-4)
+
+
+@pytest.mark.parametrize("spending", SPENDING)
+@pytest.mark.parametrize("alpha", [0.05, 0.0125])
+def test_all_looks_together_err_with_alpha_by_scipys_normal_distribution_too(spending: Spending, alpha: float) -> None:
+    shares = (0.1, 0.25, 0.5, 0.75, 1.0)
+    levels = nominal_levels(shares, alpha, spending)
+    assert crossing_probability(shares, levels, drift=0.0) == pytest.approx(alpha, abs=1e-9)
+    covariance = [[math.sqrt(min(s, t) / max(s, t)) for t in shares] for s in shares]
+    joint = multivariate_normal(np.zeros(5), covariance, seed=1)
+    assert 1 - joint.cdf(norm.isf(levels)) == pytest.approx(alpha, abs=5e-4)
+
+
+@pytest.mark.parametrize("spending", SPENDING)
+def test_one_look_spends_all_of_alpha_to_the_last_bit_and_takes_no_more_samples(spending: Spending) -> None:
+    assert nominal_levels((1.0,), 0.05, spending) == (0.05,)
+    assert inflation((1.0,), 0.05, spending, 0.9) == pytest.approx(1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(parts=st.sets(st.integers(1, 99), max_size=12), alpha=st.floats(1e-4, 0.2))
+def test_any_plan_has_levels_of_at_most_alpha_that_spend_it(parts: set[int], alpha: float) -> None:
+    shares = (*(part / 100 for part in sorted(parts)), 1.0)
+    for spending in SPENDING:
+        levels = nominal_levels(shares, alpha, spending)
+        assert all(0 <= level <= alpha * (1 + 1e-9) for level in levels)
+        assert crossing_probability(shares, levels, drift=0.0) == pytest.approx(alpha, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("most", "rounds", "shares"),
+    [(1, [5], (1.0,)), (2, [1, 5], (0.1, 1.0)), (3, [1, 2, 5], (0.1, 0.25, 1.0)), (5, [1, 2, 3, 4, 5], tuple(PLAN)),
+     (20, [1, 2, 3, 4, 5], tuple(PLAN))],
+)  # fmt: skip
+def test_a_plan_that_is_cut_keeps_its_first_looks_and_the_one_at_all_samples(
+    most: int, rounds: list[int], shares: tuple[float, ...]
+) -> None:
+    looks = planned_looks(PLAN, most)
+    assert [look.last_round for look in looks] == rounds
+    assert {look.shares for look in looks} == {shares}
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8, 12, 20])
+def test_one_round_is_the_test_of_a_fixed_number_of_samples(lost: int) -> None:
+    rows = answered("copy", 160, lost)
+    outcome = verdict(rows)
+    assert outcome == verdict(rows, gates(max_rounds=1))
+    assert not any("round" in reason for reason in outcome.reasons)
+    # a plan that gates.max_rounds=1 leaves one look of is the same test once all of it was run
+    planned = verdict(in_rounds(rows, PLAN), gates(max_rounds=1), planned_rounds=PLAN)
+    assert planned == outcome
+
+
+def test_a_broken_engine_is_refused_after_the_first_round() -> None:
+    rows = flipping("copy", 160, lost=set(range(0, 160, 3)) | set(range(1, 160, 3))) + answered("retrieval", 160)
+    assert stops(rows) == ("FAIL", 1)
+    first = up_to(rows, 1)
+    assert first.reasons[0].startswith("copy: 11 of 16 answers lost, 0 gained")
+    assert first.reasons[0].endswith("; round 1 of 5")
+
+
+def test_an_engine_that_flips_nothing_passes_before_all_samples_were_run() -> None:
+    rows = answered("copy", 160) + answered("retrieval", 160)
+    assert stops(rows) == ("PASS", 4)
+    assert up_to(rows, 3).status == "INCONCLUSIVE"
+    fourth = up_to(rows, 4)
+    assert fourth.round == 4
+    assert all(reason.endswith("; round 4 of 5") for reason in fourth.reasons)
+
+
+def test_a_workload_that_passed_at_an_earlier_look_stays_passed_while_another_is_open() -> None:
+    late_losses = flipping("copy", 160, lost={121, 125, 130, 140, 150})
+    rows = late_losses + flipping("retrieval", 160, lost={3, 30})
+    assert verdict(late_losses).status == "INCONCLUSIVE", "one look at all of them would be open"
+    assert up_to(rows, 4).status == "INCONCLUSIVE"
+    outcome = up_to(rows, 5)
+    assert outcome.status == "PASS"
+    copy = next(check for check in outcome.checks if (check.gate, check.where) == ("accuracy", "copy"))
+    assert copy.reason.startswith("copy: 0 of 120 answers lost")
+    assert copy.reason.endswith("; round 4 of 5")
+
+
+def test_a_workload_that_passed_and_clearly_fails_later_has_failed() -> None:
+    rows = flipping("copy", 160, lost=set(range(121, 160))) + flipping("retrieval", 160, lost={3, 30})
+    assert up_to(rows, 4).status == "INCONCLUSIVE"
+    assert up_to(rows, 5).status == "FAIL"
+
+
+def test_what_failed_at_an_earlier_look_has_failed_whatever_came_later() -> None:
+    rows = flipping("copy", 160, lost=set(range(16)))
+    assert up_to(rows, 1).status == "FAIL"
+    assert up_to(rows, 5).status == "FAIL"
+
+
+def test_a_plan_that_is_used_up_without_a_decision_is_inconclusive_and_final() -> None:
+    rows = flipping("copy", 160, lost=set(range(0, 160, 28)))
+    assert stops(rows) == ("INCONCLUSIVE", 5)
+    assert up_to(rows, 5).samples_needed["copy"] > 160
+
+
+def test_a_canary_that_nobody_noticed_stops_after_the_first_round() -> None:
+    seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
+    judged = report(seen, planned_rounds=PLAN, canary=Canary(factor=0.1, rows=[]))
+    outcome = decide(judged, seen, GATES)
+    assert outcome.status == "FAIL"
+    assert is_final(outcome, judged, GATES)
+
+
+def test_an_incomplete_round_stops_at_once() -> None:
+    seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
+    judged = report([*seen, seen[0]], planned_rounds=PLAN)
+    outcome = decide(judged, seen, GATES)
+    assert outcome.status == "FAIL"
+    assert is_final(outcome, judged, GATES)
+
+
+def test_a_threshold_finer_than_the_noise_floor_is_open_at_every_look() -> None:
+    noise = NoiseFloor(samples=4, fidelity=fidelity(kl_mean=0.06), answer_flips=0)
+    rows = in_rounds(answered("copy", 160), PLAN)
+    outcome = verdict(rows, planned_rounds=PLAN, noise=noise)
+    assert (outcome.status, outcome.round) == ("INCONCLUSIVE", 5)
+
+
+def test_samples_of_a_round_that_was_not_planned_fail() -> None:
+    rows = in_rounds(answered("copy", 160), PLAN)
+    outcome = verdict(rows)
+    assert outcome.reasons == ["all: samples are of round 2, 1 were planned"]
+    assert outcome.status == "FAIL"
+
+
+def test_a_plan_cut_to_one_look_decides_nothing_before_all_samples_were_run() -> None:
+    rows = answered("copy", 160)
+    outcome = up_to(rows, 4, max_rounds=1)
+    assert (outcome.status, outcome.round) == ("INCONCLUSIVE", 0)
+    assert outcome.reasons[0].startswith("all: 4 of 5 rounds were run, and gates.max_rounds=1 leaves one look")
+    seen = [r for r in in_rounds(rows, PLAN) if r.round <= 4]
+    assert not is_final(outcome, report(seen, planned_rounds=PLAN), gates(max_rounds=1))
+
+
+def prose(count: int, mean_kl: float = 2**-10) -> list[SampleRow]:
+    unjudged: dict[str, Any] = {"judged": False, "baseline_correct": None, "candidate_correct": None}
+    return [row("prose", i, mean_kl=mean_kl, **unjudged) for i in range(count)]
+
+
+def test_prose_alone_follows_the_same_looks() -> None:
+    assert stops(prose(100)) == ("PASS", 3)  # the first look with gates.min_samples documents
+    assert stops(prose(100, mean_kl=0.5)) == ("FAIL", 1)
+
+
+def test_a_few_documents_bound_no_distance_at_a_look_before_the_last() -> None:
+    rows = prose(24, mean_kl=0.5)
+    assert [up_to(rows, last).status for last in (1, 2, 3)] == ["INCONCLUSIVE", "INCONCLUSIVE", "FAIL"]
+    reasons = up_to(rows, 1).reasons
+    assert "prose: 3 documents; a look before the last takes 10 to bound a distance; round 1 of 5" in reasons
+
+
+def test_a_context_bin_fails_at_its_own_look() -> None:
+    rows = [
+        r.model_copy(update={"context_tokens": 100 if i % 4 == 0 else 900}) for i, r in enumerate(answered("retrieval", 160))
+    ]
+    losing = [r.model_copy(update={"candidate_correct": r.context_tokens > 150}) for r in rows]
+    outcome = up_to(losing, 3)
+    bins = [check for check in outcome.checks if check.where == "retrieval [0, 150)"]
+    assert [check.status for check in bins] == ["FAIL"]
+    assert bins[0].reason.endswith("; round 3 of 5")
+
+
+@pytest.mark.parametrize("shares", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [0.7, 0.3, 1.0], [0.5, 1.5], [0.5, 0.505, 1.0]])
+def test_a_plan_that_does_not_ascend_to_all_samples_is_no_report(shares: list[float]) -> None:
+    with pytest.raises(ValidationError, match=r"planned_rounds must ascend to 1 in steps of 0\.01 or more"):
+        report(answered("copy", 60), planned_rounds=shares)
+
+
+@pytest.mark.parametrize("most", [0, 21, 2.5])
+def test_a_number_of_rounds_that_makes_no_sense_is_refused(most: float) -> None:
+    with pytest.raises(ValidationError):
+        gates(max_rounds=most)
+
+
+def test_a_report_from_before_there_were_rounds_is_one_round() -> None:
+    written = report(answered("copy", 60)).model_dump(exclude={"planned_rounds"})
+    assert EvaluationReport.model_validate(written).planned_rounds == [1.0]
+
+
+def test_a_verdict_names_the_rules_that_made_it() -> None:
+    assert verdict(answered("copy", 60)).rules == RULES
+    assert Verdict.model_validate({"status": "PASS", "reasons": [], "checks": [], "samples_needed": {}}).rules == 1
+
+
+def test_a_margin_of_a_workload_without_answers_is_refused_in_the_first_round() -> None:
+    with pytest.raises(UserError, match=r"gates\.margins\.prose"):
+        up_to(prose(100), 1, margins={"prose": 0.1})
+
+
+@pytest.mark.parametrize("plan", [[1.0], PLAN])
+@pytest.mark.parametrize(("count", "lost", "gained"), [(100, 2, 0), (60, 1, 0)])
+def test_the_samples_that_an_inconclusive_asks_for_decide_with_the_configured_power(
+    count: int, lost: int, gained: int, plan: list[float]
+) -> None:
+    """By the exact probabilities of the whole plan; whole numbers of flips move them by a few points either way."""
+    needed = up_to(answered("copy", count, lost, gained), len(plan), shares=plan).samples_needed["copy"]
+    outcome = sequential([Rates(lost / count, gained / count)], needed, Rule(tuple(plan)))
+    assert GATES.power - 0.04 <= outcome.passes <= GATES.power + 0.05
+
+
+def test_samples_of_shared_documents_ask_for_samples_and_not_for_documents() -> None:
+    rows = [r.model_copy(update={"document": f"d{i // 4}"}) for i, r in enumerate(answered("copy", 160))]
+    needed = verdict(rows).samples_needed["copy"]
+    assert needed == 4 * 59
+    more = [r.model_copy(update={"document": f"d{i // 4}"}) for i, r in enumerate(answered("copy", needed))]
+    assert verdict(more).status == "PASS"
+
+
+def test_samples_for_one_look_are_nams() -> None:
+    """By hand: where 2.5 % are lost and none gained, the likeliest rates at the margin are 5 % lost and none gained."""
+    z = norm.ppf([0.95, 0.9]) @ np.sqrt([0.05 - 0.05**2, 0.025 - 0.025**2])
+    assert paired_samples(0.025, 0.0, 0.05, 0.05, 0.9) == pytest.approx((z / 0.025) ** 2)
+
+
+def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
+    rows = in_rounds(answered("copy", 160), PLAN)
+    late = Canary(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
+    assert verdict(rows, planned_rounds=PLAN, canary=late).status == "PASS"

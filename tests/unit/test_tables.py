@@ -1,0 +1,38 @@
+"""What a run prints at its end."""
+
+from pathlib import Path
+
+import pytest
+from judged_candidates import judged_candidate
+
+from pipeline.run.tables import print_baseline_accuracy
+
+UNGRADED = {
+    "quality/accuracy_baseline": 0.9,
+    "quality/copy/accuracy_baseline": 0.9,
+    "quality/copy/early/accuracy_baseline": 0.8,
+}
+GRADED = {
+    "quality/lookup/accuracy_baseline": 0.75,
+    "quality/lookup/accuracy_judged": 120.0,
+    "quality/lookup/easy/accuracy_baseline": 0.95,
+    "quality/lookup/hard/accuracy_baseline": 0.55,
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_graded_workload_shows_the_baselines_accuracy_by_difficulty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_baseline_accuracy([judged_candidate(tmp_path, name, metrics=UNGRADED | GRADED) for name in ("fp8", "int8")])
+    lines = printed(capsys)
+    assert lines.count(["lookup", "120", "0.750", "0.950", "-", "0.550"]) == 1
+    assert not [line for line in lines if "copy" in line]
+
+
+def test_workloads_without_difficulties_print_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_baseline_accuracy([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)])
+    assert printed(capsys) == []

@@ -1,0 +1,136 @@
+"""Workloads for chat models: pages of people, four questions about each, and pages of Python's documentation."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
+from stages.checkpoints import load_tokenizer
+from stages.evaluate.checks import judge, mentions, words_of
+from stages.workloads import generate
+from stages.workloads.documentation import SPLITS, pages
+from stages.workloads.pages import DIFFICULTIES, QUESTIONS
+from stages.workloads.prompts import prompt_ids
+
+COUNT = 36
+names = pytest.mark.parametrize("name", list(QUESTIONS))
+
+
+def page_of(sample: Sample) -> str:
+    """The text of the page, without the first worked question."""
+    return sample.messages[0][1].rpartition("\n\n")[0]
+
+
+def told_in(sample: Sample) -> str:
+    """All that the user says, but no question."""
+    said = [content for role, content in sample.messages[1:] if role == "user" and "?" not in content]
+    return "\n".join([page_of(sample), *said])
+
+
+def test_questions_about_one_page_share_all_tokens_up_to_the_worked_answers(tiny_checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(tiny_checkpoint)
+    for asked in zip(*(generate(name, 6, 0) for name in QUESTIONS), strict=True):
+        assert len({sample.document for sample in asked}) == 1
+        assert len({page_of(sample) for sample in asked}) == 1
+        ids = [prompt_ids(tokenizer, sample) for sample in asked]
+        shared = next(i for i, tokens in enumerate(zip(*ids, strict=False)) if len(set(tokens)) > 1)
+        assert len(tokenizer(page_of(asked[0]))["input_ids"]) < shared < min(map(len, ids))
+
+
+@names
+def test_every_sample_of_a_workload_has_a_page_of_its_own(name: str) -> None:
+    samples = generate(name, COUNT, 0)
+    assert len({sample.document for sample in samples}) == len({page_of(sample) for sample in samples}) == COUNT
+
+
+@names
+def test_difficulties_take_turns_and_harder_pages_are_longer(name: str) -> None:
+    samples = generate(name, COUNT, 0)
+    assert [sample.difficulty for sample in samples[:6]] == [*DIFFICULTIES, *DIFFICULTIES]
+    lengths = [[len(page_of(sample)) for sample in samples if sample.difficulty == level] for level in DIFFICULTIES]
+    assert max(lengths[0]) < min(lengths[1]) <= max(lengths[1]) < min(lengths[2])
+
+
+@names
+def test_the_reference_is_right_and_what_the_distractors_name_instead_is_wrong(name: str) -> None:
+    for sample in generate(name, COUNT, 0):
+        assert sample.check == "mention"
+        assert judge(sample, sample.reference).correct
+        for distractor in sample.distractors:
+            assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor)).correct
+
+
+@names
+def test_each_answer_stands_in_the_conversation_once(name: str) -> None:
+    for sample in generate(name, COUNT, 0):
+        known = told_in(sample)
+        assert known.count(sample.reference) == 1, sample.reference
+
+
+@names
+def test_no_worked_answer_of_the_conversation_gives_the_answer_away(name: str) -> None:
+    for sample in generate(name, COUNT, 0):
+        worked = words_of(" ".join(content for role, content in sample.messages if role == "assistant"))
+        assert not any(mentions(worked, words_of(phrase)) for phrase in sample.mentions), sample.id
+
+
+@names
+def test_distractors_stand_in_the_conversation_and_harder_samples_have_more(name: str) -> None:
+    samples = generate(name, COUNT, 0)
+    for sample in samples:
+        known = words_of(told_in(sample))
+        on_page = [distractor for distractor in sample.distractors if mentions(known, words_of(distractor))]
+        assert on_page
+        assert not set(sample.mentions) & set(sample.distractors)
+    counts = [{len(sample.distractors) for sample in samples if sample.difficulty == level} for level in DIFFICULTIES]
+    assert max(counts[0]) < min(counts[1]) <= max(counts[1]) < min(counts[2])
+
+
+def test_lookup_depth_covers_early_middle_and_late_people() -> None:
+    depths = [[s.depth or 0.0 for s in generate("lookup", COUNT, 0) if int(s.id[-4:]) // 3 % 3 == third] for third in range(3)]
+    means = [sum(values) / len(values) for values in depths]
+    assert means == sorted(means)
+    assert means[2] - means[0] > 0.2
+
+
+def test_recall_asks_for_what_was_told_after_the_page() -> None:
+    for sample in generate("recall", COUNT, 0):
+        assert sample.reference not in page_of(sample)
+        assert sample.reference in told_in(sample)
+
+
+def test_splits_of_the_documentation_share_no_paragraph() -> None:
+    paragraphs = [{paragraph for page in pages(split) for paragraph in page} for split in SPLITS]
+    assert all(len(of_split) > 100 for of_split in paragraphs)
+    assert len(set().union(*paragraphs)) == sum(map(len, paragraphs))
+
+
+def test_calibration_reads_no_sentence_of_the_documentation_that_an_evaluation_asks_for() -> None:
+    calibrated = " ".join(s.prompt + s.reference for s in generate("documentation", 30, 0, "calibration"))
+    calibrated += " ".join(content for s in generate("quotation", COUNT, 0, "calibration") for _, content in s.messages)
+    quoted = {phrase for s in generate("quotation", COUNT, 0) for phrase in s.mentions}
+    assert not [phrase for phrase in quoted if phrase in calibrated]
+
+
+@names
+def test_splits_and_seeds_have_pages_of_their_own(name: str) -> None:
+    drawn = [{page_of(s) for s in generate(name, COUNT, seed, split)} for split, seed in product(SPLITS, (0, 1))]
+    assert len(set().union(*drawn)) == 6 * COUNT
+
+
+def test_documentation_is_scored_but_not_judged_and_no_page_comes_twice() -> None:
+    samples = generate("documentation", 24, 0)
+    assert samples == generate("documentation", 30, 0)[:24]
+    assert {sample.check for sample in samples} == {"none"}
+    assert len({sample.prompt for sample in samples}) == 24
+    assert all(len(sample.prompt) > 500 and len(sample.reference) > 500 for sample in samples)
+    assert samples != generate("documentation", 24, 1)
+
+
+def test_more_pages_than_the_documentation_has_are_refused_with_their_number() -> None:
+    most = len(pages("evaluation"))
+    assert len(generate("documentation", most, 0)) == most
+    with pytest.raises(UserError, match=rf"documentation: .* {most} pages .* page {most + 1} .*ask for fewer"):
+        generate("documentation", most + 1, 0)
