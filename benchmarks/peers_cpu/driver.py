@@ -1,5 +1,6 @@
 """The order of a run: contexts, then widths; within a width all peers' formats take turns of a few steps."""
 
+import contextlib
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -95,12 +96,15 @@ class Run:
             for entry in _able(entries):
                 self._try(entry, partial(self._score, context=context, text=text))
         # Caches of a batch do not fit into memory beside each other: here each contender runs alone, and ends.
-        for entry in _able(entries):
+        for entry in entries:
             try:
-                self._batch(entry, context)
-                entry.ask("close")
+                if not entry.cannot:
+                    self._batch(entry, context)
             except PeerFailed as error:
                 entry.cannot_batch = str(error)
+            # What failed to open, or ended, cannot be closed.
+            with contextlib.suppress(PeerFailed):
+                entry.ask("close")
 
     def _try(self, entry: Entry, action: Callable[[Entry], Any]) -> None:
         try:
@@ -138,9 +142,9 @@ class Run:
         load = round(os.getloadavg()[0], 1)
         if entry.cannot:
             return {**head, "cannot": entry.cannot, "load_average": load}
-        batched: dict[str, Any] = {"cannot": entry.cannot_batch}
-        if not entry.cannot_batch:
-            batched = {**_rates(entry.batch_steps, self.plan.batch)}
+        batched: dict[str, Any] = (
+            {"cannot": entry.cannot_batch} if entry.cannot_batch else _rates(entry.batch_steps, self.plan.batch)
+        )
         return {
             **head,
             "bytes_per_token": entry.cache["per_token"],

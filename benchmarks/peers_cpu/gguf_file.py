@@ -53,7 +53,8 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_tokenizer_model("none")
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    tensors = {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         values: npt.NDArray[np.float32] = tensor.float().numpy()
         if stem.endswith(("q_proj", "k_proj")):

@@ -23,7 +23,6 @@ ELSEWHERE = {
     "openvino": "a peer of benchmarks/peers_cpu, in a folder of its own: its exporter needs another transformers",
     "onnxruntime_genai": "likewise, in a folder of its own",
     "llama_cpp": "likewise, compiled at installation",
-    "gguf": "likewise, beside llama_cpp",
     "flashinfer": "compared by benchmarks/attention_kernels.py where it is installed",
 }
 BROUGHT = {

@@ -179,8 +179,16 @@ def test_a_run_without_a_peer_reports_it_as_not_installed(
 ) -> None:
     monkeypatch.setattr(command, "missing_modules", lambda peer, _: list(peer.modules))
     monkeypatch.setattr(command, "all_tokens", lambda _: np.arange(9000))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    arguments = ["--model", str(tmp_path), "--work", str(tmp_path / "work"), "--contexts", "64", "--texts", "1"]
+    arguments = [
+        "--model",
+        "pkg://stages.tiny/checkpoint",
+        "--work",
+        str(tmp_path / "work"),
+        "--contexts",
+        "64",
+        "--texts",
+        "1",
+    ]
     command.main([*arguments, "--peers", "openvino", "--sites", "sites", "--json", str(tmp_path / "out.json")])
     content = json.loads((tmp_path / "out.json").read_text())
     expected = "not installed (openvino, optimum.intel): pip install --target sites/openvino --no-deps openvino==2026.4.1"
@@ -202,7 +210,7 @@ def test_a_process_that_ends_is_a_failure_that_names_its_log(tmp_path: Path) -> 
     [
         (["--peers", "vllm"], "unknown vllm"),
         (["--contexts", "64,128", "--texts", "1"], "--texts=1"),
-        ([], "has no model.safetensors"),
+        ([], "model.path="),
     ],
 )
 def test_an_argument_that_cannot_be_used_ends_with_code_2_and_one_line(
