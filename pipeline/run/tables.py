@@ -75,7 +75,8 @@ def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
         shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
-        graded = {name.split("/")[1] for name in shares if name.split("/")[2] in DIFFICULTIES}
+        parts_of = [name.split("/") for name in shares]  # quality/[workload/[difficulty/]]accuracy_baseline
+        graded = {parts[1] for parts in parts_of if len(parts) == 4 and parts[2] in DIFFICULTIES}
         if not graded:
             continue
         of = "" if len(baselines) == 1 else f" of {judged.name}"

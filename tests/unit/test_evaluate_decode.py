@@ -62,7 +62,7 @@ def test_the_digest_covers_prompts_references_and_checks() -> None:
 
 def test_a_digest_counts_later_fields_of_a_sample_only_where_they_are_set() -> None:
     (item,) = encode([Sample(id="1", workload="copy", reference="ab", prompt="abc")], CharTokenizer(), 5)
-    first_fields = {
+    first_fields: dict[str, Any] = {
         "id": "1", "workload": "copy", "reference": "ab", "messages": [], "prompt": "abc", "check": "exact", "document": "",
         "depth": None, "tools": [],
     }  # fmt: skip

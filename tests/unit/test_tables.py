@@ -7,7 +7,11 @@ from judged_candidates import judged_candidate
 
 from pipeline.run.tables import print_baseline_accuracy
 
-UNGRADED = {"quality/copy/accuracy_baseline": 0.9, "quality/copy/early/accuracy_baseline": 0.8}
+UNGRADED = {
+    "quality/accuracy_baseline": 0.9,
+    "quality/copy/accuracy_baseline": 0.9,
+    "quality/copy/early/accuracy_baseline": 0.8,
+}
 GRADED = {
     "quality/lookup/accuracy_baseline": 0.75,
     "quality/lookup/accuracy_judged": 120.0,
