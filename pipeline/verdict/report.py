@@ -201,6 +201,8 @@ class EvaluationReport(_Record):
     samples: int
     planned_rounds: list[float] = [1.0]
     """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
+    planned_workloads: dict[str, bool] = {}
+    """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
     slices: list[Slice]
     kl_slope: Slope
     noise: NoiseFloor

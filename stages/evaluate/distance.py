@@ -19,7 +19,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 TOP_K = 10
 
-REST_MASS = 1e-3
+REST_MASS = 1e-4
 """A head is made long enough for the rest to have at most this mass, where the cap allows it."""
 
 LEAST_CAP = 1024
