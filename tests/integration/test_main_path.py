@@ -151,7 +151,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 400
-        while not list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors")):
+        while not list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     assert process.returncode == 130, errors
     assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
     assert summary(work)["exit_code"] == 130
-    left = list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors"))
+    left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
     assert 0 < len(left) < 94
     assert pipeline(work, *arguments).returncode == 0
     assert not list(artifacts.glob(".partial/*/*"))
