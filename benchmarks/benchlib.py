@@ -89,12 +89,12 @@ def static_scales(policy: KVPolicy, model: Any, tokens: npt.NDArray[np.int64]) -
     return KVScales.model_validate({"layers": tuple(layers)})
 
 
-def make_bundle(policy: KVPolicy, scales: KVScales, work: Path) -> Path:
-    """Build the ONNX engine bundle of the checkpoint under `policy` in the directory `work`, and return its path."""
+def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path = CHECKPOINT) -> Path:
+    """Build the ONNX engine bundle of a checkpoint under `policy` in the directory `work`, and return its path."""
     decoder, bundle = work / "decoder", work / policy.name
     if not decoder.exists():
         decoder.mkdir(parents=True)
-        export_decoder(CHECKPOINT, decoder, compute_dtype="float32", progress=quiet)
+        export_decoder(checkpoint, decoder, compute_dtype="float32", progress=quiet)
     bundle.mkdir()
     path = work / f"{policy.name}.scales.json"
     path.write_text(scales.model_dump_json())

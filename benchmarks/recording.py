@@ -36,7 +36,7 @@ def results_record(results: list[dict[str, Any]], libraries: Sequence[str] = LIB
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
-        "commit": _commit(),
+        "commit": checkout(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "results": results,
         **fields,
@@ -62,7 +62,7 @@ def version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str:
+def checkout() -> str:
     """Commit of the checkout, with "+" when files differ from it; "" outside a checkout."""
     process = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"],

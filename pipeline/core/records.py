@@ -152,6 +152,14 @@ class ThreadedEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class AttentionEngine(Engine, Protocol):
+    """An engine whose decode attention can be computed in several ways."""
+
+    attention: str
+    """The one that is."""
+
+
+@runtime_checkable
 class TimedEngine(Engine, Protocol):
     """An engine that serves whole requests, so that its steps cannot be timed from outside."""
 

@@ -83,7 +83,7 @@ class WorkloadsConfig(StrictModel):
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: str | None
     """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
-    bfcl: BfclConfig | None
+    bfcl: BfclConfig | None = None
     """Samples of BFCL beside them; None asks none."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     batch_size: Annotated[int, Field(ge=1, le=1024)]
@@ -100,7 +100,9 @@ class WorkloadsConfig(StrictModel):
     """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
     canary_factor: float
     """By how much the canary multiplies every key scale."""
-    rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)]
+    rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
+        default_factory=lambda: [1.0]
+    )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     load: LoadConfig
 

@@ -78,7 +78,7 @@ def inspect_gguf(path: Path) -> GGUFModel:
     """
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
-    if architecture not in CLASSES:
+    if not isinstance(architecture, str) or architecture not in CLASSES:
         raise header.error(f"general.architecture={architecture} is not supported; use one of {', '.join(CLASSES)}")
     _refuse_unread(header, architecture)
     vocabulary = read_vocabulary(header)

@@ -125,7 +125,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
 
 def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tuple[tuple[str, str], ...]]:
     pre = header.metadata.get("tokenizer.ggml.pre")
-    if pre not in SPLITTERS:
+    if not isinstance(pre, str) or pre not in SPLITTERS:
         raise header.error(
             f"tokenizer.ggml.pre={pre}: how its tokenizer cuts text is not known here; use a model with one of "
             f"{', '.join(SPLITTERS)}, or its Hugging Face checkpoint"

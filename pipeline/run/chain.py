@@ -1,6 +1,7 @@
 """The chain of artifacts from a checkpoint to an evaluation: each is made from the ones before it, or found in the store."""
 
 import json
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -303,7 +304,9 @@ class Chain:
         workloads, backend = self.config.workloads, self.backend
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
-        config: dict[str, object] = {"workloads": workloads.model_dump(), **backend.run_parts()}
+        # The texts of some workloads are those of the Python that runs.
+        python = platform.python_version()
+        config: dict[str, object] = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts()}
         if number is not None:
             config["round"] = number
         code = ("stages.evaluate", backend.engine_module)

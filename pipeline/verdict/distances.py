@@ -59,6 +59,25 @@ def _is_complete(row: SampleRow) -> bool:
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
+def not_asked_yet(report: EvaluationReport, rows: Sequence[SampleRow]) -> list[Check]:
+    """Return INCONCLUSIVE lines for planned workloads of which nothing was run yet: few documents may be in later rounds."""
+    asked = {row.workload for row in rows}
+    judged = {row.workload for row in rows if row.judged}
+    missing = [name for name, answered in report.planned_workloads.items() if name not in (judged if answered else asked)]
+    return [
+        Check(
+            gate="planned_workloads",
+            where=name,
+            value=0,
+            bound=None,
+            threshold=None,
+            status="INCONCLUSIVE",
+            reason=f"{name}: no sample of it was run yet; a later round has them",
+        )
+        for name in sorted(missing)
+    ]
+
+
 def documents_without_answers(rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
     """Decide whether distances may decide alone where no sample has an answer: with gates.min_samples documents or more.
 
@@ -189,6 +208,12 @@ def distance_by_workload(rows: Sequence[SampleRow], gates: Gates, look: Look) ->
             reason = f"{workload}: {documents} documents; a look before the last takes {st.FEW_DOCUMENTS} to bound a distance"
             undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
             workload_checks = [check.model_copy(update=undecided) for check in workload_checks]
+        elif levels[1] * st.REPLICATES < 1:
+            reason = f"{workload}: {st.REPLICATES} replicates cannot show a distance within its threshold at this look's level"
+            undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}
+            workload_checks = [
+                check.model_copy(update=undecided) if check.status == "PASS" else check for check in workload_checks
+            ]
         elif documents < 2:
             reason = f"{workload}: one document says nothing about the spread; about 2 documents or more are needed"
             undecided = {"status": "INCONCLUSIVE", "bound": None, "reason": reason}

@@ -18,9 +18,12 @@ Rules of each gate at a look (levels are one-sided and the look's own; the stati
 - p99.9 of the KL over all tokens and the slope of the KL over context: FAIL when the bound on the good side is outside,
   else PASS (the other bound of a tail is its maximum, which decides nothing).
 
-What failed at any look has failed. What passed at any look and failed at none has passed, even where a later look alone would
-be open: that is what the spent error pays for. Rules that spend nothing, of the report as it stands:
+What failed at any look has failed. A workload whose answers passed at any look and failed at none has passed, even where a
+later look alone would be open: that is what the spent error pays for. Distances pass at the latest look only.
 
+Rules that spend nothing, of the report as it stands:
+
+- A planned workload of which no sample, or none with an answer, was run yet: INCONCLUSIVE.
 - Completeness: FAIL where a sample is missing, doubled, lacks a finite number or is of a round that was not planned.
 - Canary: FAIL unless these gates would have failed the corrupted engine. Gates that would not cannot see the cache.
 - A/A noise floor: INCONCLUSIVE where a KL threshold is not above it.
@@ -53,7 +56,8 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     checks = distances.completeness(report, rows)
     if any(check.status == "FAIL" for check in checks):
         return _conclude(checks, {}, looks=0)
-    gates.check_margins({row.workload for row in rows if row.judged})
+    answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
+    gates.check_margins(answered | {row.workload for row in rows if row.judged})
     rounds = max(row.round for row in rows)
     looks = [look for look in planned_looks(report.planned_rounds, gates.max_rounds) if look.last_round <= rounds]
     needed: dict[str, int] = {}
@@ -62,6 +66,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
         look_checks, needed = _look(look, report, [row for row in rows if row.round <= look.last_round], gates)
         seen.append(look_checks)
     checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
+    checks += distances.not_asked_yet(report, rows)
     checks += distances.noise_floor(report, gates)
     checks += distances.compaction(report, gates)
     checks += distances.canary(report, gates)
@@ -88,6 +93,8 @@ def _look(look: Look, report: EvaluationReport, rows: Sequence[SampleRow], gates
 def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
     """Return one check for each gate and place: its latest that failed, else its latest that passed, else its last.
 
+    Only an exact test's PASS lasts. Distances have bootstrap bounds, which say little of the few documents of an early look.
+
     Args:
         seen: The checks of each look, at least one look.
     """
@@ -95,10 +102,13 @@ def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
     for checks in (seen[-1], *seen):  # the last look first, for its order; a bin may have failed at an earlier one only
         for check in checks:
             by_key.setdefault((check.gate, check.where), []).append(check)
-    return [
-        next((check for status in ("FAIL", "PASS") for check in reversed(history) if check.status == status), history[-1])
-        for history in by_key.values()
-    ]
+    decided = []
+    for (gate, _), history in by_key.items():
+        lasting: tuple[Status, ...] = ("FAIL", "PASS") if gate == "accuracy" else ("FAIL",)
+        decided.append(
+            next((check for status in lasting for check in reversed(history) if check.status == status), history[-1])
+        )
+    return decided
 
 
 def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:

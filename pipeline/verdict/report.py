@@ -161,6 +161,8 @@ class SystemMetrics(_Record):
     max_live_tokens: int
     threads: int | None = None
     """CPU threads of the engine; null for an engine that is not told how many to use."""
+    attention: str | None = None
+    """What computes a decode step's attention, where the engine has a choice: "graph", or "native in 30 of 30 layers"."""
 
 
 class Compaction(_Record):
@@ -199,6 +201,8 @@ class EvaluationReport(_Record):
     samples: int
     planned_rounds: list[float] = [1.0]
     """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
+    planned_workloads: dict[str, bool] = {}
+    """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
     slices: list[Slice]
     kl_slope: Slope
     noise: NoiseFloor

@@ -93,6 +93,7 @@ def join_rounds(
         workloads_digest=workloads_digest(encode(samples, tokenizer, config.max_scored_tokens)),
         samples=len(rows),
         planned_rounds=planned_shares(rounds),
+        planned_workloads=_planned_workloads(samples),
         slices=metrics.slices(rows, parts, config.context_bins),
         kl_slope=metrics.slope(rows),
         noise=noise,
@@ -107,6 +108,13 @@ def join_rounds(
     (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in rows), encoding="utf-8")
     (out / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def _planned_workloads(samples: Sequence[Sample]) -> dict[str, bool]:
+    answered: dict[str, bool] = {}
+    for sample in samples:
+        answered[sample.workload] = answered.get(sample.workload, False) or sample.check != "none"
+    return answered
 
 
 def _present(measured: T | None) -> T:

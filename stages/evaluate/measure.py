@@ -57,11 +57,17 @@ def _labelled(progress: Progress, prefix: str) -> Progress:
 
 
 @contextmanager
-def _unfinished(out: Path) -> Iterator[ResultFolder]:
-    """Give the folder of the samples that have finished; it goes when all of them have."""
-    folder = ResultFolder(out / UNFINISHED)
-    yield folder
-    shutil.rmtree(folder.directory)
+def _unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
+    """Give the folder of the samples that have finished; it goes when all of them have.
+
+    Results of an interrupted call count only for samples with the same digest.
+    """
+    root = out / UNFINISHED
+    for other in root.glob("*"):
+        if other.name != digest:
+            shutil.rmtree(other)
+    yield ResultFolder(root / digest)
+    shutil.rmtree(root)
 
 
 def measure_baseline(
@@ -98,7 +104,7 @@ def measure_baseline(
             name = encoded[i].sample.id
             raise UserError(f"backend.compute_dtype: the baseline's logits are not finite on sample {name}; use float32")
 
-    with _unfinished(out) as folder:
+    with _unfinished(out, workloads_digest(encoded)) as folder:
         with interruption() as noted:
             results = run_samples(
                 engine,
@@ -207,9 +213,12 @@ def evaluate_round(
     baseline = read_baseline(baseline_dir)
     engine = open_engine()
     if (baseline.samples_digest, baseline.vocab_size) != (digest, engine.vocab_size):
-        raise ValueError(f"{baseline_dir} was measured on other samples or another vocabulary: measure the baseline again")
+        raise UserError(
+            f"workloads: {baseline_dir} was measured on other samples or another vocabulary than the candidate's "
+            "(the chat template or the texts changed); delete that directory, so that the baseline is measured again"
+        )
     heads = BaselineHeads(baseline_dir / LOGPROBS)
-    with _unfinished(out) as folder:
+    with _unfinished(out, digest) as folder:
         with interruption() as noted:
             results = run_samples(
                 engine,

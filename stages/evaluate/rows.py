@@ -151,7 +151,7 @@ def run_samples(
             progress("forced decode [tokens]", done, total)
         else:
             progress("answers [samples]", len(results), len(encoded))
-    if len(results) < len(encoded):
+    if noted.requested or len(results) < len(encoded):
         raise KeyboardInterrupt
     return [results[i] for i in range(len(encoded))]
 

@@ -163,7 +163,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key}: missing, add it"
         else:
             text = problem["msg"]
-            fix = _FIXES.get(str(problem["loc"][0]), "give a text that is not empty")
+            fix = _FIXES.get(str(problem["loc"][0] if problem["loc"] else "line"), "give a text that is not empty")
             yield f"{key}: {text[0].lower()}{text[1:]}, {fix}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import Engine, LoadTimes, ThreadedEngine, TimedEngine
+from pipeline.core.records import AttentionEngine, Engine, LoadTimes, ThreadedEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.report import SystemMetrics
 
@@ -54,6 +54,7 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
         budget_gib=load.budget_gib,
         sequence_tokens=load.sequence_tokens,
         threads=engine.threads if isinstance(engine, ThreadedEngine) else None,
+        attention=engine.attention if isinstance(engine, AttentionEngine) else None,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, load.sequence_tokens),
     )
 

@@ -13,15 +13,20 @@ from dataclasses import dataclass
 
 from stages.workloads import documentation
 from stages.workloads.conversation import Message
-from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, words
+from stages.workloads.vocabulary import DAYS, words
 
 DIFFICULTIES = ("easy", "medium", "hard")
-RESIDENTS, OWNERS, SPEAKERS = FIRST_NAMES[::3], FIRST_NAMES[1::3], FIRST_NAMES[2::3]
-HOMES, DESTINATIONS = CITIES[::2], CITIES[1::2]
-"""Apart, as people are, so that the sentence of one fact mentions nothing of another."""
-PLACES = words("gate safe cabin locker garage office cellar attic kitchen tower")
-VEHICLES = words("bicycle tractor scooter canoe truck sledge van tram boat ferry")
-QUOTE_WORDS = (7, 20)
+RESIDENTS = words("Anna Peter Maria John Sarah David Emma Paul")
+SPEAKERS = words("Lisa Mark Laura Simon Julia Robert Alice Thomas")
+HOMES = words("Paris London Rome Madrid Berlin Vienna Tokyo Cairo")
+DESTINATIONS = words("Oslo Dublin Athens Boston Chicago Moscow Delhi Milan")
+PLACES = words("gate safe cabin garage office attic kitchen tower")
+VEHICLES = words("car bus boat bike truck van ship plane")
+COLOURS = words("red blue green yellow white black brown purple")
+WARES = words("lamp clock table chair mirror bottle basket piano")
+"""Common words: a small model tells rare names, of several tokens each, apart less well. No word stands in two lists, so that
+what is said of one thing mentions no other."""
+QUOTE_WORDS = (6, 14)
 """Fewest and most words of what somebody says."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
 """A sentence without code and brackets."""
@@ -42,8 +47,8 @@ class Size:
 
 SIZES = {
     "easy": Size(alike=2, quotes=2, told=1, between=0),
-    "medium": Size(alike=3, quotes=3, told=1, between=1),
-    "hard": Size(alike=4, quotes=4, told=2, between=2),
+    "medium": Size(alike=3, quotes=2, told=1, between=1),
+    "hard": Size(alike=4, quotes=3, told=2, between=2),
 }
 
 Draw = Callable[[random.Random, int], list[str]]
@@ -69,7 +74,7 @@ def _numbers(low: int, high: int) -> Draw:
 KINDS = {
     "code": _Kind("The code of the {} is {}.", "What is the code of the {}?", _from(PLACES), (_numbers(1000, 10_000),)),
     "home": _Kind("The home of {} is {}.", "What is the home of {}?", _from(RESIDENTS), (_from(HOMES),)),
-    "owner": _Kind("The owner of the {} is {}.", "Who is the owner of the {}?", _from(VEHICLES), (_from(OWNERS),)),
+    "colour": _Kind("The colour of the {} is {}.", "What is the colour of the {}?", _from(VEHICLES), (_from(COLOURS),)),
     "train": _Kind(
         "The departure of the train to {} is {} from platform {}.",
         "What is the departure of the train to {}?",
@@ -79,7 +84,7 @@ KINDS = {
     "ware": _Kind(
         "The label of the {} is {} euros and {} kilos.",
         "What is the label of the {}?",
-        _from(ITEMS),
+        _from(WARES),
         (_numbers(100, 1000), _numbers(10, 100)),
     ),
 }
@@ -219,8 +224,8 @@ def quotation(page: Page, rng: random.Random, _third: int) -> Question:
 
 def recall(page: Page, rng: random.Random, _third: int) -> Question:
     """Tell facts that do not stand on the page, ask about the page, then for one of the facts that were told."""
-    statements = " ".join(fact.sentence for fact in page.told)
-    messages = [*page.messages, ("user", f"Please remember this as well. {statements}"), ("assistant", "I will remember it.")]
+    statements = "\n".join(fact.sentence for fact in page.told)
+    messages = [*page.messages, ("user", f"Please remember this as well.\n{statements}"), ("assistant", "I will remember it.")]
     fact = rng.choice(page.told)
     others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(others, page.size.between):

@@ -50,7 +50,7 @@ def quantized(tiny_checkpoint: Path, weights: Any, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def checkpoint(quantized: Path) -> Checkpoint:
-    return Checkpoint(quantized / "tensorrt_llm")
+    return Checkpoint(quantized / "exports" / "tensorrt_llm")
 
 
 def tokens(checkpoint: Path) -> list[int]:
@@ -99,7 +99,8 @@ def test_the_readers_decoder_gives_the_oracles_logits_from_a_quantized_cache(
     ids = tokens(quantized / "checkpoint")
     found = checkpoint.forced(ids, FIRST, round_activations=False)[FIRST:]
     assert kl(expected, found).mean() < 0.01, "the same decoder up to half a unit of float16 in its weights"
-    # with that half unit taken as the checkpoint has it, nothing is left but the order of float32 sums
+    # With that half unit taken as the checkpoint has it, nothing is left but the order of float32 sums. It differs between
+    # processors, and a value between two FP8 codes may fall to either of them.
     judged = load_file(quantized / "checkpoint" / "model.safetensors")
     for layer, linears in enumerate(checkpoint.linears):
         for name, linear in linears.items():
@@ -107,9 +108,10 @@ def test_the_readers_decoder_gives_the_oracles_logits_from_a_quantized_cache(
             linears[name] = replace(linear, weight_OI=torch.cat(parts), prequant_I=None)
     try:
         found = checkpoint.forced(ids, FIRST, round_activations=False)[FIRST:]
-        assert torch.allclose(found, expected, atol=2e-3), f"{(found - expected).abs().max()}"
+        assert kl(expected, found).mean() < 1e-6
+        assert torch.allclose(found, expected, atol=2e-2), f"{(found - expected).abs().max()}"
     finally:
-        checkpoint.linears = Checkpoint(quantized / "tensorrt_llm").linears
+        checkpoint.linears = Checkpoint(quantized / "exports" / "tensorrt_llm").linears
 
 
 def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ def broken(quantized: Path, tmp_path: Path) -> Path:
     """A copy of the export that a test may damage."""
     out = tmp_path / "export"
     out.mkdir()
-    for file in (quantized / "tensorrt_llm").iterdir():
+    for file in (quantized / "exports" / "tensorrt_llm").iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     return out
 

@@ -69,7 +69,7 @@ def fidelity(**changes: object) -> Fidelity:
 def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
     whole = Slice(workload=None, context=None, depth=None, samples=len(rows), documents=1, accuracy=None, fidelity=fidelity())
     low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
-    system = dict.fromkeys(SystemMetrics.model_fields, 1)
+    system: dict[str, object] = {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"}
     values: dict[str, object] = {
         "schema_version": 1,
         "policy": "int8",

@@ -151,7 +151,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 400
-        while not list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors")):
+        while not list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     assert process.returncode == 130, errors
     assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
     assert summary(work)["exit_code"] == 130
-    left = list(artifacts.glob(".partial/baseline/*/unfinished/*.safetensors"))
+    left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
     assert 0 < len(left) < 94
     assert pipeline(work, *arguments).returncode == 0
     assert not list(artifacts.glob(".partial/*/*"))
@@ -181,7 +181,6 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
-    (baseline, *_) = [path for path in _only(work / "artifacts" / "baseline") if _is_first(path)]
     candidate = next(c for c in summary(work)["candidates"] if c["policy"] == "fp8")
     engine = Path(candidate["engine"]["path"])
     policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
@@ -195,6 +194,8 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
+    answers = manifest["parts"]["inputs"]["answers"]
+    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == answers]
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
@@ -214,9 +215,10 @@ def _only(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()]
 
 
-def _is_first(baseline: Path) -> bool:
-    record = json.loads((baseline / "round.json").read_text())
-    return record["noise"] is not None
+def _digest(artifact: Path) -> str:
+    from pipeline.artifacts.digest import files_digest
+
+    return files_digest(json.loads((artifact / ".manifest.json").read_text())["files"])
 
 
 def _default_gates() -> Any:

@@ -127,6 +127,7 @@ def test_an_engine_decodes_alike_with_the_kernel_and_without(name: str, decoder:
     logits = []
     for attention in ("native", "graph"):
         engine = load_engine(bundle, threads=1, attention=attention)
+        assert engine.attention == {"native": "native in 2 of 2 layers", "graph": "graph"}[attention]
         handles, _ = engine.prefill(texts)
         logits.append(np.array([engine.decode(handles, [step] * len(handles)) for step in range(3)]))
     np.testing.assert_allclose(logits[0], logits[1], atol=2e-5)
@@ -144,6 +145,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     policy = KVPolicy.model_validate({"name": "mixed", "key": int4, "value": int4, "overrides": (override,)})
     engine = make_engine(decoder, tmp_path / "bundle", policy, attention="native")
     engine.generate([[1, 2, 3]], 2, None)
+    assert engine.attention == "native in 1 of 2 layers"
     (line, kept) = backend("native").describe(tmp_path / "bundle")
     assert line.endswith("in 1 of 2 layers")
     assert kept == "layer 1: standard ONNX operators, because kv.overrides.0.key.dtype=int2 is none that the kernel reads"

@@ -35,7 +35,8 @@ class Pair:
         self.record, self.policy, self.scales = open_bundle(plans, "tensorrt_rtx")
 
     def onnx(self) -> OnnxEngine:
-        return load_onnx(self.onnx_bundle, threads=1)
+        # A plan has the graph's operators: beside another order of the sums, codes of new tokens would round to neighbours.
+        return load_onnx(self.onnx_bundle, threads=1, attention="graph")
 
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
         device = FakeDevice()

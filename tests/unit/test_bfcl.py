@@ -233,5 +233,5 @@ def test_a_missing_or_another_bfcl_eval_is_named_with_its_command_before_any_wor
 def test_a_line_of_the_users_file_cannot_ask_for_bfcls_checker(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "x", "reference": "[f()]", "check": "bfcl"}))
-    with pytest.raises(UserError, match=r"mine\.jsonl:1: check: .*, give one of none, exact, json, tool_call$"):
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: check: .*, give one of none, exact, mention, json, tool_call$"):
         read_jsonl(path, set())

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, GATES, answered, fidelity, gates, in_rounds, report, row, verdict
+from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, fidelity, gates, in_rounds, report, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -280,3 +280,35 @@ def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
     rows = in_rounds(answered("copy", 160), PLAN)
     late = Canary(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
     assert verdict(rows, planned_rounds=PLAN, canary=late).status == "PASS"
+
+
+def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> None:
+    rows = [r for r in in_rounds(every_class(), PLAN) if r.round <= 4]
+    planned = dict.fromkeys(CLASSES, True)
+    assert verdict(rows, planned_rounds=PLAN, planned_workloads=planned).status == "PASS"
+    outcome = verdict(rows, planned_rounds=PLAN, planned_workloads=planned | {"legal": True})
+    assert outcome.status == "INCONCLUSIVE"
+    assert outcome.reasons == ["legal: no sample of it was run yet; a later round has them"]
+
+
+def test_a_margin_of_a_workload_that_comes_later_is_no_error() -> None:
+    rows = [r for r in in_rounds(every_class(), PLAN) if r.round == 1]
+    planned = dict.fromkeys(CLASSES, True) | {"legal": True}
+    outcome = verdict(rows, gates(margins={"legal": 0.02}), planned_rounds=PLAN, planned_workloads=planned)
+    assert outcome.status == "INCONCLUSIVE"
+
+
+def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
+    """Where only later rounds hold the documents that the cache ruins."""
+    early = [row("prose", i, judged=False, round=1 + (i >= 50), mean_kl=0.001) for i in range(92)]
+    late = [row("prose", i, judged=False, round=2, mean_kl=1.0) for i in range(92, 100)]
+    first = verdict(early[:50], planned_rounds=[0.5, 1.0])
+    assert first.status == "PASS"
+    assert verdict(early + late, planned_rounds=[0.5, 1.0]).status != "PASS"
+
+
+def test_a_bootstrap_does_not_pass_a_distance_at_a_level_that_it_cannot_show() -> None:
+    rows = [row("prose", i, judged=False, round=1) for i in range(40)]
+    outcome = verdict(rows, planned_rounds=PLAN)
+    assert outcome.status == "INCONCLUSIVE"
+    assert "replicates cannot show" in outcome.reasons[0]

@@ -85,7 +85,7 @@ def test_distractors_stand_in_the_conversation_and_harder_samples_have_more(name
         assert on_page
         assert not set(sample.mentions) & set(sample.distractors)
     counts = [{len(sample.distractors) for sample in samples if sample.difficulty == level} for level in DIFFICULTIES]
-    assert max(counts[0]) < min(counts[1]) <= max(counts[1]) < min(counts[2])
+    assert max(counts[0]) <= min(counts[1]) <= max(counts[1]) < min(counts[2])
 
 
 def test_lookup_depth_covers_early_middle_and_late_people() -> None:

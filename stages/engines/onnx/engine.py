@@ -58,15 +58,18 @@ def load_engine(
     return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
 
 
-def _decode_session(directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool) -> GraphSession:
-    path = directory / "decode.onnx"
-    info = bundle.model
-    if not native or len(refusals(info, policy)) == info.layers:
-        return GraphSession(path, threads)
+def _decode_session(
+    directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool
+) -> tuple[GraphSession, str]:
+    """The decode graph, and what computes its attention."""
+    path, info = directory / "decode.onnx", bundle.model
+    held = info.layers - len(refusals(info, policy)) if native else 0
+    if not held:
+        return GraphSession(path, threads), "graph"
     library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
     model = onnx.load(path, load_external_data=False)
     use_kernel(model, info, policy)
-    return GraphSession(path, threads, model=model, library=library)
+    return GraphSession(path, threads, model=model, library=library), f"native in {held} of {info.layers} layers"
 
 
 class OnnxEngine(PagedEngine):
@@ -86,10 +89,9 @@ class OnnxEngine(PagedEngine):
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
         self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
-        self._sessions: dict[Mode, GraphSession] = {
-            "prefill": GraphSession(directory / "prefill.onnx", threads),
-            "decode": _decode_session(directory, bundle, pool.policy, threads, native=native),
-        }
+        decode, self.attention = _decode_session(directory, bundle, pool.policy, threads, native=native)
+        prefill = GraphSession(directory / "prefill.onnx", threads)
+        self._sessions: dict[Mode, GraphSession] = {"prefill": prefill, "decode": decode}
         self._bound: dict[Mode, Spans] = {}
         """The spans of the pool's arrays that are bound to each session's inputs."""
         for session in self._sessions.values():

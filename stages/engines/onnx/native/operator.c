@@ -106,7 +106,7 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   const Layer *layer = kernel;
   const OrtApi *api = layer->api;
   Call call = {.layer = layer};
-  const void *query, *key, *value;
+  const void *query = NULL, *key = NULL, *value = NULL;
   int type = layer->half ? ORT_FLOAT16 : ORT_FLOAT;
   int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, 1, HEAD_DIM};
   TRY(tensor(api, context, 0, type, 4, shape, &query));

@@ -1,7 +1,8 @@
 """A decode graph whose attention over the cache is the compiled kernel's: kv.PagedAttention_N becomes one node.
 
 The graph on disk keeps its function bodies, which every other runtime executes; this is done to the copy in memory that a
-session loads, because ONNX Runtime inlines a function that a model has before it looks for an operator of the same name.
+session loads. ONNX Runtime would take a registered operator in place of a function of the same name, but every layer's function
+has a name of its own (for TensorRT), and the operator needs the layer's layout as attributes.
 """
 
 from typing import Any

@@ -1,0 +1,40 @@
+"""The texts: pages of Python's documentation, which every installation carries (`pydoc_data.topics`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.errors import UserError
+from stages.checkpoints import load_tokenizer
+
+CALIBRATION_TOKENS = 2048
+"""Tokens at the end of all text, which static scales are measured over and which nothing is scored on."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+def all_tokens(checkpoint: Path) -> Tokens:
+    """Return the tokens of all pages, in the order of their names, as a checkpoint's tokenizer sees them."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids: list[int] = load_tokenizer(checkpoint)(text, add_special_tokens=False)["input_ids"]
+    return np.array(ids, np.int64)
+
+
+def starts(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens.
+
+    Raises:
+        UserError: There is not enough text.
+    """
+    room = tokens - CALIBRATION_TOKENS
+    if sum(lengths) > room:
+        raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, and there are {room}; lower one of them")
+    gap = (room - sum(lengths)) // max(1, len(lengths))
+    out, at = [], 0
+    for length in lengths:
+        out.append(at)
+        at += length + gap
+    return out
