@@ -39,9 +39,10 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline stage=promote
 
 # A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
+# `make real KV=int8,int4_g32` judges these alone.
 real: export OMP_NUM_THREADS := $(shell nproc)
 real: $(VENV)/for-real
-	$(BIN)/python -m pipeline -m experiment=smollm2
+	$(BIN)/python -m pipeline -m experiment=smollm2 $(if $(KV),kv=$(KV))
 	$(BIN)/python -m pipeline model=smollm2 workdir=work/smollm2 stage=promote
 
 test: check

@@ -1,5 +1,6 @@
 """The terminal: results on stdout, errors and progress on stderr."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from pipeline.core.records import Progress
 
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 100)  # where nobody sets a width, tables need one
 err = Console(stderr=True, highlight=False)
 
 LINE_SECONDS = 10
