@@ -1,6 +1,7 @@
-"""`python -m benchmarks.numerics [--out FILE] [--json FILE] [--check]`: measure all claims and write the report.
+"""`python -m benchmarks.numerics [tiny] [smollm2] [--check]`: measure all claims and write the page and its data.
 
-With --check nothing is written: the verdicts of a fresh run are compared with those of --json. Exit code 3 when one differs.
+A run keeps what it measured in --work, and an interrupted one goes on from there. With --check nothing is written: the verdicts
+of a fresh run are compared with those of --json. Exit code 3 when one differs.
 """
 
 import argparse
@@ -13,20 +14,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.numerics import context, formats, sides
+from benchmarks.numerics import context, formats, sides, smollm2, tiny
 from benchmarks.numerics.lab import Lab
-from benchmarks.numerics.report import Header, Report, Section, changed_verdicts, markdown
-from benchmarks.numerics.texts import CALIBRATION, COUNTS, LONG_TOKENS
+from benchmarks.numerics.page import markdown
+from benchmarks.numerics.report import Header, Report, Reports, Section, changed_verdicts
+from benchmarks.numerics.subject import Subject, SubjectName
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.artifacts.hardware import hardware
-from pipeline.core.errors import UserError
+from pipeline.core.errors import REFUSALS, UserError, exit_code
 from pipeline.core.records import Progress
 from pipeline.run.console import err, out
 from pipeline.run.console import progress as progress_bar
-from stages.tiny.scores import CHECKPOINT
 
 DOCS = Path("docs")
-"""Folder of the committed report, from the repository's root."""
+"""Folder of the committed page, from the repository's root."""
+
+SUBJECTS: tuple[SubjectName, ...] = ("tiny", "smollm2")
 
 SECTIONS: tuple[Callable[[Lab], Section], ...] = (
     formats.ordering,
@@ -45,52 +48,71 @@ SECTIONS: tuple[Callable[[Lab], Section], ...] = (
 )
 
 
-def measure(progress: Progress) -> Report:
-    """Measure every section, on one thread so that every run adds numbers in the same order."""
+def measure(name: SubjectName, work: Path, progress: Progress) -> Report:
+    """Measure every section on a subject, on one thread so that every run adds numbers in the same order.
+
+    Raises:
+        MissingRequirement: The package with the model is not installed.
+    """
     torch.set_num_threads(1)
     begin = time.process_time()
-    lab = Lab(progress)
+    subject = tiny.subject() if name == "tiny" else smollm2.subject(work)
+    lab = Lab(subject, work, progress)
     sections = tuple(section(lab) for section in SECTIONS)
-    counts = ", ".join(f"{count} {name}" for name, count in COUNTS.items())
+    return Report(header=_header(subject, round(time.process_time() - begin)), sections=sections)
+
+
+def _header(subject: Subject, seconds: int) -> Header:
     machine = hardware()
-    header = Header(
-        command="python -m benchmarks.numerics",
+    return Header(
+        title=subject.title,
+        command=f"python -m benchmarks.numerics {subject.name}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=f"one core of {machine['cpu']} ({machine['machine']})",
         versions={name: metadata.version(name) for name in ("torch", "transformers", "numpy")},
-        checkpoint=files_digest(tree_files(CHECKPOINT)),
-        texts=f"{counts}, {lab.long_count} documents of {LONG_TOKENS:,} tokens; scales from {CALIBRATION * len(COUNTS)} "
-        "calibration texts",
-        seconds=round(time.process_time() - begin),
+        checkpoint=files_digest(tree_files(subject.checkpoint)),
+        texts=subject.description,
+        seconds=seconds,
     )
-    return Report(header=header, sections=sections)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the report with command-line arguments. Returns the exit code."""
+    """Write or check the page with command-line arguments. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.numerics", description=__doc__)
-    parser.add_argument("--out", type=Path, default=DOCS / "numerics.md", help="the report as Markdown")
-    parser.add_argument("--json", type=Path, default=DOCS / "numerics.json", help="the report as data")
+    parser.add_argument("subjects", nargs="*", help="tiny (3 minutes), smollm2 (an hour); both by default")
+    parser.add_argument("--out", type=Path, default=DOCS / "numerics.md", help="the page")
+    parser.add_argument("--json", type=Path, default=DOCS / "numerics.json", help="its data")
+    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where measurements are kept")
     parser.add_argument("--check", action="store_true", help="compare with --json instead of writing")
     options = parser.parse_args(arguments)
+    names = [name for name in SUBJECTS if name in (options.subjects or SUBJECTS)]
+    if unknown := sorted(set(options.subjects) - set(SUBJECTS)):
+        raise UserError(f"{unknown[0]}: no such model; choose from {', '.join(SUBJECTS)}")
     if options.check and not options.json.is_file():
         raise UserError(f"--json={options.json}: no such file to check against; run without --check first")
+    before = Reports()
+    if options.json.is_file():
+        before = Reports.model_validate_json(options.json.read_text(encoding="utf-8"))
     with progress_bar("numerics") as progress:
-        report = measure(progress)
+        measured = {name: measure(name, options.work, progress) for name in names}
     if options.check:
-        lines = changed_verdicts(Report.model_validate_json(options.json.read_text(encoding="utf-8")), report)
-        out.print("\n".join(lines) or f"all {len(report.claims)} verdicts are those of {options.json}")
+        lines = [line for name in names for line in changed_verdicts(name, getattr(before, name), measured[name])]
+        out.print("\n".join(lines) or f"all verdicts on {' and '.join(names)} are those of {options.json}")
         return 3 if lines else 0
-    for path, text in ((options.json, report.model_dump_json(indent=1) + "\n"), (options.out, markdown(report))):
+    reports = before.model_copy(update={str(name): report for name, report in measured.items()})
+    for path, text in ((options.json, reports.model_dump_json(indent=1) + "\n"), (options.out, markdown(reports))):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    out.print(f"{options.out}: {len(report.claims)} claims, {report.header.seconds} s of processor time")
+    for name in names:
+        out.print(
+            f"{options.out}: {name}, {len(measured[name].claims)} claims, {measured[name].header.seconds} s of processor time"
+        )
     return 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except UserError as error:
+    except REFUSALS as error:
         err.print(f"error: {error}", markup=False)
-        sys.exit(2)
+        sys.exit(exit_code(error))

@@ -5,28 +5,18 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from benchmarks.numerics.eviction import TOKENS as EVICTION_TOKENS
+from benchmarks.numerics.eviction import evicted, first_tokens_share
 from benchmarks.numerics.formats import NO_FIGURE
 from benchmarks.numerics.judge import COLUMNS, better, cells, claim, scientific, verdict_above
 from benchmarks.numerics.lab import Lab, dynamic, policy, static
-from benchmarks.numerics.measure import Bench, Interval, Measurement
+from benchmarks.numerics.measure import Interval, Measurement
 from benchmarks.numerics.report import Claim, Section
-from benchmarks.numerics.texts import LONG_FIRST, LONG_TOKENS
+from benchmarks.numerics.subject import Lengths
 from pipeline.verdict.statistics import pooled_slope
-from stages.evaluate.distance import StepStatistics, compare, log_softmax
-from stages.tiny.batches import MIX
 
 Positions = npt.NDArray[np.int64]
-
-EDGES = (LONG_FIRST, 128, 256, 512, 768, LONG_TOKENS)
-"""Edges of the bins of context length, in tokens."""
-
-SLOPE_FROM = 128
-"""Tokens of context from which slopes are fitted. The first tokens of a document are surprising to any model."""
-
-TRAINED = MIX["prose"].length
-"""Tokens of the prose rows that the model was trained on."""
 
 
 def bin_of(position: Positions, low: int, high: int) -> Positions:
@@ -34,17 +24,18 @@ def bin_of(position: Positions, low: int, high: int) -> Positions:
     return np.flatnonzero((position >= low) & (position < high))
 
 
-def kl_slope(measurement: Measurement, until: int = LONG_TOKENS) -> Interval:
+def kl_slope(measurement: Measurement, lengths: Lengths, until: int | None = None) -> Interval:
     """Return the KL in nats that a token gains per 1,000 tokens of context, within documents.
 
     Args:
         measurement: A policy on long documents.
-        until: Last token of the fit, which begins at SLOPE_FROM.
+        lengths: Where the fit begins, and its bins.
+        until: Last token of the fit; None for that of the documents.
     """
     x, y, documents = [], [], []
     for text, step in zip(measurement.texts, measurement.steps, strict=True):
         position = np.arange(len(step.kl)) + text.first
-        for low, high in pairwise(range(SLOPE_FROM, until + 1, 64)):
+        for low, high in pairwise(range(lengths.slope_from, (until or lengths.edges[-1]) + 1, lengths.bin)):
             indexes = bin_of(position, low, high)
             x.append((low + high) / 2000)
             y.append(step.kl[indexes].mean())
@@ -53,20 +44,20 @@ def kl_slope(measurement: Measurement, until: int = LONG_TOKENS) -> Interval:
     return Interval.of(value, drawn)
 
 
-def perplexities(measurement: Measurement) -> list[str]:
-    """Return the perplexity with a float16 cache in every bin of EDGES, formatted."""
+def perplexities(measurement: Measurement, edges: Sequence[int]) -> list[str]:
+    """Return the perplexity with a float16 cache in every bin between edges, formatted."""
     out = []
-    for low, high in pairwise(EDGES):
+    for low, high in pairwise(edges):
         pairs = zip(measurement.texts, measurement.steps, strict=True)
         nll = [step.baseline_nll[bin_of(np.arange(len(step.kl)) + text.first, low, high)] for text, step in pairs]
         out.append(f"{np.exp(np.concatenate(nll).mean()):.3f}")
     return out
 
 
-def by_length(measurement: Measurement) -> list[str]:
-    """Return the mean KL and the change of perplexity in every bin of EDGES, formatted."""
+def by_length(measurement: Measurement, edges: Sequence[int]) -> list[str]:
+    """Return the mean KL and the change of perplexity in every bin between edges, formatted."""
     out = []
-    for low, high in pairwise(EDGES):
+    for low, high in pairwise(edges):
         kl, before, after = [], [], []
         for text, step in zip(measurement.texts, measurement.steps, strict=True):
             indexes = bin_of(np.arange(len(step.kl)) + text.first, low, high)
@@ -87,8 +78,10 @@ def length(lab: Lab) -> Section:
         "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
         "int4 per token": policy(dynamic("int4")),
     }
+    lengths, documents = lab.subject.lengths, lab.subject.long
+    edges = lengths.edges
     measurements = {name: lab.long.measure(kv_policy) for name, kv_policy in policies.items()}
-    slopes = {name: kl_slope(measurement) for name, measurement in measurements.items()}
+    slopes = {name: kl_slope(measurement, lengths) for name, measurement in measurements.items()}
     claims = [
         claim(
             f"length: {name}",
@@ -96,20 +89,36 @@ def length(lab: Lab) -> Section:
             "PPL +0.05 at 512, +0.16 at 4k, +0.52 at 16k" if name == "int4 per token" else NO_FIGURE,
             ours=f"KL {scientific(slopes[name])} per 1,000 tokens",
             verdict=verdict_above(slopes[name], 0.0),
+            why=lab.why(f"length: {name}"),
         )
         for name in policies
     ]
-    inside = kl_slope(measurements["int4 per token"], until=TRAINED)
-    answers = answer_slope(lab.shipped(policies["int4 per token"]), "retrieval")
-    claims += [
+    if lengths.trained is not None:
+        claims += _beyond_training(lab, measurements["int4 per token"], lengths.trained)
+    rows = [("FP16 cache: perplexity", *perplexities(measurements["int4 per token"], edges), "")]
+    rows += [(name, *by_length(measurements[name], edges), scientific(slopes[name])) for name in policies]
+    return Section(
+        title="Error and length",
+        intro=f"{len(documents)} documents of {edges[-1]:,} tokens, every token from {documents[0].first} on decoded: mean KL "
+        f"(change of perplexity) by the tokens before it, and the slope within documents from {lengths.slope_from} tokens on.",
+        columns=("policy", *(f"{low:,} to {high:,}" for low, high in pairwise(edges)), "KL slope per 1,000 tokens"),
+        rows=tuple(rows),
+        claims=tuple(claims),
+    )
+
+
+def _beyond_training(lab: Lab, measurement: Measurement, trained: int) -> list[Claim]:
+    """Return the claims on length within what a model was trained on, whose long documents are longer than that."""
+    inside = kl_slope(measurement, lab.subject.lengths, until=trained)
+    answers = answer_slope(lab.shipped(measurement.policy), "retrieval")
+    return [
         claim(
             "length: trained prose",
-            f"int4 per token: also within the {TRAINED} tokens of prose that the model was trained on",
+            f"int4 per token: also within the {trained} tokens of prose that the model was trained on",
             NO_FIGURE,
             ours=f"KL {scientific(inside)} per 1,000 tokens",
             verdict=verdict_above(inside, 0.0),
-            why="Within what it was trained on no growth shows: the growth above belongs in part to a model that is less "
-            "sure of itself beyond it.",
+            why=lab.why("length: trained prose"),
         ),
         claim(
             "length: retrieval",
@@ -117,20 +126,9 @@ def length(lab: Lab) -> Section:
             NO_FIGURE,
             ours=f"KL {scientific(answers)} per 1,000 tokens of the prompt",
             verdict=verdict_above(answers, 0.0),
-            why="Whether an answer is lost differs too much between prompts of one length.",
+            why=lab.why("length: retrieval"),
         ),
     ]
-    rows = [("FP16 cache: perplexity", *perplexities(measurements["int4 per token"]), "")]
-    rows += [(name, *by_length(measurements[name]), scientific(slopes[name])) for name in policies]
-    return Section(
-        title="Error and length",
-        intro=f"{lab.long_count} documents of {LONG_TOKENS:,} tokens of stories, every token from {LONG_FIRST} on decoded: "
-        "mean KL (change of perplexity) by the tokens before it, and the slope within documents "
-        f"from {SLOPE_FROM} tokens on.",
-        columns=("policy", *(f"{low} to {high}" for low, high in pairwise(EDGES)), "KL slope per 1,000 tokens"),
-        rows=tuple(rows),
-        claims=tuple(claims),
-    )
 
 
 def answer_slope(measurement: Measurement, workload: str) -> Interval:
@@ -146,43 +144,6 @@ def answer_slope(measurement: Measurement, workload: str) -> Interval:
     return Interval.of(value, drawn)
 
 
-def first_tokens_share(bench: Bench, tokens: Sequence[int], first: int = 4) -> float:
-    """Return the attention on the first tokens relative to their share of evenly spread attention.
-
-    The mean is over layers, heads, and the queries of the later half.
-
-    Args:
-        bench: The model.
-        tokens: Token ids of one document.
-        first: How many tokens count as first.
-    """
-    config, ids = bench.model.config, torch.tensor([list(tokens)])
-    implementation = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
-        with torch.no_grad():
-            attentions = bench.model(ids, output_attentions=True).attentions
-    finally:
-        config._attn_implementation = implementation
-    half = len(tokens) // 2
-    evenly = (first / torch.arange(half + 1, len(tokens) + 1)).mean().item()
-    return float(np.mean([layer[0, :, half:, :first].sum(-1).mean().item() for layer in attentions])) / evenly
-
-
-def evicted(bench: Bench, sinks: int, window: int) -> list[StepStatistics]:
-    """Score every document with only its first `sinks` and latest `window - sinks` tokens visible, at their own positions."""
-    steps = []
-    for text, baseline in zip(bench.texts, bench.baseline, strict=True):
-        row = torch.arange(len(text.tokens))
-        age = row[:, None] - row
-        visible = (age >= 0) & ((row < sinks) | (age < window - sinks))
-        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
-        with torch.no_grad():
-            logits = bench.model(torch.tensor([list(text.tokens)]), attention_mask=mask).logits[0, text.first :]
-        steps.append(compare(baseline, log_softmax(logits.numpy()), list(text.targets)))
-    return steps
-
-
 def sinks(lab: Lab) -> Section:
     """Measure what exact first tokens gain, in a quantized cache and in a sliding window."""
     int4 = dynamic("int4")
@@ -193,24 +154,22 @@ def sinks(lab: Lab) -> Section:
     late: dict[int, float] = {}
     for count in counts:
         steps = evicted(lab.long, count, window)
-        late[count] = float(np.concatenate([step.kl[LONG_TOKENS // 2 :] for step in steps]).mean())
+        late[count] = float(np.concatenate([step.kl[EVICTION_TOKENS // 2 :] for step in steps]).mean())
         rows.append((str(count), *cells(measurements[count]), f"{late[count]:.3f}"))
-    share = first_tokens_share(lab.long, lab.long.texts[0].tokens)
-    why = (
-        f"This model does not park attention on its first tokens: the first 4 get {share:.2f} times what an even spread would "
-        "give them, so nothing special is lost with them."
-    )
+    share = first_tokens_share(lab.long, lab.long.texts[0].tokens[:EVICTION_TOKENS])
     claims = (
         better("sinks: 4 exact", "int4: 4 exact sinks are better than none", "0 is catastrophic, 4 nearly all of the gain",
-               (measurements[4], measurements[0]), why),
+               (measurements[4], measurements[0]), lab.why("sinks: 4 exact", share=share)),
         claim("sinks: eviction", f"a sliding window of {window} without sinks is catastrophic, with 4 it is not",
               "0 is catastrophic, 4 nearly all of the gain", ours=f"KL {late[0]:.3f} without, {late[4]:.3f} with 4",
-              verdict="HOLDS" if late[0] > 2 * late[4] else "DOES NOT HOLD", why=why),
+              verdict="HOLDS" if late[0] > 2 * late[4] else "DOES NOT HOLD", why=lab.why("sinks: eviction", share=share)),
     )  # fmt: skip
     return Section(
         title="Sinks",
-        intro="INT4 per token with the first tokens kept in float16; and StreamingLLM's own question, on the long documents: "
-        f"only the first tokens and the latest are left in a window of {window}, the rest is evicted (later half, mean KL).",
+        intro="INT4 per token with the first tokens kept in float16; and StreamingLLM's own question, on the first "
+        f"{EVICTION_TOKENS:,} tokens of the long documents: only the first tokens and the latest are left in a window of "
+        f"{window}, the rest is evicted (later half, mean KL). The first 4 tokens get {share:.3g} times the attention that an "
+        "even spread would give them.",
         columns=("exact sinks", *COLUMNS, "KL when the rest is evicted"),
         rows=tuple(rows),
         claims=claims,
@@ -228,6 +187,7 @@ def recent_window(lab: Lab) -> Section:
             f"int4: {b} recent tokens exact are better than {a}",
             NO_FIGURE,
             (measurements[b], measurements[a]),
+            lab.why(f"recent: {b} before {a}"),
         )
         for a, b in pairwise(counts)
     )

@@ -1,27 +1,39 @@
 """Sections on formats: their order, scales per token and per tensor, group sizes, symmetry, rotation, calibration."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.numerics.judge import COLUMNS, better, cells, scientific
+from benchmarks.numerics.judge import COLUMNS, better, cells, scientific, share
 from benchmarks.numerics.lab import Lab, dynamic, policy, static, uncalibrated
 from benchmarks.numerics.measure import Measurement
 from benchmarks.numerics.models import LOUD
 from benchmarks.numerics.report import Claim, Section
 from pipeline.core.kv import KVPolicy
 
-BOTH_MODELS = ("format", *COLUMNS, "mean KL, natural")
-"""Columns of a table over the shipped and the natural model."""
-
 NO_FIGURE = "no figure"
 """`published` of a claim for which the literature gives no figure."""
 
 
-def both_models(lab: Lab, policies: Mapping[str, KVPolicy]) -> tuple[dict[str, Measurement], tuple[tuple[str, ...], ...]]:
-    """Return the policies' measurements on the shipped model, and their rows of BOTH_MODELS."""
+@dataclass(frozen=True)
+class Table:
+    """Policies on the shipped model, and their mean KL on the natural one where there is one."""
+
+    measurements: dict[str, Measurement]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def table(lab: Lab, policies: Mapping[str, KVPolicy]) -> Table:
+    """Measure policies by name."""
     measurements = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
-    rows = [(name, *cells(measurements[name]), scientific(lab.natural(policies[name]).mean_kl)) for name in policies]
-    return measurements, tuple(rows)
+    rows = {name: (name, *cells(measurement)) for name, measurement in measurements.items()}
+    if not lab.subject.natural:
+        return Table(measurements, ("format", *COLUMNS), tuple(rows.values()))
+    natural = {name: scientific(lab.natural(kv_policy).mean_kl) for name, kv_policy in policies.items()}
+    return Table(
+        measurements, ("format", *COLUMNS, "mean KL, natural"), tuple((*rows[name], natural[name]) for name in policies)
+    )
 
 
 PUBLISHED_PPL = {
@@ -34,11 +46,6 @@ PUBLISHED_PPL = {
 }
 """Published change of perplexity: Llama-70B on WikiText-2, PPL 3.32 with an FP16 cache."""
 
-ORDER_NOTES = {
-    "fp8 per token": "E4M3 errs by up to 1/16 of every number, INT8 per token by up to 1/254 of the token's largest: E4M3 is "
-    "the better one only where most numbers are below 1/16 of the largest, which eightfold outliers do not make them.",
-}
-
 
 def ordering(lab: Lab) -> Section:
     """Measure the formats in their published order."""
@@ -50,22 +57,23 @@ def ordering(lab: Lab) -> Section:
         "int4 per token": policy(dynamic("int4")),
         "int4 per tensor": policy(static("int4")),
     }
-    measurements, rows = both_models(lab, policies)
+    measured = table(lab, policies)
+    measurements = measured.measurements
     claims = tuple(
         better(
             f"order: {a} before {b}",
             f"{a} is better than {b}",
             f"PPL {PUBLISHED_PPL[a]} against {PUBLISHED_PPL[b]}",
             (measurements[a], measurements[b]),
-            ORDER_NOTES.get(a, ""),
+            lab.why(f"order: {a} before {b}"),
         )
         for a, b in pairwise(policies)
     )
     return Section(
         title="The ordering of formats",
         intro="Keys and values in the same format, in the published order (Llama-70B, WikiText-2, PPL 3.32 with FP16).",
-        columns=("format", "published PPL", *BOTH_MODELS[1:]),
-        rows=tuple((row[0], PUBLISHED_PPL[row[0]], *row[1:]) for row in rows),
+        columns=("format", "published PPL", *measured.columns[1:]),
+        rows=tuple((row[0], PUBLISHED_PPL[row[0]], *row[1:]) for row in measured.rows),
         claims=claims,
     )
 
@@ -76,37 +84,45 @@ def token_scales(lab: Lab) -> Section:
     policies = {f"{name} per token": policy(dynamic(dtype)) for name, dtype in names.items()}
     policies |= {f"{name} per tensor": policy(static(dtype)) for name, dtype in names.items()}
     ordered = {name: policies[name] for name in sorted(policies)}
-    measurements, rows = both_models(lab, ordered)
+    measured = table(lab, ordered)
+    measurements = measured.measurements
     published = {"fp8": NO_FIGURE, "int8": "PPL +0.02 against +0.09", "int4": "PPL +0.16 against +0.89"}
-    why = {"fp8": "A floating-point code is as precise for small numbers as for large ones, so that it hardly matters what its "
-           "scale is, as long as nothing saturates."}  # fmt: skip
     claims = tuple(
         better(
             f"per token: {name}",
             f"{name}: a scale per token is better than one per tensor",
             published[name],
             (measurements[f"{name} per token"], measurements[f"{name} per tensor"]),
-            why.get(name, ""),
+            lab.why(f"per token: {name}"),
         )
         for name in names
     )
     intro = "Scales per token and KV head, made when a token is written, against one calibrated scale a layer."
-    return Section(title="Per token against per tensor", intro=intro, columns=BOTH_MODELS, rows=rows, claims=claims)
+    return Section(
+        title="Per token against per tensor", intro=intro, columns=measured.columns, rows=measured.rows, claims=claims
+    )
 
 
 def group_sizes(lab: Lab) -> Section:
     """Measure INT4 in groups of 16, 32 and 64 channels."""
     policies = {f"int4 g{size}": policy(dynamic("int4", size)) for size in (16, 32, 64)}
-    measurements, rows = both_models(lab, policies)
+    measured = table(lab, policies)
+    measurements = measured.measurements
     claims = tuple(
-        better(f"groups: {a} before {b}", f"{a} is better than {b}", published, (measurements[a], measurements[b]))
+        better(
+            f"groups: {a} before {b}",
+            f"{a} is better than {b}",
+            published,
+            (measurements[a], measurements[b]),
+            lab.why(f"groups: {a} before {b}"),
+        )
         for (a, b), published in zip(pairwise(policies), (NO_FIGURE, "PPL +0.10 against +0.16 (g32, per token)"), strict=True)
     )
     return Section(
         title="Group sizes",
-        intro="INT4 in groups of channels, a float16 scale each. With this model's head_dim of 64, g64 is per token.",
-        columns=BOTH_MODELS,
-        rows=rows,
+        intro="INT4 in groups of channels, a float16 scale each. With a head_dim of 64, g64 is per token.",
+        columns=measured.columns,
+        rows=measured.rows,
         claims=claims,
     )
 
@@ -123,14 +139,15 @@ def symmetry(lab: Lab) -> Section:
         "int8 per token": policy(dynamic("int8")),
         "int8 per token, asymmetric": policy(dynamic("int8", symmetric=False)),
     }
-    measurements, rows = both_models(lab, policies)
+    measured = table(lab, policies)
+    measurements = measured.measurements
     claims = [
         better(
             f"asymmetric: {name}",
             f"{name}: a zero point helps",
             NO_FIGURE,
             (measurements[f"{name}, asymmetric"], measurements[name]),
-            "" if name != "int8 per token" else "A few tokens of one text carry most of the mean; the typical text gains.",
+            lab.why(f"asymmetric: {name}"),
         )
         for name in ("int4 per token", "int4 g32", "int4 per tensor", "int8 per token")
     ]
@@ -140,13 +157,14 @@ def symmetry(lab: Lab) -> Section:
             "int4 at 36 bytes a token and head: a zero per token buys more than scales per 32 channels",
             NO_FIGURE,
             (measurements["int4 per token, asymmetric"], measurements["int4 g32"]),
+            lab.why("asymmetric: same bytes"),
         )
     )
     return Section(
         title="Asymmetric against symmetric",
         intro="A zero beside every scale: 15 steps from the smallest to the largest number instead of 14 around 0.",
-        columns=BOTH_MODELS,
-        rows=rows,
+        columns=measured.columns,
+        rows=measured.rows,
         claims=tuple(claims),
     )
 
@@ -162,7 +180,8 @@ def rotation(lab: Lab) -> Section:
         "int8 per token": policy(dynamic("int8")),
         "int8 per token, rotated": policy(dynamic("int8", rotation="hadamard")),
     }
-    measurements, rows = both_models(lab, policies)
+    measured = table(lab, policies)
+    measurements = measured.measurements
     plain, rotated = policies["int4 per token"], policies["int4 per token, rotated"]
     claims: list[Claim] = [
         better(
@@ -170,22 +189,19 @@ def rotation(lab: Lab) -> Section:
             f"{name}: a Hadamard rotation helps",
             NO_FIGURE,
             (measurements[f"{name}, rotated"], measurements[name]),
+            lab.why(f"rotation: {name}"),
         )
         for name in ("int4 per token", "int4 per tensor", "int8 per token")
     ]
-    claims.append(
-        better(
-            "rotation: natural",
-            "int4 per token: it also helps where no outliers were planted",
-            NO_FIGURE,
-            (lab.natural(rotated), lab.natural(plain)),
-        )
-    )
+    if lab.subject.natural:
+        statement = "int4 per token: it also helps where no outliers were planted"
+        pair = lab.natural(rotated), lab.natural(plain)
+        claims.append(better("rotation: natural", statement, NO_FIGURE, pair, lab.why("rotation: natural")))
     return Section(
         title="What a rotation buys",
         intro="Every head's vector times an orthonormal Hadamard matrix: an outlier channel is spread over all, at no byte.",
-        columns=BOTH_MODELS,
-        rows=rows,
+        columns=measured.columns,
+        rows=measured.rows,
         claims=tuple(claims),
     )
 
@@ -202,28 +218,24 @@ def calibration(lab: Lab) -> Section:
     tensor, unit, head, e5m2, e5m2_unit = policies
     shipped = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
     loud = {name: lab.bench("loud").measure(kv_policy) for name, kv_policy in policies.items()}
-    rows = [(name, *cells(shipped[name]), scientific(loud[name].mean_kl), f"{loud[name].accuracy:.3f}") for name in policies]
-    largest = {name: lab.bench(name).states.largest_key for name in ("shipped", "loud")}
+    rows = [(name, *cells(shipped[name]), scientific(loud[name].mean_kl), share(loud[name].accuracy)) for name in policies]
+    largest = {f"{name}_key": lab.bench(name).states.largest_key for name in ("shipped", "loud")}
 
-    inside = f"Its keys reach {largest['shipped']:.0f}, well inside E4M3's 448: a scale of 1 only moves where the codes lie."
-    chance = (
-        "Floating-point codes are as precise with one scale as with another, and the ranges of the heads differ by less than "
-        "2 times: which of two scales rounds better is chance, of which these intervals know nothing (they are about texts)."
-    )
+    def compared(name: str, statement: str, pair: tuple[Measurement, Measurement], published: str = NO_FIGURE) -> Claim:
+        return better(name, statement, published, pair, lab.why(name, **largest))
+
     claims = (
-        better("calibration: e4m3", "calibrated E4M3 is better than scale 1", NO_FIGURE, (shipped[tensor], shipped[unit]),
-               inside),
-        better(
+        compared("calibration: e4m3", "calibrated E4M3 is better than scale 1", (shipped[tensor], shipped[unit])),
+        compared(
             "calibration: loud keys",
-            f"the same with keys {LOUD} times larger (they reach {largest['loud']:.0f})",
-            "models with large, biased keys break under uncalibrated FP8 (users' reports)",
+            f"the same with keys {LOUD} times larger (they reach {largest['loud_key']:.0f})",
             (loud[tensor], loud[unit]),
+            "models with large, biased keys break under uncalibrated FP8 (users' reports)",
         ),
-        better("calibration: e5m2", "calibrated E5M2 is better than scale 1", NO_FIGURE, (shipped[e5m2], shipped[e5m2_unit])),
-        better("calibration: e4m3 before e5m2", "E4M3 is better than E5M2", NO_FIGURE, (shipped[tensor], shipped[e5m2])),
-        better("calibration: per head", "a scale per head is better than one per tensor", NO_FIGURE,
-               (shipped[head], shipped[tensor]), chance),
-    )  # fmt: skip
+        compared("calibration: e5m2", "calibrated E5M2 is better than scale 1", (shipped[e5m2], shipped[e5m2_unit])),
+        compared("calibration: e4m3 before e5m2", "E4M3 is better than E5M2", (shipped[tensor], shipped[e5m2])),
+        compared("calibration: per head", "a scale per head is better than one per tensor", (shipped[head], shipped[tensor])),
+    )
     return Section(
         title="Calibrated against uncalibrated scales",
         intro="FP8 keys and values with static scales: the largest number of the calibration texts, or 1. "

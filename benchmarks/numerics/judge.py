@@ -19,6 +19,11 @@ def ratio(value: Interval) -> str:
     return f"{value.value:.4f} [{value.low:.4f}, {value.high:.4f}]"
 
 
+def share(value: float | None) -> str:
+    """Format a share: 0.981, or a dash where there is none."""
+    return "–" if value is None else f"{value:.3f}"
+
+
 COLUMNS = ("bytes/token", "mean KL", "PPL ratio", "answers")
 """Columns that show a measurement."""
 
@@ -29,7 +34,7 @@ def cells(measurement: Measurement) -> tuple[str, ...]:
         f"{measurement.bytes_per_token:,}",
         scientific(measurement.mean_kl),
         ratio(measurement.perplexity_ratio),
-        f"{measurement.accuracy:.3f}",
+        share(measurement.accuracy),
     )
 
 

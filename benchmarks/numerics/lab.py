@@ -1,12 +1,16 @@
 """Benches that the sections share, and short constructors of formats and policies."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
+from transformers import LlamaForCausalLM
+
+from benchmarks.numerics.explanations import WHY
 from benchmarks.numerics.measure import Bench, Measurement
-from benchmarks.numerics.models import Variant, load
-from benchmarks.numerics.scales import cached_states
-from benchmarks.numerics.texts import COUNTS, LONG_DOCUMENTS, Text, calibration_texts, long_documents, questions_and_prose
+from benchmarks.numerics.scales import CachedStates, cached_states
+from benchmarks.numerics.store import Store
+from benchmarks.numerics.subject import Subject, Text, Variant
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
@@ -39,37 +43,38 @@ def policy(key: Format, value: Format | None = None, sinks: int = 0, recent: int
 
 
 class Lab:
-    """The benches, each built on first use.
+    """The benches of a subject, each built on first use.
 
     Args:
+        subject: The model and its texts.
+        work: Folder that measurements are kept in.
         progress: Reports the progress of each measurement.
-        counts: Texts of each workload.
-        long_count: Long documents.
     """
 
-    def __init__(self, progress: Progress, counts: Mapping[str, int] = COUNTS, long_count: int = LONG_DOCUMENTS) -> None:
-        self.counts, self.long_count = counts, long_count
-        self._progress = progress
-        self._benches: dict[Variant, Bench] = {}
-
-    @cached_property
-    def texts(self) -> list[Text]:
-        """Questions and prose that every model is measured on."""
-        return questions_and_prose(self.counts)
+    def __init__(self, subject: Subject, work: Path, progress: Progress) -> None:
+        self.subject = subject
+        self._progress, self._store = progress, Store(work / subject.name, subject.checkpoint)
+        self._models: dict[Variant, tuple[LlamaForCausalLM, CachedStates]] = {}
+        self._benches: dict[tuple[Variant, str], Bench] = {}
 
     @cached_property
     def long(self) -> Bench:
         """The bench of long documents on the shipped model."""
-        shipped = self.bench("shipped")
-        return Bench("long documents,", shipped.model, long_documents(self.long_count), shipped.states, self._progress)
+        return self._bench("shipped", "long documents", self.subject.long)
+
+    @cached_property
+    def questions(self) -> Bench:
+        """The bench of texts with answers, on the shipped model."""
+        subject = self.subject
+        return (
+            self.bench("shipped")
+            if subject.questions == subject.texts
+            else self._bench("shipped", "questions", subject.questions)
+        )
 
     def bench(self, variant: Variant) -> Bench:
-        """Return the bench of questions and prose on a variant of the model."""
-        if variant not in self._benches:
-            model = load(variant)
-            states = cached_states(model, calibration_texts())
-            self._benches[variant] = Bench(variant, model, self.texts, states, self._progress)
-        return self._benches[variant]
+        """Return the bench of the texts on a variant of the model."""
+        return self._bench(variant, "texts", self.subject.texts)
 
     def shipped(self, kv_policy: KVPolicy) -> Measurement:
         """Measure a policy on the shipped model."""
@@ -78,3 +83,17 @@ class Lab:
     def natural(self, kv_policy: KVPolicy) -> Measurement:
         """Measure a policy on the model without planted outliers."""
         return self.bench("natural").measure(kv_policy)
+
+    def why(self, claim: str, **figures: float) -> str:
+        """Return the explanation of a verdict other than HOLDS on this subject, "" where none is written."""
+        return WHY[self.subject.name].get(claim, "").format(**figures)
+
+    def _bench(self, variant: Variant, kind: str, texts: Sequence[Text]) -> Bench:
+        if (variant, kind) not in self._benches:
+            if variant not in self._models:
+                model = self.subject.load(variant)
+                self._models[variant] = model, cached_states(model, self.subject.calibration)
+            model, states = self._models[variant]
+            name = f"{self.subject.name}, {variant}, {kind}"
+            self._benches[variant, kind] = Bench(name, model, texts, states, self._progress, self._store)
+        return self._benches[variant, kind]

@@ -4,21 +4,25 @@ Intervals are 95 % bootstrap intervals by document. KL is in nats per scored tok
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 from transformers import LlamaForCausalLM
 
 from benchmarks.numerics.scales import CachedStates, kv_scales
-from benchmarks.numerics.texts import Text
+from benchmarks.numerics.store import Store
+from benchmarks.numerics.subject import Text
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.verdict.statistics import resampled_sums
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
+
+ROWS = 256
+"""Rows of logits that are compared at a time."""
 
 LEAST_KL = 1e-9
 """Floor of a document's mean KL in ratios; what is below it is noise of float32 logits."""
@@ -77,9 +81,9 @@ class Measurement:
         return [bool((step.greedy == np.array(text.targets)).all()) for text, step in pairs if text.judged]
 
     @property
-    def accuracy(self) -> float:
-        """Share of the questions that are answered rightly."""
-        return sum(self.answers) / len(self.answers)
+    def accuracy(self) -> float | None:
+        """Share of the questions that are answered rightly; None where nothing was asked."""
+        return sum(self.answers) / len(self.answers) if self.answers else None
 
     def _token_mean(self, values: Sequence[npt.NDArray[np.float64]], text_numbers: Sequence[int]) -> Interval:
         sums = np.array([[values[i].sum(), len(values[i])] for i in text_numbers])
@@ -106,38 +110,73 @@ class Bench:
     """A model, the texts to score, and the model's log-probabilities with a float16 cache. Measures every policy once.
 
     Args:
-        name: Name of the model in progress messages.
+        name: Name of the model and the texts in progress messages; measurements of another name are not taken from the store.
         model: The model.
         texts: Texts to score.
         states: Keys and values that static scales are calibrated from.
         progress: Reports the progress.
+        store: Keeps what was measured.
     """
 
     def __init__(
-        self, name: str, model: LlamaForCausalLM, texts: Sequence[Text], states: CachedStates, progress: Progress
+        self,
+        name: str,
+        model: LlamaForCausalLM,
+        texts: Sequence[Text],
+        states: CachedStates,
+        progress: Progress,
+        store: Store,
     ) -> None:
         self.name, self.model, self.texts, self.states = name, model, texts, states
-        self._progress = progress
+        self._progress, self._store = progress, store
         self._measurements: dict[str, Measurement] = {}
-        self.baseline = [array.astype(np.float32) for array in self._log_probabilities(self._engine(FP16_POLICY))]
-        """Log-probabilities (scored tokens, vocabulary) of every text with a float16 cache."""
+
+    def baseline(self, text: Text) -> npt.NDArray[np.float32]:
+        """Return the log-probabilities (scored tokens, vocabulary) of a text with a float16 cache."""
+
+        def compute() -> npt.NDArray[np.float32]:
+            logits = self._engine(FP16_POLICY).forced(text.tokens, text.first)
+            for rows in _blocks(len(logits)):
+                logits[rows] = log_softmax(logits[rows])
+            return logits
+
+        return self._store.array([self.name, "baseline", text.tokens, text.first], compute).view(np.float32)
 
     def measure(self, policy: KVPolicy) -> Measurement:
         """Score all texts with a cache under `policy`."""
         key = policy.model_dump_json(exclude={"name"})
         if key not in self._measurements:
             engine = self._engine(policy)
-            triples = zip(self.baseline, self._log_probabilities(engine), self.texts, strict=True)
-            steps = [compare(base, candidate, list(text.targets)) for base, candidate, text in triples]
+            steps = []
+            for i, text in enumerate(self.texts):
+                self._progress(f"{self.name}, policy {len(self._measurements) + 1}", i, len(self.texts))
+                scored = partial(engine.forced, text.tokens, text.first)
+                steps.append(self.compare(text, key, scored))
             self._measurements[key] = Measurement(policy, engine.shape, self.texts, steps)
         return self._measurements[key]
+
+    def compare(self, text: Text, key: object, scored: Callable[[], npt.NDArray[np.float32]]) -> StepStatistics:
+        """Return the statistics of a text's logits (scored tokens, vocabulary), which are computed if they are not kept.
+
+        Args:
+            text: The text, or its beginning.
+            key: What distinguishes these logits from others of the text.
+            scored: Computes the logits.
+        """
+
+        def compute() -> StepStatistics:
+            baseline, logits = self.baseline(text), scored()
+            parts = _blocks(len(logits))
+            return StepStatistics.joined(
+                [compare(baseline[rows], log_softmax(logits[rows]), list(text.targets[rows])) for rows in parts]
+            )
+
+        return self._store.statistics([self.name, key, text.tokens, text.first], compute)
 
     def _engine(self, policy: KVPolicy) -> OracleEngine:
         return OracleEngine.from_model(self.model, policy, kv_scales(policy, self.states))
 
-    def _log_probabilities(self, engine: OracleEngine) -> list[Array]:
-        rows = []
-        for i, text in enumerate(self.texts):
-            self._progress(f"{self.name} model, policy {len(self._measurements) + 1}", i, len(self.texts))
-            rows.append(log_softmax(engine.forced(text.tokens, text.first)))
-        return rows
+
+def _blocks(rows: int) -> list[slice]:
+    """Slices of few rows each, because a comparison makes several copies of them in float64."""
+    return [slice(first, first + ROWS) for first in range(0, rows, ROWS)]

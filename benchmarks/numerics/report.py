@@ -36,6 +36,8 @@ class Section(StrictModel):
 class Header(StrictModel):
     """The run that the numbers come from."""
 
+    title: str
+    """Name of the model."""
     command: str
     date: str
     machine: str
@@ -47,7 +49,7 @@ class Header(StrictModel):
 
 
 class Report(StrictModel):
-    """The whole report."""
+    """All measurements of one subject."""
 
     header: Header
     sections: tuple[Section, ...]
@@ -58,60 +60,19 @@ class Report(StrictModel):
         return {claim.id: claim for section in self.sections for claim in section.claims}
 
 
-def changed_verdicts(before: Report, after: Report) -> list[str]:
-    """Return a line for every claim whose verdict differs, or that only one of the reports has."""
+class Reports(StrictModel):
+    """What docs/numerics.json holds: a report a subject, None before its first run."""
+
+    tiny: Report | None = None
+    smollm2: Report | None = None
+
+
+def changed_verdicts(name: str, before: Report | None, after: Report) -> list[str]:
+    """Return a line for every claim whose verdict differs, or that only one of a subject's reports has."""
     lines = []
-    for name in sorted(before.claims.keys() | after.claims.keys()):
-        old, new = (report.claims[name].verdict if name in report.claims else "absent" for report in (before, after))
+    old_claims, new_claims = ({} if report is None else report.claims for report in (before, after))
+    for claim in sorted(old_claims.keys() | new_claims.keys()):
+        old, new = (claims[claim].verdict if claim in claims else "absent" for claims in (old_claims, new_claims))
         if old != new:
-            lines.append(f"{name}: {old} -> {new}")
+            lines.append(f"{name}, {claim}: {old} -> {new}")
     return lines
-
-
-INTRODUCTION = """\
-# What the literature says of quantized KV caches, measured here
-
-Each claim is checked on the tiny model that ships with kvgate, in the oracle's one-pass forced decode: every scored
-token reads the quantized cache. The model is far from the published ones (1.1 M parameters, four layers, at most 1,024
-tokens), so it is the *kind* of result that is reproduced, never the number; where the kind differs it says so.
-
-- **mean KL**: nats per scored token, against the same model with an FP16 cache. **PPL ratio**: perplexity of prose over
-  that of the FP16 cache. **answers**: share of questions that greedy decoding answers exactly (forced argmax).
-- Brackets are 95 % intervals of a bootstrap by document. A claim "A is better than B" is judged by how many times the mean KL
-  of A that of B is: it HOLDS when the whole interval is above 1, DOES NOT HOLD when it is below, and is UNDECIDED in
-  between. Beside it stands the typical text (geometric mean of the paired ratios), since a few tokens make up most of
-  a mean KL.
-- **shipped** is the checkpoint as it is, with planted outlier channels in the keys of the two retrieving layers
-  (stages/tiny/checkpoint/README.md); **natural** is the same function with them taken out, exactly. What depends on
-  the outliers is by design, and the second column shows it.
-"""
-
-
-def markdown(report: Report) -> str:
-    """Render the report as docs/numerics.md has it."""
-    claims = report.claims.values()
-    header = report.header
-    lines = [INTRODUCTION]
-    lines += [
-        f"`{header.command}`, {header.date}, {header.seconds} s of {header.machine}; "
-        + ", ".join(f"{name} {version}" for name, version in header.versions.items())
-        + f"; checkpoint sha256 {header.checkpoint[:16]}; {header.texts}.",
-        "",
-        "## In short",
-        *_table(
-            ("claim", "published", "here", "verdict"),
-            [(claim.statement, claim.published, claim.ours, f"**{claim.verdict}**") for claim in claims],
-        ),
-        "",
-    ]
-    for section in report.sections:
-        lines += [f"## {section.title}", section.intro, "", *_table(section.columns, section.rows), ""]
-        lines += [section.notes, ""] if section.notes else []
-        lines += [f"- **{c.verdict}**: {c.statement}: {c.ours}.{' ' + c.why if c.why else ''}" for c in section.claims]
-        lines += [""] if section.claims else []
-    return "\n".join(lines)
-
-
-def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...] | list[tuple[str, ...]]) -> list[str]:
-    marks = ("---",) + ("---:",) * (len(columns) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, marks, *rows)]

