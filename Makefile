@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test real check clean
+.PHONY: demo test real faults check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 $(VENV)/torch:
@@ -47,6 +47,10 @@ real: $(VENV)/for-real
 
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
+faults: $(VENV)/for-test
+	PYTHONPATH=tests $(BIN)/python -m faults
 
 check: $(VENV)/for-test
 	$(BIN)/ruff check .

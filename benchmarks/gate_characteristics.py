@@ -21,8 +21,9 @@ from scipy.signal import fftconvolve
 from scipy.stats import multinomial
 
 from pipeline.verdict import statistics as st
+from pipeline.verdict.bounds import Array
 from pipeline.verdict.looks import Spending, nominal_levels, obrien_fleming_spending, square_root_spending
-from pipeline.verdict.statistics import Array, Pairs
+from pipeline.verdict.statistics import Pairs
 from pipeline.verdict.thresholds import Gates
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "gates" / "default.yaml"
@@ -115,7 +116,7 @@ class Progress:
 @cache
 def progress(samples: int, rates: Rates, rule: Rule, workloads: int) -> list[Progress]:
     """Carry the counts of one workload through all looks."""
-    pass_levels = nominal_levels(rule.shares, GATES.alpha, rule.for_pass)
+    pass_levels = nominal_levels(rule.shares, GATES.pass_alpha, rule.for_pass)
     fail_levels = nominal_levels(rule.shares, GATES.alpha / workloads, rule.for_fail)  # Holm's first step decides "any"
     undecided, passed, before = np.ones((1, 1)), np.zeros((1, 1)), 0
     result = []
@@ -148,9 +149,9 @@ def sequential(case: Sequence[Rates], samples: int, rule: Rule) -> Outcome:
 
 
 def holm_for_pass(case: Sequence[Rates], samples: int) -> Outcome:
-    """Return the outcome of one look with Holm's procedure for PASS too, which were the rules before there were rounds."""
+    """Return the outcome of one look with Holm's procedure for PASS too, as the rules were before there were rounds."""
     count = len(case)
-    steps = [GATES.alpha / (count - rank) for rank in range(count)]
+    steps = [GATES.pass_alpha / (count - rank) for rank in range(count)]
     shares = []
     for rates in case:  # of each workload: the probability of a p-value between one step and the next
         mass = gains(samples, rates)
@@ -184,7 +185,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     one, planned = Rule((1.0,)), Rule(shares)
     what = f"{WORKLOADS} workloads, {samples} samples of each, margin {GATES.margin:g}: PASS / FAIL / mean samples, in %"
     rules: dict[str, Judge] = {
-        "one look, Holm for PASS (rules 1)": lambda case: holm_for_pass(case, samples),
+        "one look, Holm for PASS": lambda case: holm_for_pass(case, samples),
         "one look": lambda case: sequential(case, samples, one),
         f"{len(shares)} looks": lambda case: sequential(case, samples, planned),
     }

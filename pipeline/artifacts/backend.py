@@ -88,6 +88,14 @@ class Backend(ABC):
     def engine_module(self) -> str:
         """Module that loads bundles: its source, with all that it can import, is part of an evaluation's key."""
 
+    @property
+    def compute_dtype(self) -> str | None:
+        """Type of its engines' activations: but for its rounding they compute what the oracle does.
+
+        None where their arithmetic differs from the oracle's by design, so that no rounding says how far they may be.
+        """
+        return "float32"
+
     @abstractmethod
     def check_inputs(self, job: Job) -> None:
         """Refuse, before any work, what cannot be built or run here.

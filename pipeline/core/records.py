@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape, Side
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,6 +130,74 @@ class SharingEngine(Engine, Protocol):
     def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
         ...
+
+
+@runtime_checkable
+class CorruptibleEngine(Engine, Protocol):
+    """An engine that can be given small faults: the rungs of the canary's ladder."""
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        """Multiply the scales that decoding reads keys or values with, or what is stored where there are none.
+
+        It is those of one layer and one of its KV heads, or of all; a layer whose heads share a scale takes all of them. The
+        inverse factor takes it back.
+        """
+        ...
+
+    def repeat_page(self) -> None:
+        """Let the second page of every live sequence hold what its first one does, as a page that was not written would."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredCopy:
+    """One copy of consecutive tokens of one side of one layer, as it lies in an engine's memory.
+
+    H KV heads, n tokens, W bytes and g scales of a token. The order of codes within a byte is that of
+    `stages.engines.paged.layout.PACKED`.
+    """
+
+    first: int
+    """Position of the first token."""
+    codes: npt.NDArray[np.uint8]
+    """(H, n, W)."""
+    scale: npt.NDArray[np.float16] | None
+    """(H, n, g); None for static and exact formats."""
+    zero: npt.NDArray[np.float16] | None
+    static_scale: npt.NDArray[np.float32] | None
+    """(1 | H, 1, 1 | D), as attention reads it; None for dynamic and exact formats."""
+    static_zero: npt.NDArray[np.float32] | None
+
+
+@runtime_checkable
+class ReadableEngine(Engine, Protocol):
+    """An engine that shows what it stored."""
+
+    prefill_chunk: int
+    """Tokens of one prefill run."""
+
+    def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
+        """Return the copies of every layer that a sequence's pages hold. The exact tokens' own buffers are no part of it."""
+        ...
+
+
+@runtime_checkable
+class RequestEngine(OnePassEngine, Protocol):
+    """An engine that serves whole requests: what it decodes together is requests, not steps."""
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[npt.NDArray[np.float32]]:
+        """Return what `forced` returns of each (tokens, first), of requests that are in flight at once."""
+        ...
+
+
+@runtime_checkable
+class BoundedEngine(Engine, Protocol):
+    """An engine that was built for so many tokens and sequences and no more."""
+
+    max_tokens: int
+    """Most tokens of a sequence."""
+    max_batch: int
+    """Most sequences of a decode step."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,21 @@ class BfclConfig(StrictModel):
         return self
 
 
+class ProbeConfig(StrictModel):
+    """How far random tokens take an engine beside the oracle, where the engine's own limits are not lower."""
+
+    max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
+    """Longest sequence."""
+    decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 320
+    """Tokens that sequences decode from short prompts, forced and free."""
+    offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Decode steps at each length: 64 are every offset of a page."""
+    max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
+    """Largest decode step; the evaluation's batch_size where that is larger."""
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
+    """Short requests that come and go."""
+
+
 class WorkloadsConfig(StrictModel):
     """The samples of an evaluation, and how they are run."""
 
@@ -95,15 +110,19 @@ class WorkloadsConfig(StrictModel):
     context_bins: list[int]
     """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
     noise_samples: Count
-    """Samples per workload that the baseline repeats one at a time: the A/A noise floor."""
+    """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
     """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
     canary_factor: float
     """By how much the canary multiplies every key scale."""
+    conformance_samples: Count = 0
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
+    before they were lacks it."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
+    probe: ProbeConfig = Field(default_factory=ProbeConfig)
     load: LoadConfig
 
     @property

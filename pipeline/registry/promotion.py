@@ -13,7 +13,7 @@ work directory (with a server). Against other hosts there is only a check after 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,6 +23,7 @@ from filelock import FileLock
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.summary import Candidate, evidence_digest
+from pipeline.verdict.coverage import Limits
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
@@ -51,6 +52,8 @@ class ReplayedEvidence:
     report: EvaluationReport | None
     """None where it cannot be read, which a finding says."""
     rows: Sequence[SampleRow]
+    built_for: Limits = field(default_factory=Limits)
+    """What the engine's bundle allows."""
 
 
 Replay = Callable[[Candidate], ReplayedEvidence]
@@ -115,11 +118,11 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
 
 
-def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> str:
+def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> tuple[str, Limits | None]:
     """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
 
     Returns:
-        The candidate's version in the registry.
+        The candidate's version in the registry, and how far its verdict holds; None for a report that does not say.
 
     Raises:
         GateRefusal: with the first thing that is wrong.
@@ -144,7 +147,10 @@ def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Regis
     verdict = decide(report, evidence.rows)
     reasons = "; ".join(verdict.reasons)
     _require(candidate, verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
-    return _registered_version(candidate, registry)
+    covered = report.limits
+    beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
+    _require(candidate, beyond is None, str(beyond))
+    return _registered_version(candidate, registry), covered
 
 
 def _refusal(candidate: Candidate, reason: str) -> GateRefusal:
@@ -213,7 +219,7 @@ def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay,
         MissingRequirement: when a library that the replay takes is not installed.
     """
     best = choose(candidates)
-    version = verify(best, replay, decide, registry)
+    version, covered = verify(best, replay, decide, registry)
     with FileLock(registry.lock):
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
@@ -228,13 +234,16 @@ def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay,
             "promoted_over": old or "",
             "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
         }
+        if covered is not None:
+            tags |= {"max_tokens": str(covered.tokens), "max_batch": str(covered.batch)}
         registry.set_tags(version, tags)
         if old is not None:
             registry.set_alias("previous", old)
         registry.set_alias("champion", version)
         _check_aliases(registry, version, old if old is not None else previous)
     over = f" over version {old}" if old is not None else ""
-    return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}")
+    held = f", {covered}" if covered is not None else ""
+    return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
 def rollback(registry: Registry) -> Move:

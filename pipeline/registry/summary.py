@@ -51,6 +51,8 @@ class Candidate(StrictModel):
     backend: str
     verdict: Status
     reasons: tuple[str, ...]
+    covered: str | None = None
+    """How far the verdict holds: `up to 1,024 tokens, batch 16`."""
     metrics: Mapping[str, float | None]
     """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
     engine: Cited

@@ -13,7 +13,7 @@ from pipeline.artifacts.backend import TORCH, Backend, Fill
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.config import Config
-from pipeline.core.backends import BackendConfig
+from pipeline.core.backends import BackendConfig, TorchConfig
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
@@ -147,9 +147,18 @@ class Chain:
 
         return self.make(recipe, fill, policy, note)
 
+    def twin(self, policy: KVPolicy) -> Artifact:
+        """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
+        return self.bundle(policy, self._twin_config)
+
+    @cached_property
+    def _twin_config(self) -> TorchConfig:
+        threads = getattr(self.config.backend, "threads", None)
+        return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
+
     def baseline(self, number: int = 1) -> Artifact:
         """Return the answers and distributions of the FP16-KV engine of the same backend and weights on a round's samples."""
-        bundle = self.bundle(FP16_POLICY)
+        bundle, twin = self.bundle(FP16_POLICY), self.twin(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
             loading.evaluation().measure_baseline(
@@ -160,14 +169,16 @@ class Chain:
                 config=self.config.workloads,
                 progress=progress,
                 first=number == 1,
+                open_twin=self._twin_opener(twin),
             )
 
-        recipe = self._evaluation_recipe("baseline", {"baseline": bundle.digest}, number)
+        inputs = {"baseline": bundle.digest, "twin": twin.digest}
+        recipe = self._evaluation_recipe("baseline", inputs, number)
         return self.make(recipe, fill, FP16_POLICY, self._round_note(number), resumable=True)
 
     def round(self, policy: KVPolicy, number: int) -> Artifact:
         """Return how `policy`'s engine compares with the baseline on a round's samples."""
-        answers, engine = self.baseline(number), self.bundle(policy)
+        answers, engine, twin = self.baseline(number), self.bundle(policy), self.twin(policy)
 
         def fill(out: Path, progress: Progress) -> None:
             loading.evaluation().evaluate_round(
@@ -179,9 +190,11 @@ class Chain:
                 config=self.config.workloads,
                 progress=progress,
                 first=number == 1,
+                open_twin=self._twin_opener(twin),
             )
 
-        recipe = self._evaluation_recipe("round", {"engine": engine.digest, "answers": answers.digest}, number)
+        inputs = {"engine": engine.digest, "answers": answers.digest, "twin": twin.digest}
+        recipe = self._evaluation_recipe("round", inputs, number)
         return self.make(recipe, fill, policy, self._round_note(number), resumable=True)
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
@@ -310,7 +323,7 @@ class Chain:
         if number is not None:
             config["round"] = number
         code = ("stages.evaluate", backend.engine_module)
-        shared = ("transformers", "tokenizers", "safetensors", "numpy", "scipy")
+        shared = (*TORCH, "numpy", "scipy")
         libraries = (*backend.libraries, *shared, *backend.run_libraries())
         return Recipe(stage, code, config, inputs, libraries, measures_time=True)
 
@@ -333,3 +346,8 @@ class Chain:
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """Return a function that loads a new engine from the bundle at every call."""
         return lambda: self.backend.load(bundle.path)
+
+    def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
+        """Return a function that loads the oracle as the twin of this backend's engines."""
+        dtype = self.backend.compute_dtype
+        return lambda: loading.evaluation().Twin(loading.open_backend(self._twin_config).load(bundle.path), dtype)

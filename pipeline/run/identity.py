@@ -268,6 +268,8 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     bound["report"] = files_digest({name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)})
     # A key that the evidence of an older kvgate does not have is no part of its digest.
     gates = identity.gates.model_dump(mode="json", exclude_unset=True)
+    if report.limits is not None:
+        bound["covered"] = str(report.limits)
     return bound | {"gates": json_digest(gates), "verdict": identity.verdict.status}
 
 

@@ -117,6 +117,7 @@ class Evaluation(Protocol):
         config: WorkloadsConfig,
         progress: Progress,
         first: bool,
+        open_twin: Callable[[], Any] | None,
     ) -> None:
         """Write what the baseline engine answers to a round's samples, and its distributions."""
         ...
@@ -132,6 +133,7 @@ class Evaluation(Protocol):
         config: WorkloadsConfig,
         progress: Progress,
         first: bool,
+        open_twin: Callable[[], Any] | None,
     ) -> None:
         """Write how an engine compares with the baseline on a round's samples."""
         ...
@@ -149,6 +151,10 @@ class Evaluation(Protocol):
         graph_digest: str | None,
     ) -> EvaluationReport:
         """Write the report on the rounds that ran; `measured` are their `MeasuredRound`s."""
+        ...
+
+    def Twin(self, engine: Engine, compute_dtype: str | None) -> Any:
+        """Return an oracle as the twin of an engine of some type."""
         ...
 
     def MeasuredRound(self, baseline: Path, candidate: Path) -> Any:

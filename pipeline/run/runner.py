@@ -107,6 +107,7 @@ def evaluate(run: Run) -> None:
             backend=config.backend.name,
             verdict=verdict.status,
             reasons=tuple(verdict.reasons),
+            covered=verdict.covered,
             metrics=report.flat_metrics(),
             engine=Cited(path=engine.path, digest=engine.digest),
             baseline=Cited(path=baseline.path, digest=baseline.digest),
@@ -121,6 +122,8 @@ def evaluate(run: Run) -> None:
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
+    tables.print_conformance(verdict)
+    tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
     if candidate.verdict != promotion.PASS and not run.sweeping:

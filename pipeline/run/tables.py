@@ -15,6 +15,8 @@ from pipeline.registry.promotion import PASS, Finding, Move
 from pipeline.registry.summary import Candidate
 from pipeline.run import console
 from pipeline.run.evidence import Evidence
+from pipeline.verdict.report import EvaluationReport
+from pipeline.verdict.thresholds import Verdict
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
@@ -27,7 +29,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
-REASONS_SHOWN = 4
+REASONS_SHOWN = 5
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
@@ -109,11 +111,30 @@ def print_verdict(candidate: Candidate) -> None:
     """Print the verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
     kib_per_token = candidate.metric("memory/kib_per_token")
-    console.out.print(f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {kib_per_token:.3f} KiB/token")
+    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    console.out.print(f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {kib_per_token:.3f} KiB/token")
     for reason in candidate.reasons[:REASONS_SHOWN]:
         console.out.print(f"  {escape(reason)}", soft_wrap=True)
     if len(candidate.reasons) > REASONS_SHOWN:
         console.out.print(f"  and {len(candidate.reasons) - REASONS_SHOWN} more in summary.json")
+
+
+def print_conformance(verdict: Verdict) -> None:
+    """Print a line for each engine that was compared with the oracle: whether it computes its policy, or where not."""
+    for check in verdict.checks:
+        if check.gate == "conformance":
+            console.out.print(f"  [{COLOURS[check.status]}]{escape(check.reason)}[/]", soft_wrap=True)
+
+
+def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
+    """Print what the distances are with their errors, what the evaluation could have told, and what was not shown."""
+    divergence = report.overall.fidelity.divergence
+    for line in divergence.lines if divergence is not None else ():
+        console.out.print(f"  {escape(line)}", soft_wrap=True)
+    for workload, detectable in verdict.detectable.items():
+        console.out.print(f"  {escape(workload)}: so many samples can tell that {detectable.text}", soft_wrap=True)
+    for warning in verdict.warnings:
+        console.out.print(f"  [yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:

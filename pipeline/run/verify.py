@@ -26,9 +26,10 @@ from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, Identity, Role, answers_input, bindings, read_bundle, round_input
 from pipeline.run.loading import evaluation, required_libraries
+from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import Verdict
+from pipeline.verdict.thresholds import Detectable, Verdict
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
@@ -67,7 +68,11 @@ def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
         UserError: when its identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    return ReplayedEvidence(replay(evidence), evidence.report, evidence.rows)
+    findings = replay(evidence)
+    # Of a bundle that cannot be read or is gone a finding says so, which stops the promotion.
+    intact = evidence.engine is not None and all(finding.status == "same" for finding in findings)
+    built_for = Limits.of_bundle(read_bundle(evidence.engine)) if intact and evidence.engine is not None else Limits()
+    return ReplayedEvidence(findings, evidence.report, evidence.rows, built_for)
 
 
 def replay(evidence: Evidence) -> list[Finding]:
@@ -300,13 +305,29 @@ def _differing_check(recorded: Verdict, verdict: Verdict) -> str | None:
     """Describe the first difference between two verdicts of the same status; None when they are the same."""
     if len(recorded.checks) != len(verdict.checks) or recorded.samples_needed != verdict.samples_needed:
         return f"{len(recorded.checks)} recorded, {len(verdict.checks)} made"
-    if recorded.round != verdict.round:
-        return f"recorded round {recorded.round}, found {verdict.round}"
     for one, other in zip(recorded.checks, verdict.checks, strict=True):
         exact = (one.gate, one.where, one.status, one.threshold) == (other.gate, other.where, other.status, other.threshold)
         if not exact or not (_is_near(one.value, other.value) and _is_near(one.bound, other.bound)):
             return f"recorded {one.reason}, found {other.reason}"
-    return None if recorded.reasons == verdict.reasons else f"recorded reasons {recorded.reasons}, found {verdict.reasons}"
+    if not _tell_the_same(recorded.detectable, verdict.detectable):
+        return f"recorded detectable {recorded.detectable}, found {verdict.detectable}"
+    for name in ("covered", "round", "warnings", "reasons"):
+        one_value, other_value = getattr(recorded, name), getattr(verdict, name)
+        if one_value != other_value:
+            return f"recorded {name} {one_value}, found {other_value}"
+    return None
+
+
+def _tell_the_same(recorded: Mapping[str, Detectable], found: Mapping[str, Detectable]) -> bool:
+    """Whether two verdicts say the same of what their samples could have told, to the precision that it is found to."""
+
+    def near(one: float | None, other: float | None) -> bool:
+        return one is other if one is None or other is None else math.isclose(one, other, abs_tol=2e-4)
+
+    return recorded.keys() == found.keys() and all(
+        near(one.fails_from, found[name].fails_from) and near(one.passes_up_to, found[name].passes_up_to)
+        for name, one in recorded.items()
+    )
 
 
 def _is_near(one: float | None, other: float | None) -> bool:

@@ -1,13 +1,13 @@
 """Gates on answers: paired non-inferiority per workload, and a search for context bins that are clearly worse."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from pipeline.verdict import statistics as st
-from pipeline.verdict.looks import Look, inflation, nominal_levels, obrien_fleming_spending, square_root_spending
+from pipeline.verdict.looks import Look
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, Gates, Status
+from pipeline.verdict.thresholds import Check, Detectable, Gates, Status
 
 MOST_SAMPLES = 1_000_000
 """Cap of the number of samples that an INCONCLUSIVE asks for; texts say "over a million" there."""
@@ -72,20 +72,19 @@ class _PairedAnswers:
         )
 
 
-def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> tuple[list[Check], dict[str, int]]:
-    """Test each workload that has answers at one look: for PASS at its own level, for FAIL at Holm's levels over workloads.
-
-    Returns:
-        The checks, and for each inconclusive workload the number of samples that would decide it.
-    """
+def _groups(rows: Sequence[SampleRow]) -> list[_PairedAnswers]:
     workloads = sorted({row.workload for row in rows if row.judged})
-    groups = [_PairedAnswers.of(name, [r for r in rows if r.judged and r.workload == name]) for name in workloads]
-    margins = [gates.margin_of(name) for name in workloads]
+    return [_PairedAnswers.of(name, [r for r in rows if r.judged and r.workload == name]) for name in workloads]
+
+
+def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]:
+    """Test each workload that has answers at one look: for PASS at its own level, for FAIL at Holm's levels over workloads."""
+    groups = _groups(rows)
+    margins = [gates.margin_of(group.name) for group in groups]
     bad = [st.inferiority_p(c.pairs, m) for c, m in zip(groups, margins, strict=True)]
     fail_levels = st.holm_levels(bad, gates.alpha, look.fail_level)
-    pass_level = look.pass_level(gates.alpha)
+    pass_level = look.pass_level(gates.pass_alpha)
     checks: list[Check] = []
-    needed: dict[str, int] = {}
     for group, margin, bad_p, fail_level in zip(groups, margins, bad, fail_levels, strict=True):
         if bad_p <= fail_level:
             checks.append(group.check("FAIL", fail_level, lower=False, margin=margin))
@@ -97,37 +96,81 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> tuple[list[
             )
             checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
         elif group.judged < gates.min_samples:
-            needed[group.name] = max(gates.min_samples, _needed(group, margin, look, gates, len(groups)))
             advice = f"; {group.judged} samples, gates.min_samples is {gates.min_samples}"
             checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
         elif st.noninferiority_p(group.pairs, margin) <= pass_level:
             checks.append(group.check("PASS", pass_level, lower=True, margin=margin))
         else:
-            needed[group.name] = _needed(group, margin, look, gates, len(groups))
-            amount = f"{needed[group.name]:,}" if needed[group.name] < MOST_SAMPLES else "over a million"
-            advice = f"; about {amount} samples would decide"
-            checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin, advice=advice))
-    return checks, needed
+            checks.append(group.check("INCONCLUSIVE", pass_level, lower=True, margin=margin))
+    return checks
 
 
-def _needed(group: _PairedAnswers, margin: float, look: Look, gates: Gates, workloads: int) -> int:
-    """Return the samples with which a plan of the same looks would decide with `gates.power`, if the rates stay the same.
+def samples_needed(rows: Sequence[SampleRow], open_workloads: Collection[str], gates: Gates, look: Look) -> dict[str, int]:
+    """Return for each workload whose answers are open with how many samples another evaluation would decide it.
 
-    Several looks take some more samples than a single one (`looks.inflation`). It is at least one more than there are, and at
-    least the number with which a candidate without flips passes. Where samples share documents it grows in proportion, because
-    what was counted is what independent samples would have shown.
+    A workload that the baseline rarely gets right has none: more of the same samples would not help.
     """
-    pairs = group.pairs
+    groups = _groups(rows)
+    wanted = [g for g in groups if g.name in open_workloads and g.baseline >= gates.min_baseline_accuracy]
+    return {group.name: max(gates.min_samples, _needed(group, look, gates, len(groups))) for group in wanted}
+
+
+def advice(count: int, gates: Gates) -> str:
+    """Say that so many samples would decide a workload, for the end of a reason."""
+    amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
+    return f"; about {amount} samples would decide with gates.attempt={gates.next_attempt.attempt}"
+
+
+def _needed(group: _PairedAnswers, look: Look, gates: Gates, workloads: int) -> int:
+    """Return the samples with which the next evaluation would decide with `gates.power`, if the rates stay the same.
+
+    The power is that of the test that decides at the last look of the same plan, at the level that the next attempt has there;
+    earlier looks only add to it. It is more than there are, and at least the number with which a candidate without flips
+    passes. Where samples share documents it grows in proportion, because what was counted is what independent samples would
+    have shown.
+    """
+    pairs, margin = group.pairs, gates.margin_of(group.name)
     if abs(margin + pairs.difference) < 1e-9:
         return MOST_SAMPLES
-    passes = pairs.difference > -margin
-    alpha = gates.alpha if passes else gates.alpha / workloads
-    one_look = st.paired_samples(pairs.lost / pairs.n, pairs.gained / pairs.n, margin, alpha, gates.power)
-    spending = obrien_fleming_spending if passes else square_root_spending
-    enough = one_look * inflation(look.shares, alpha, spending, gates.power)
-    last_level = nominal_levels(look.shares, gates.alpha, obrien_fleming_spending)[-1]
-    least = st.samples_without_flips(margin, last_level)
-    return min(MOST_SAMPLES, max(group.judged + 1, math.ceil(max(enough, least) * group.judged / pairs.n)))
+    last = replace(look, number=len(look.shares))
+    again = gates.next_attempt
+    level = last.pass_level(again.pass_alpha) if pairs.difference > -margin else last.fail_level(gates.alpha / workloads)
+    lost, gained = pairs.lost / pairs.n, pairs.gained / pairs.n
+    enough = st.samples_to_decide(lost, gained, margin, level, gates.power, MOST_SAMPLES)
+    return min(MOST_SAMPLES, max(group.judged + 1, math.ceil(enough * group.judged / pairs.n)))
+
+
+def detectable(rows: Sequence[SampleRow], gates: Gates, look: Look) -> dict[str, Detectable]:
+    """Return what the last look of this plan could tell of each workload, at as many samples as `rows` have of it.
+
+    Answers that the candidate gains are as many as were seen.
+    """
+    last = replace(look, number=len(look.shares))
+    groups = _groups(rows)
+    fail_level, pass_level = last.fail_level(gates.alpha / max(len(groups), 1)), last.pass_level(gates.pass_alpha)
+    return {group.name: _detectable(group, gates, fail_level, pass_level) for group in groups}
+
+
+def _detectable(group: _PairedAnswers, gates: Gates, fail_level: float, pass_level: float) -> Detectable:
+    margin, n, gained = gates.margin_of(group.name), group.pairs.n, group.pairs.gained / group.pairs.n
+
+    def decides(loss: float, level: float, for_pass: bool) -> bool:
+        return st.decision_power(n, gained + loss, gained, margin, level, for_pass) >= gates.power
+
+    return Detectable(
+        fails_from=_edge(lambda loss: decides(loss, fail_level, for_pass=False), 1 - 2 * gained, margin),
+        passes_up_to=_edge(lambda loss: decides(loss, pass_level, for_pass=True), 0.0, margin),
+    )
+
+
+def _edge(holds: Callable[[float], bool], inside: float, outside: float) -> float | None:
+    """Return the value nearest to `outside` for which `holds`, to 1e-4; None where it does not hold `inside`."""
+    if not holds(inside):
+        return None
+    while abs(outside - inside) > 1e-4:
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+    return inside
 
 
 def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]:

@@ -4,7 +4,8 @@ The samples were run in rounds, and the gates look at all samples up to a round 
 spending, so that all looks together err with alpha). `decide` repeats every look up to the last round that it gets.
 `is_final` says whether another round would be run.
 
-Rules of each gate at a look (levels are one-sided and the look's own; the statistics are in `pipeline.verdict.statistics`):
+Rules of each gate at a look (levels are one-sided and the look's own; the statistics are in `pipeline.verdict.statistics` and
+`pipeline.verdict.bounds`):
 
 - Accuracy per workload, candidate - baseline, paired by sample: PASS when the exact non-inferiority test clears the level (its
   lower bound lies above -margin), FAIL when the exact inferiority test clears Holm's level over workloads (its upper bound lies
@@ -13,10 +14,15 @@ Rules of each gate at a look (levels are one-sided and the look's own; the stati
   A workload that the baseline itself rarely gets right cannot show a loss: INCONCLUSIVE.
 - Accuracy per context bin: FAIL by the same test, with Holm's procedure over bins. Bins are too small to demand a PASS.
 - Reports in which no sample has an answer: INCONCLUSIVE below `min_samples` documents, else the distances decide alone.
-- Mean KL, top-10 overlap, PPL ratio and RMS delta p per workload, bootstrap by document: PASS when the bound on the bad
-  side is within the threshold, FAIL when the bound on the good side is outside. A look before the last takes ten documents.
-- p99.9 of the KL over all tokens and the slope of the KL over context: FAIL when the bound on the good side is outside,
-  else PASS (the other bound of a tail is its maximum, which decides nothing).
+- Mean KL, top-10 overlap, PPL ratio and RMS delta p per workload, by document: PASS when a bet of what PASS may err with shows
+  the mean to be within its limit, where a document counts as four times the limit at most; FAIL when a bet shows it, uncut, to
+  be outside. Bets need no level of a look.
+- The share of ruined requests, whose mean KL is beyond four times its limit, over all workloads: PASS and FAIL by exact bounds.
+- The share of tokens with a KL above `max_p999_kl`, over all workloads: FAIL by exact bounds, a WARNING when it is not shown to
+  be small. So are mean distances of a few texts without answers beside samples with answers.
+- The slope of the KL over context per workload: FAIL when it is clearly outside, a WARNING when it is not shown to be within.
+
+What a PASS may err with is the attempt's share of alpha (`Gates.pass_alpha`). A FAIL of distances has alpha over their number.
 
 What failed at any look has failed. A workload whose answers passed at any look and failed at none has passed, even where a
 later look alone would be open: that is what the spent error pays for. Distances pass at the latest look only.
@@ -26,20 +32,24 @@ Rules that spend nothing, of the report as it stands:
 - A planned workload of which no sample, or none with an answer, was run yet: INCONCLUSIVE.
 - Completeness: FAIL where a sample is missing, doubled, lacks a finite number or is of a round that was not planned.
 - Canary: FAIL unless these gates would have failed the corrupted engine. Gates that would not cannot see the cache.
-- A/A noise floor: INCONCLUSIVE where a KL threshold is not above it.
+- The canary's ladder: a statement of which smaller faults these gates noticed; it never fails.
+- Conformance: FAIL where a request of the candidate, or of the baseline, is farther from the oracle under the same policy than
+  rounding takes it (`pipeline.verdict.conformance`).
+- A/A noise floor of both engines: INCONCLUSIVE where a KL threshold is not above it.
+- Stress probe of both engines: FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its
+  policy claims, or generates what its forced decode contradicts (`pipeline.verdict.coverage`).
 - Compact storage of the baseline: INCONCLUSIVE where what it misses of the mean KL is over a hundredth of the threshold.
 
-Everything else is INCONCLUSIVE, with the number of samples that would decide. A value that is missing or not finite never
-passes. Accuracy is the verdict where there are answers. Distances are trip-wires: their bounds are not adjusted for their
-number, because their thresholds are far from what a sound engine shows.
+Everything else is INCONCLUSIVE, with the number of samples that would decide the answers. A value that is missing or not finite
+never passes.
 """
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.verdict import answers, distances
+from pipeline.verdict import answers, conformance, coverage, distances, validity
 from pipeline.verdict.looks import Look, planned_looks
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import RULES, Check, Gates, Status, Verdict
+from pipeline.verdict.thresholds import RULES, Check, Detectable, Gates, LineStatus, Status, Verdict
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
@@ -53,24 +63,26 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     Raises:
         UserError: for a margin of a workload that has no answers.
     """
-    checks = distances.completeness(report, rows)
+    checks = validity.completeness(report, rows)
     if any(check.status == "FAIL" for check in checks):
-        return _conclude(checks, {}, looks=0)
+        return _conclude(checks, {}, looks=0, detectable={})
     answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
     gates.check_margins(answered | {row.workload for row in rows if row.judged})
     rounds = max(row.round for row in rows)
     looks = [look for look in planned_looks(report.planned_rounds, gates.max_rounds) if look.last_round <= rounds]
-    needed: dict[str, int] = {}
-    seen: list[list[Check]] = []
-    for look in looks:
-        look_checks, needed = _look(look, report, [row for row in rows if row.round <= look.last_round], gates)
-        seen.append(look_checks)
+    seen = [_look(look, report, [row for row in rows if row.round <= look.last_round], gates) for look in looks]
     checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
-    checks += distances.not_asked_yet(report, rows)
-    checks += distances.noise_floor(report, gates)
-    checks += distances.compaction(report, gates)
+    checks += validity.not_asked_yet(report, rows)
+    checks += validity.noise_floor(report, gates)
+    checks += validity.compaction(report, gates)
     checks += distances.canary(report, gates)
-    return _conclude(checks, needed, len(looks))
+    checks += distances.ladder(report, gates)
+    checks += conformance.conformance(report.conformance)
+    checks += coverage.checks(report.probes)
+    verdict = _conclude(
+        *_advised(checks, rows, gates, looks), len(looks), answers.detectable(rows, gates, looks[-1]) if looks else {}
+    )
+    return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
 def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
@@ -78,22 +90,40 @@ def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
     return verdict.status != "INCONCLUSIVE" or verdict.round >= len(planned_looks(report.planned_rounds, gates.max_rounds))
 
 
-def _look(look: Look, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> tuple[list[Check], dict[str, int]]:
-    """Return the checks of one look at `rows`, and how many samples would decide each inconclusive workload."""
-    checks, needed = answers.accuracy(rows, gates, look)
-    checks += answers.accuracy_by_context(report, rows, gates, look)
-    document_checks = distances.documents_without_answers(rows, gates)
-    checks += document_checks
-    needed |= {check.where: gates.min_samples for check in document_checks if check.status == "INCONCLUSIVE"}
-    checks += distances.distance_by_workload(rows, gates, look)
-    checks += distances.tail_and_slope(report, rows, gates, look)
-    return [check.model_copy(update={"reason": check.reason + look.place}) for check in checks], needed
+def _look(look: Look, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
+    """Return the checks of one look at `rows`."""
+    together = distances.jointly_tested(rows)
+    checks = [
+        *answers.accuracy(rows, gates, look),
+        *answers.accuracy_by_context(report, rows, gates, look),
+        *validity.documents_without_answers(rows, gates),
+        *distances.distance_by_workload(rows, gates, together),
+        *distances.rare(rows, gates, look, together),
+        *distances.slope_by_workload(rows, gates, look, together),
+    ]
+    return [check.model_copy(update={"reason": check.reason + look.place}) for check in checks]
+
+
+def _advised(
+    checks: Sequence[Check], rows: Sequence[SampleRow], gates: Gates, looks: Sequence[Look]
+) -> tuple[list[Check], dict[str, int]]:
+    """Return the checks with how many samples would decide those that are open, and these numbers by place."""
+    still_open = {check.where for check in checks if (check.gate, check.status) == ("accuracy", "INCONCLUSIVE")}
+    needed = answers.samples_needed(rows, still_open, gates, looks[-1]) if looks else {}
+    said = [
+        check.model_copy(update={"reason": check.reason + answers.advice(needed[check.where], gates)})
+        if (check.gate, check.status) == ("accuracy", "INCONCLUSIVE") and check.where in needed
+        else check
+        for check in checks
+    ]
+    few = any((check.gate, check.status) == ("min_samples", "INCONCLUSIVE") for check in checks)
+    return said, needed | ({"all": gates.min_samples} if few else {})
 
 
 def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
     """Return one check for each gate and place: its latest that failed, else its latest that passed, else its last.
 
-    Only an exact test's PASS lasts. Distances have bootstrap bounds, which say little of the few documents of an early look.
+    Only a PASS of answers lasts: what ruins later documents is no part of the distances of the earlier ones.
 
     Args:
         seen: The checks of each look, at least one look.
@@ -104,7 +134,7 @@ def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
             by_key.setdefault((check.gate, check.where), []).append(check)
     decided = []
     for (gate, _), history in by_key.items():
-        lasting: tuple[Status, ...] = ("FAIL", "PASS") if gate == "accuracy" else ("FAIL",)
+        lasting: tuple[LineStatus, ...] = ("FAIL", "PASS") if gate == "accuracy" else ("FAIL",)
         decided.append(
             next((check for status in lasting for check in reversed(history) if check.status == status), history[-1])
         )
@@ -119,8 +149,9 @@ def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:
     return Check(gate="max_rounds", where="all", value=rounds, bound=None, threshold=None, status="INCONCLUSIVE", reason=reason)
 
 
-def _conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int) -> Verdict:
-    """The verdict is the worst status of its checks; its reasons are those of the checks with that status."""
+def _conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, detectable: Mapping[str, Detectable]) -> Verdict:
+    """The verdict is the worst status of its checks; its reasons are those of the checks with that status, and the
+    ladder's."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"
@@ -128,8 +159,10 @@ def _conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int) ->
     open_places = {check.where for check in checks if check.status == "INCONCLUSIVE"}
     return Verdict(
         status=status,
-        reasons=failures or undecided or passes,
+        reasons=[*(failures or undecided or passes), *(check.reason for check in checks if check.gate == distances.LADDER)],
         checks=list(checks),
+        warnings=[check.reason for check in checks if check.status == "WARNING"],
+        detectable=dict(detectable),
         samples_needed={where: count for where, count in needed.items() if where in open_places},
         round=looks,
         rules=RULES,

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from pipeline.verdict.statistics import Array
+from pipeline.verdict.bounds import Array
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 """Gauss-Legendre quadrature of the recursive integration; a thousand nodes change no level by 1e-12."""
@@ -146,25 +146,3 @@ def _boundary(paths: _Paths, share: float, wanted: float) -> float:
 def _boundary_of(level: float, share: float) -> float:
     """Return the score above which a test at `level` rejects; one too small to matter has a boundary that no path reaches."""
     return float(min(-ndtri(level), FARTHEST) * math.sqrt(share))
-
-
-def crossing_probability(shares: tuple[float, ...], levels: tuple[float, ...], drift: float) -> float:
-    """Return the probability that a test at `levels` rejects at any look, where the mean of its z is `drift` at the last."""
-    paths, crossed = _Paths.start(drift), 0.0
-    for share, level in zip(shares, levels, strict=True):
-        boundary = _boundary_of(level, share)
-        crossed += paths.crossing(share, boundary)
-        paths = paths.below(share, boundary)
-    return crossed
-
-
-@lru_cache(maxsize=256)
-def inflation(shares: tuple[float, ...], alpha: float, spending: Spending, power: float) -> float:
-    """Return how many times as many samples all looks take at most as one look at `alpha` does, to reject with `power`."""
-    levels = nominal_levels(shares, alpha, spending)
-
-    def excess(drift: float) -> float:
-        return crossing_probability(shares, levels, drift) - power
-
-    one_look = float(ndtri(1 - alpha) + ndtri(power))
-    return float(brentq(excess, one_look - 0.01, one_look + FARTHEST, xtol=1e-9) / one_look) ** 2

@@ -10,6 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from pipeline.verdict.conformance import ComparedRequest, Conformance, conformance_numbers
+from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
+from pipeline.verdict.divergence import Divergence
+
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -85,6 +89,8 @@ class Fidelity(_Record):
     rms_delta_p: Number
     """Root mean square change of the reference token's probability."""
     non_finite_steps: int
+    divergence: Divergence | None = None
+    """Of everything and of whole workloads. It is not tracked; `report.json` has it."""
 
 
 class Accuracy(_Record):
@@ -123,11 +129,22 @@ class Slope(_Record):
 
 
 class NoiseFloor(_Record):
-    """The baseline against itself, sequence by sequence instead of batched."""
+    """An engine against itself, sequence by sequence instead of batched."""
 
     samples: int
     fidelity: Fidelity | None
     answer_flips: int
+
+
+class Rung(_Record):
+    """The candidate with one small fault, planted after the prefill, on a few samples."""
+
+    fault: str
+    """What is wrong, in words: `key scale x1.25 in one head of layer 2`."""
+    rows: list[SampleRow]
+    """Beside the baseline."""
+    requests: list[ComparedRequest] = []
+    """Beside the twin, where there is one."""
 
 
 class Canary(_Record):
@@ -135,6 +152,8 @@ class Canary(_Record):
 
     factor: float
     rows: list[SampleRow]
+    ladder: list[Rung] = []
+    """Smaller faults; empty in older reports, and for engines that cannot be given any."""
 
 
 class SystemMetrics(_Record):
@@ -212,6 +231,12 @@ class EvaluationReport(_Record):
     """The same load on the baseline, timed when the baseline was measured."""
     compaction: Compaction | None = None
     work: Work | None = None
+    conformance: Conformance | None = None
+    """Both engines against the oracle under their own policies; null in older reports."""
+    candidate_noise: NoiseFloor | None = None
+    """`noise` is the baseline's."""
+    coverage: Coverage | None = None
+    probes: EngineProbes | None = None
 
     @field_validator("planned_rounds")
     @classmethod
@@ -232,6 +257,11 @@ class EvaluationReport(_Record):
         whole = self.slice()
         assert whole is not None, "a report always has the slice of everything"
         return whole
+
+    @property
+    def limits(self) -> Limits | None:
+        """How far a verdict on this report holds; None for reports that do not say."""
+        return covered(self.coverage, self.probes)
 
     def flat_metrics(self) -> dict[str, float]:
         """Return the finite numbers by the names under which they are tracked: `quality/kl_mean`, `perf/...`, `memory/...`."""
@@ -272,6 +302,10 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     yield from _numbers("quality/kl_slope_", report.kl_slope)
     yield from _numbers("perf/", report.work)
     yield from _numbers("noise/", report.noise.fidelity)
+    if report.conformance is not None:
+        yield from conformance_numbers(report.conformance)
+    for name, value in _numbers("covered_", report.limits):
+        yield "quality/" + name, value
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value
     yield "baseline/decode_tokens_per_s", report.baseline_system.decode_tokens_per_s

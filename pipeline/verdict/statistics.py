@@ -10,9 +10,6 @@ hypothesis suffices). McNemar's test does not fit, because its null hypothesis i
 degenerates when nothing flipped, and Tango's asymptotic bound alone passes zero flips too early (it asks for 52 samples at a
 margin of 5 points where the exact bound 0.95^n <= 0.05 asks for 59). Above EXACT_LIMIT samples the asymptotic score test is
 used.
-
-**Clusters.** When a document has several samples, counts are divided by the design effect of Rao and Scott (Biometrics
-48 (1992) 577-585), and by its worst case (all samples of a document alike) while fewer than ten documents flipped.
 """
 
 import math
@@ -21,17 +18,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import bdtr, gammaln, ndtr, ndtri
 
-Array = npt.NDArray[np.float64]
+from pipeline.verdict.bounds import EVENT_CORRELATION, Array, design_effect
 
 EXACT_LIMIT = 400
 """Samples up to which the exact test is used."""
 NUISANCE_POINTS = 80
 """Grid points of the nuisance parameter in the exact test."""
-FEW_DOCUMENTS = 10
-"""With fewer flipped documents the design effect is its worst case; with fewer documents no early look bounds a distance."""
 REPLICATES = 2000
 """Replicates that every bootstrap draws."""
 SEED = 20_260_101
@@ -59,19 +53,12 @@ def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pai
         documents: Per sample its document; samples of one document depend on each other.
     """
     d = np.asarray(differences, dtype=np.float64)
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    sizes = np.bincount(index)
     n, lost, gained = len(d), int((d < 0).sum()), int((d > 0).sum())
-    if len(sizes) == n:
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    sums, squares, sizes = (np.bincount(index, weights=w).astype(np.float64) for w in (d, d * d, np.ones(n)))
+    effect = design_effect(sums, squares, sizes, EVENT_CORRELATION)
+    if effect == 1:
         return Pairs(n, lost, gained)
-    worst = float((sizes**2).sum() / n)
-    residuals = np.bincount(index, weights=d - d.mean())
-    flipped = len(np.unique(index[d != 0]))
-    effect = worst
-    if flipped >= FEW_DOCUMENTS:
-        variance = d.var()
-        clustered = len(sizes) / (len(sizes) - 1) * float((residuals**2).sum()) / n
-        effect = max(1.0, clustered / variance) if variance > 0 else worst
     # rounded against the candidate
     return Pairs(max(1, int(n / effect)), math.ceil(lost / effect), int(gained / effect))
 
@@ -176,7 +163,7 @@ def holm_levels(p_values: Sequence[float], alpha: float, nominal: Callable[[floa
 
 
 def paired_samples(lost: float, gained: float, margin: float, alpha: float, power: float) -> float:
-    """Return the samples with which one look decides with `power`: ((z_alpha s0 + z_power s1) / (margin + difference))^2.
+    """Return about the samples with which one look decides with `power`: ((z_alpha s0 + z_power s1) / (margin + difference))^2.
 
     s1 is the standard deviation of one sample's difference, s0 the one that the score statistic takes for it at the margin
     (Nam, Biometrics 53 (1997) 1422-1430). s1 for both asks for too few where few answers flip: for 334 at a loss of 2.5 %, a
@@ -196,26 +183,76 @@ def paired_samples(lost: float, gained: float, margin: float, alpha: float, powe
     return (z / (margin + difference)) ** 2
 
 
-def samples_without_flips(margin: float, alpha: float) -> int:
-    """Return the fewest samples with which zero flips pass. Their p-value is at least (1 - margin)^n."""
-    n = math.ceil(math.log(alpha) / math.log1p(-margin))
-    while noninferiority_p(Pairs(n, 0, 0), margin) > alpha:
-        n += 1
-    return n
+@lru_cache(maxsize=256)
+def rejected_up_to(n: int, margin: float, level: float, most_gained: int, for_pass: bool) -> tuple[int, ...]:
+    """Return where a test decides, for each count of gained answers from 0 to `most_gained`.
+
+    Args:
+        n: Samples.
+        margin: The margin.
+        level: The level of the test.
+        most_gained: The largest count of gained answers.
+        for_pass: Which test: that for a PASS, or that for a FAIL.
+
+    Returns:
+        For a PASS the most lost answers that pass, -1 where none do; for a FAIL the most that do not fail.
+    """
+    most, counts = -1, []
+    for gained in range(most_gained + 1):
+        most = max(most - 1, -1)  # rounding apart it never falls
+        while most + 1 + gained <= n:
+            pairs = Pairs(n, most + 1, gained)
+            p = noninferiority_p(pairs, margin) if for_pass else inferiority_p(pairs, margin)
+            if (p <= level) != for_pass:
+                break
+            most += 1
+        counts.append(most)
+    return tuple(counts)
+
+
+def decision_power(n: int, lost: float, gained: float, margin: float, level: float, for_pass: bool) -> float:
+    """Return the probability that the test decides a candidate that loses and gains these shares, with n samples at `level`."""
+    likely = int(n * gained + 6 * math.sqrt(n * gained * (1 - gained)) + 3)
+    most_gained = min(n, 16 * math.ceil(likely / 16))  # few different counts: what the test decides is kept
+    bounds = np.array(rejected_up_to(n, margin, level, most_gained, for_pass))
+    counts = np.arange(most_gained + 1)
+    chances = np.diff(np.concatenate([[0.0], bdtr(counts, n, gained)]))
+    share = min(lost / (1 - gained), 1.0) if gained < 1 else 0.0
+    below = np.where(bounds >= 0, bdtr(np.maximum(bounds, 0), n - counts, share), 0.0)
+    return float((chances * (below if for_pass else 1 - below)).sum())
+
+
+def samples_to_decide(lost: float, gained: float, margin: float, level: float, power: float, most: int) -> int:
+    """Return about the fewest samples with which the test that decides does so with `power`, but `most` at most.
+
+    It is the exact power of the exact test; whole numbers of flips make it rise and fall by a few points from one n to the
+    next, so that a few samples fewer may do too.
+
+    Args:
+        lost: True share of the answers that the candidate loses.
+        gained: True share that it gains.
+        margin: The margin; a loss below it is to pass, one above it to fail.
+        level: The level of the test.
+        power: The wanted power.
+        most: The number where the search ends.
+    """
+    for_pass = lost - gained < margin
+    enough = paired_samples(lost, gained, margin, level, power)
+    if enough > 4 * EXACT_LIMIT:  # there the test is that of the formula, which whole numbers of flips no longer move
+        return min(most, math.ceil(1.05 * enough))
+    n = max(8, int(0.8 * enough))
+    while n < most and decision_power(n, lost, gained, margin, level, for_pass) < power:
+        n += max(1, n // 25)
+    return min(n, most)
 
 
 def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:
     """Resample `sums`, shape (rows, columns), by document and return the column sums, shape (REPLICATES, columns)."""
-    weights, index = document_weights(documents, seed)
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    weights = _draws(int(index.max()) + 1, seed)
     clustered = np.zeros((weights.shape[1], sums.shape[1]))
     np.add.at(clustered, index, sums)
     return weights @ clustered
-
-
-def document_weights(documents: Sequence[str], seed: int = SEED) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Return how often each replicate drew each document, shape (REPLICATES, documents), and the document of every row."""
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    return _draws(int(index.max()) + 1, seed), index
 
 
 @lru_cache(maxsize=16)
@@ -223,26 +260,6 @@ def _draws(count: int, seed: int) -> Array:
     drawn = np.random.default_rng(seed).integers(count, size=(REPLICATES, count))
     drawn += np.arange(REPLICATES)[:, None] * count
     return np.bincount(drawn.ravel(), minlength=REPLICATES * count).reshape(REPLICATES, count).astype(np.float64)
-
-
-def tail_quantile(tails: Sequence[Sequence[float]], weights: Array, tokens: Array, share: float, floor: float) -> Array:
-    """Return the value that a share of all tokens exceeds, for each replicate.
-
-    Args:
-        tails: The largest values of every row.
-        weights: How often each replicate counts each row, shape (replicates, rows).
-        tokens: Tokens of every row, shape (rows,).
-        share: Fraction of the tokens that exceed the returned value.
-        floor: Returned where the quantile lies below all listed values.
-    """
-    values = np.array([v for tail in tails for v in tail])
-    if not len(values):
-        return np.full(len(weights), floor)
-    rows = np.repeat(np.arange(len(tails)), [len(tail) for tail in tails])
-    order = np.argsort(-values, kind="stable")
-    above = np.cumsum(weights[:, rows[order]], axis=1)
-    position = (above <= share * (weights @ tokens)[:, None]).sum(axis=1)
-    return np.asarray(np.append(values[order], floor)[position])
 
 
 def pooled_slope(x: Array, y: Array, weight: Array, group: Sequence[str], documents: Sequence[str]) -> tuple[float, Array]:

@@ -191,10 +191,14 @@ class OnePassBase(EngineBase):
             UserError: The tokens are none, or outside the vocabulary.
             ValueError: `first` leaves no prefix, or no token to score.
         """
+        self._check_forced(tokens, first)
+        return self._forced(tokens, first)
+
+    def _check_forced(self, tokens: Sequence[int], first: int) -> None:
+        """Raise what `forced` raises."""
         check_tokens(tokens, self.vocab_size)
         if not 0 < first < len(tokens):
             raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
-        return self._forced(tokens, first)
 
     @abstractmethod
     def _forced(self, tokens: Sequence[int], first: int) -> Logits:

@@ -4,14 +4,21 @@ The pipeline calls the functions of this module. The report is typed in `pipelin
 `pipeline.verdict.gates.decide`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from stages.evaluate.joining import MeasuredRound, join_rounds
-from stages.evaluate.measure import evaluate_round, measure_baseline
 from stages.evaluate.rounds import assign_rounds
 from stages.evaluate.samples import load_samples
 from stages.evaluate.tokens import open_tokenizer, samples_digest
 
+if TYPE_CHECKING:
+    from stages.evaluate.measure import evaluate_round, measure_baseline
+    from stages.evaluate.twin import Twin
+
 __all__ = [
     "MeasuredRound",
+    "Twin",
     "assign_rounds",
     "evaluate_round",
     "join_rounds",
@@ -20,3 +27,12 @@ __all__ = [
     "open_tokenizer",
     "samples_digest",
 ]
+
+_WITH_THE_ORACLE = {"Twin": "twin", "evaluate_round": "measure", "measure_baseline": "measure"}
+"""What runs beside the oracle, and its module: they import torch, which is not waited for while samples are still checked."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_THE_ORACLE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_THE_ORACLE[name]}"), name)

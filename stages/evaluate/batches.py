@@ -3,7 +3,7 @@
 Legend: B = sequences in the batch at that step, V = vocab_size.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.records import Engine, SharingEngine
+from stages.evaluate.coverage import Trace
 from stages.evaluate.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
@@ -30,6 +31,12 @@ class Step:
     greedy: list[int]
     """Most likely token of each row, NOT_FINITE where there is none."""
     logits_BV: Logits
+    sequences: list[int] | None = None
+    """The sequence of each row, which is live until the next step is asked for; None in a one-pass decode."""
+    rows: list[int] | None = None
+    """The row of each in the engine's decode step, among sequences that run free; None in a one-pass decode."""
+    size: int = 1
+    """Sequences of that decode step."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Finished:
     """Tokens that were prefilled for this sample alone."""
     decoded: int
     """Tokens that went through decode for it."""
+    trace: Trace
+    """What it took the engine through."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Batch:
         """Sequences of each sample in flight."""
         self.prefilled: Counter[int] = Counter()
         self.decoded: Counter[int] = Counter()
+        self.traces: defaultdict[int, Trace] = defaultdict(Trace)
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
         self.queue = deque(_in_order(self.encoded, indices))
@@ -116,6 +126,8 @@ class Batch:
                 return
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             self.decoded.update(s.sample for s in self.live)
+            for s in self.live:
+                self.traces[s.sample].steps.append((len(self.encoded[s.sample].prompt) + s.position, len(self.live)))
             tokens = most_likely(logits_BV)
             forced = [row for row, s in enumerate(self.live) if s.answer is None]
             if forced:
@@ -125,6 +137,9 @@ class Batch:
                     [s.position for s in rows],
                     [tokens[row] for row in forced],
                     logits_BV if len(forced) == len(self.live) else logits_BV[forced],
+                    [s.handle for s in rows],
+                    forced,
+                    len(self.live),
                 )
             yield from self._advance(tokens)
 
@@ -144,7 +159,9 @@ class Batch:
     def _prefill(self, admitted: Sequence[int]) -> list[int]:
         """Prefill all but the last token of each sample's prompt; return the sequences."""
         prompts = [self.encoded[i].prompt[:-1] for i in admitted]
-        self.prefilled.update(dict(zip(admitted, map(len, prompts), strict=True)))
+        for i, prompt in zip(admitted, prompts, strict=True):
+            self.prefilled[i] += len(prompt)
+            self.traces[i].prefilled(self.engine, len(prompt))
         handles, _ = self.engine.prefill(prompts)
         return handles
 
@@ -186,7 +203,7 @@ class Batch:
         item, answer = self.encoded[sample], None
         if self.greedy is not None and item.judged:
             answer = tuple(self.answers.pop(sample, item.reference[:-1]))
-        return Finished(sample, answer, self.prefilled.pop(sample), self.decoded.pop(sample))
+        return Finished(sample, answer, self.prefilled.pop(sample), self.decoded.pop(sample), self.traces.pop(sample))
 
 
 class FreeBatch(Batch):
@@ -229,6 +246,9 @@ class SharingBatch(Batch):
         if rest:
             self.engine.extend(handle, rest)
         self.prefilled[sample] = len(rest)
+        self.traces[sample].shared = item.shared
+        self.traces[sample].prefilled(self.engine, item.shared)
+        self.traces[sample].chunk_borders += bool(rest)
         return handle
 
     def _feed_reference(self, sequence: _Sequence, token: int) -> bool:
@@ -244,6 +264,7 @@ class SharingBatch(Batch):
             sequence.answer, sequence.input_token = answer, token
             return True
         fork = self.engine.fork(sequence.handle)
+        self.traces[sequence.sample].forks += 1
         self.forks.append(_Sequence(sequence.sample, fork, token, sequence.position + 1, answer))
         self.running[sequence.sample] += 1
         return True

@@ -11,8 +11,9 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeline.core.records import Engine, OnePassEngine, SharingEngine
-from stages.evaluate.batches import Batch, Finished, FreeBatch, Greedy, SharingBatch, Step, most_likely
+from pipeline.core.records import Engine, OnePassEngine, RequestEngine, SharingEngine
+from stages.evaluate.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, most_likely
+from stages.evaluate.coverage import Trace
 from stages.evaluate.tokens import EncodedSample
 
 STEP_ROWS = 64
@@ -45,7 +46,9 @@ def decode(
         stopping: Asked before samples are admitted: once it says yes, only those in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
-    if one_pass and isinstance(engine, OnePassEngine):
+    if one_pass and isinstance(engine, RequestEngine):
+        events = _in_requests(engine, encoded, indices, batch_size, after_prefill, stopping)
+    elif one_pass and isinstance(engine, OnePassEngine):
         events = _in_one_pass(engine, encoded, indices, after_prefill, stopping)
     elif isinstance(engine, SharingEngine) and _has_room(engine, batch_size):
         yield from SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
@@ -78,15 +81,45 @@ def _in_one_pass(
     for i in indices:
         if stopping():
             return
-        item = encoded[i]
-        count = len(item.reference)
-        # The last reference token is not fed, because the token after it is not scored.
-        logits_BV = engine.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
-        for first in range(0, count, STEP_ROWS):
-            rows = range(first, min(first + STEP_ROWS, count))
-            part = logits_BV[first : rows.stop]
-            yield Step([i] * len(rows), list(rows), most_likely(part), part)
-        yield Finished(i, None, len(item.prompt) - 1, count)
+        yield from _scored(i, encoded[i], engine.forced(*_whole(encoded[i])), Trace(one_pass=len(encoded[i].reference)))
+
+
+def _in_requests(
+    engine: RequestEngine,
+    encoded: Sequence[EncodedSample],
+    indices: Sequence[int],
+    batch_size: int,
+    after_prefill: Callable[[], None] | None,
+    stopping: Callable[[], bool],
+) -> Iterator[Step | Finished]:
+    """Let as many requests be in flight as a batch has sequences, each of them a whole sample."""
+    if after_prefill is not None:
+        after_prefill()
+    for begin in range(0, len(indices), batch_size):
+        group = indices[begin : begin + batch_size]
+        if stopping():
+            return
+        answers = engine.forced_together([_whole(encoded[i]) for i in group])
+        for i, logits_BV in zip(group, answers, strict=True):
+            item = encoded[i]
+            trace = Trace([(len(item.prompt) + position, len(group)) for position in range(len(item.reference))])
+            trace.prefilled(engine, len(item.prompt) - 1)
+            yield from _scored(i, item, logits_BV, trace)
+
+
+def _whole(item: EncodedSample) -> tuple[list[int], int]:
+    """Return a sample's tokens, and how many of them are prefilled. The token after the last one fed is scored."""
+    return [*item.prompt, *item.reference[:-1]], len(item.prompt) - 1
+
+
+def _scored(i: int, item: EncodedSample, logits_BV: Logits, trace: Trace) -> Iterator[Step | Finished]:
+    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS, and the end of the sample."""
+    count = len(item.reference)
+    for first in range(0, count, STEP_ROWS):
+        rows = range(first, min(first + STEP_ROWS, count))
+        part = logits_BV[first : rows.stop]
+        yield Step([i] * len(rows), list(rows), most_likely(part), part)
+    yield Finished(i, None, len(item.prompt) - 1, count, trace)
 
 
 def _then_answers(
@@ -106,9 +139,11 @@ def _then_answers(
             deviating[event.sample] = event
         else:
             answer = encoded[event.sample].reference[:-1]
-            yield Finished(event.sample, answer, event.prefilled, event.decoded)
+            yield Finished(event.sample, answer, event.prefilled, event.decoded, event.trace)
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
         if isinstance(event, Finished):
             first = forced[event.sample]
-            yield Finished(event.sample, event.answer, first.prefilled + event.prefilled, first.decoded + event.decoded)
+            trace = first.trace.joined(event.trace)
+            prefilled, decoded = first.prefilled + event.prefilled, first.decoded + event.decoded
+            yield Finished(event.sample, event.answer, prefilled, decoded, trace)

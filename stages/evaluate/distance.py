@@ -213,3 +213,12 @@ def compare(baseline_BV: npt.NDArray[np.float32], candidate_BV: Array, tokens: l
         delta_p=np.exp(candidate_token) - np.exp(baseline_token),
         greedy=np.where(non_finite, -1, greedy),
     )
+
+
+def kl_of_rows(exact_V: npt.NDArray[np.float32], others_BV: npt.NDArray[np.float32]) -> list[float]:
+    """Return the KL of each other row of logits from an exact one, over the vocabulary; infinite where it is not finite."""
+    exact = log_softmax(exact_V[None])[0]
+    with np.errstate(invalid="ignore"):
+        kl = (np.exp(exact) * (exact - log_softmax(others_BV))).sum(-1)
+    values: list[float] = np.where(np.isfinite(kl), kl, np.inf).tolist()
+    return values

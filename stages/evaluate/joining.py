@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import Conformance
+from pipeline.verdict.coverage import Coverage, EngineProbes
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, Work
 from stages.evaluate import metrics
 from stages.evaluate.distance import StepStatistics
@@ -82,7 +84,18 @@ def join_rounds(
         parts += read_statistics(directories.candidate, items)
     first, first_baseline = records[0], read_baseline(measured[0].baseline)
     canary, system = _present(first.canary), _present(first.system)
+    conformance = None
+    if first.conformance is not None and first_baseline.conformance is not None:
+        conformance = Conformance(
+            compute_dtype=first.compute_dtype, baseline=first_baseline.conformance, candidate=first.conformance
+        )
     noise, baseline_system = _present(first_baseline.noise), _present(first_baseline.system)
+    probes = EngineProbes(
+        candidate=first.probe,
+        baseline=first_baseline.probe,
+        free_candidate=_present(first.free_answers),
+        free_baseline=_present(first_baseline.free_answers),
+    )
     rows = make_rows(encoded, parts, before, after, numbers)
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
@@ -102,6 +115,10 @@ def join_rounds(
         baseline_system=baseline_system,
         compaction=metrics.compaction([pair for record in records for pair in record.checks]),
         work=_total([record.work for record in records]),
+        conformance=conformance,
+        candidate_noise=first.noise,
+        coverage=Coverage.merged([record.coverage for record in records]),
+        probes=probes,
     )
     statistics = arrays(StepStatistics.joined(parts))
     save_file({name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in statistics.items()}, str(out / TOKENS))

@@ -14,15 +14,28 @@ import numpy as np
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work
-from stages.evaluate import metrics
-from stages.evaluate.batches import Greedy
-from stages.evaluate.checks import judge
+from pipeline.verdict.conformance import EngineConformance, allowed
+from pipeline.verdict.coverage import FreeAnswers, Probe
+from pipeline.verdict.report import SystemMetrics, Work
+from stages.evaluate.batches import Step
+from stages.evaluate.canary import canary
+from stages.evaluate.conformance import Comparison, spread
+from stages.evaluate.coverage import coverage
 from stages.evaluate.decode import shares
 from stages.evaluate.distance import StepStatistics
+from stages.evaluate.free import free_answers
 from stages.evaluate.interruption import interruption
+from stages.evaluate.noise import (
+    candidate_noise,
+    greedy_of,
+    judged_answers,
+    labelled,
+    noise_floor,
+    repeated_samples,
+)
+from stages.evaluate.probe import probe
 from stages.evaluate.results import ResultFolder, SampleResult
-from stages.evaluate.rows import Answer, make_rows, run_samples
+from stages.evaluate.rows import run_samples
 from stages.evaluate.scores import BaselineHeads
 from stages.evaluate.stored import (
     LOGPROBS,
@@ -35,25 +48,11 @@ from stages.evaluate.stored import (
 )
 from stages.evaluate.system import measure_system
 from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.twin import OpenTwin, Twin
 
 UNFINISHED = "unfinished"
 
 OpenEngine = Callable[[], Engine]
-
-
-def _first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
-    """Return the indices of the first `count` samples of every workload."""
-    counts: dict[str, int] = {}
-    indices = []
-    for i, item in enumerate(encoded):
-        counts[item.sample.workload] = counts.get(item.sample.workload, 0) + 1
-        if counts[item.sample.workload] <= count:
-            indices.append(i)
-    return indices
-
-
-def _labelled(progress: Progress, prefix: str) -> Progress:
-    return lambda label, done, total: progress(f"{prefix}{label}", done, total)
 
 
 @contextmanager
@@ -79,6 +78,7 @@ def measure_baseline(
     config: WorkloadsConfig,
     progress: Progress,
     first: bool = True,
+    open_twin: OpenTwin | None = None,
 ) -> None:
     """Run the baseline engine on a round's samples and write what candidates are compared with.
 
@@ -90,7 +90,8 @@ def measure_baseline(
             `logprobs.safetensors`, `answers.jsonl` and `round.json`.
         config: Batch size, limits and the load of the system metrics.
         progress: Called with a label, the tokens done, and the tokens in all.
-        first: Whether this is the first round, on which noise floor and system metrics are measured.
+        first: Whether this is the first round, on which noise floor and system metrics are measured, and the stress probe runs.
+        open_twin: Loads the oracle that a first round's engine is compared with; None compares nothing, and runs no probe.
 
     Raises:
         UserError: The baseline's logits are not finite, or a sample has too few tokens.
@@ -104,6 +105,8 @@ def measure_baseline(
             name = encoded[i].sample.id
             raise UserError(f"backend.compute_dtype: the baseline's logits are not finite on sample {name}; use float32")
 
+    twin = open_twin() if first and open_twin is not None else None
+    comparison = _comparison(engine, encoded, config, twin)
     with _unfinished(out, workloads_digest(encoded)) as folder:
         with interruption() as noted:
             results = run_samples(
@@ -111,26 +114,34 @@ def measure_baseline(
                 encoded,
                 None,
                 config.batch_size,
-                _labelled(progress, "baseline: "),
-                greedy=_greedy(tokenizer, config),
+                labelled(progress, "baseline: "),
+                greedy=greedy_of(tokenizer, config),
                 folder=folder,
                 check=refuse_not_finite,
                 interruption=noted,
+                observe=_observer(comparison),
             )
         BaselineHeads.write(out / LOGPROBS, ((item.sample.id, folder.heads(i)) for i, item in enumerate(encoded)))
-        answers = _answers(encoded, results, tokenizer)
+        answers = judged_answers(encoded, results, tokenizer)
         write_answers(out, encoded, answers)
         heads = BaselineHeads(out / LOGPROBS)
-        noise = _noise_floor(engine, encoded, answers, heads, tokenizer, config, progress) if first else None
-        system = _system(engine, config, _labelled(progress, "baseline: ")) if first else None
+        named = labelled(progress, "baseline: ")
+        repeated = repeated_samples(encoded, config)
+        noise = noise_floor(engine, encoded, repeated, answers, heads, tokenizer, config, named)[0] if first else None
         record = BaselineRound(
-            samples_digest=workloads_digest(encoded), vocab_size=engine.vocab_size, noise=noise, system=system
+            samples_digest=workloads_digest(encoded),
+            vocab_size=engine.vocab_size,
+            noise=noise,
+            probe=_probe(engine, twin, config, named),
+            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
+            system=_system(engine, config, named) if first else None,
+            conformance=_conclude(comparison),
         )
         write_record(out, record)
 
 
-def _greedy(tokenizer: Tokenizer, config: WorkloadsConfig) -> Greedy:
-    return Greedy(tokenizer.eos_token_id, config.extra_new_tokens)
+def _free(engine: Engine, encoded: Sequence[EncodedSample], tokenizer: Tokenizer, config: WorkloadsConfig) -> FreeAnswers:
+    return free_answers(engine, encoded, config.batch_size, greedy_of(tokenizer, config))
 
 
 def _system(engine: Engine, config: WorkloadsConfig, progress: Progress) -> SystemMetrics:
@@ -138,44 +149,8 @@ def _system(engine: Engine, config: WorkloadsConfig, progress: Progress) -> Syst
     return measure_system(engine, config.load)
 
 
-def _answers(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: Tokenizer) -> list[Answer | None]:
-    """Judge the answers; None for a sample that is not judged."""
-    texts = [None if result.answer is None else tokenizer.text(result.answer) for result in results]
-    pairs = zip(encoded, texts, strict=True)
-    return [None if text is None else Answer(text, judge(item.sample, text)) for item, text in pairs]
-
-
-def _noise_floor(
-    engine: Engine,
-    encoded: Sequence[EncodedSample],
-    answers: Sequence[Answer | None],
-    heads: BaselineHeads,
-    tokenizer: Tokenizer,
-    config: WorkloadsConfig,
-    progress: Progress,
-) -> NoiseFloor:
-    """Measure the A/A noise: compare the baseline with itself on some samples in another batch composition.
-
-    Sequences run one by one, or in pairs if they ran one by one before, and token by token even where the engine can run
-    them in one pass.
-    """
-    indices = _first_of_each_workload(encoded, config.noise_samples)
-    if not indices:
-        return NoiseFloor(samples=0, fidelity=None, answer_flips=0)
-    subset = [encoded[i] for i in indices]
-    results = run_samples(
-        engine,
-        subset,
-        heads,
-        1 if config.batch_size > 1 else 2,
-        _labelled(progress, "baseline: noise floor: "),
-        greedy=_greedy(tokenizer, config),
-        one_pass=False,
-    )
-    repeated = zip(indices, _answers(subset, results, tokenizer), strict=True)
-    flips = sum(a is not None and a.judgement != answers[i].judgement for i, a in repeated)  # type: ignore[union-attr]
-    statistics = StepStatistics.joined([result.statistics for result in results])
-    return NoiseFloor(samples=len(indices), fidelity=metrics.fidelity(statistics), answer_flips=flips)
+def _probe(engine: Engine, twin: Twin | None, config: WorkloadsConfig, progress: Progress) -> Probe | None:
+    return None if twin is None else probe(engine, twin, config.probe, config.batch_size, progress)
 
 
 def evaluate_round(
@@ -188,6 +163,7 @@ def evaluate_round(
     config: WorkloadsConfig,
     progress: Progress,
     first: bool = True,
+    open_twin: OpenTwin | None = None,
 ) -> None:
     """Run a candidate engine on a round's samples and compare it with the baseline.
 
@@ -201,7 +177,9 @@ def evaluate_round(
             `statistics.safetensors`, `answers.jsonl` and `round.json`.
         config: Batch size, limits, the canary and the load of the system metrics.
         progress: Called with a label, the tokens done, and the tokens in all.
-        first: Whether this is the first round, on which canary and system metrics are measured.
+        first: Whether this is the first round, on which canary, noise floor and system metrics are measured, and the stress
+            probe runs.
+        open_twin: Loads the oracle that a first round's engine is compared with; None compares nothing, and runs no probe.
 
     Raises:
         UserError: A sample has too few tokens.
@@ -218,6 +196,8 @@ def evaluate_round(
             "(the chat template or the texts changed); delete that directory, so that the baseline is measured again"
         )
     heads = BaselineHeads(baseline_dir / LOGPROBS)
+    twin = open_twin() if first and open_twin is not None else None
+    comparison = _comparison(engine, encoded, config, twin, (baseline, heads))
     with _unfinished(out, digest) as folder:
         with interruption() as noted:
             results = run_samples(
@@ -226,21 +206,73 @@ def evaluate_round(
                 heads,
                 config.batch_size,
                 progress,
-                greedy=_greedy(tokenizer, config),
+                greedy=greedy_of(tokenizer, config),
                 folder=folder,
                 interruption=noted,
+                observe=_observer(comparison),
             )
-        write_answers(out, encoded, _answers(encoded, results, tokenizer))
+        answers = judged_answers(encoded, results, tokenizer)
+        write_answers(out, encoded, answers)
         write_statistics(out, StepStatistics.joined([result.statistics for result in results]))
+        repeated = repeated_samples(encoded, config)
+        traced = [(item, result.trace) for item, result in zip(encoded, results, strict=True)]
+        noise = None
+        if first and repeated:
+            noise, again = candidate_noise(engine, encoded, answers, tokenizer, config, progress)
+            traced += [(encoded[i], result.trace) for i, result in zip([*repeated, *repeated], again, strict=True)]
         record = CandidateRound(
             samples_digest=digest,
             policy=engine.policy.name,
             work=_work(encoded, results, shared=shares(engine, config.batch_size)),
             checks=[(_number(full), _number(head)) for result in results for full, head in result.checks.tolist()],
-            canary=_canary(open_engine(), encoded, heads, config, progress) if first else None,
+            canary=canary(open_engine(), encoded, heads, config, progress, twin) if first else None,
+            coverage=coverage(traced, engine.policy, config.context_bins),
+            noise=noise,
+            probe=_probe(engine, twin, config, progress),
+            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
             system=_system(engine, config, progress) if first else None,
+            conformance=_conclude(comparison),
+            compute_dtype=None if twin is None else twin.compute_dtype,
         )
         write_record(out, record)
+
+
+def _comparison(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    config: WorkloadsConfig,
+    twin: Twin | None,
+    baseline: tuple[BaselineRound, BaselineHeads] | None = None,
+) -> Comparison | None:
+    """Prepare the comparison of an engine with its twin; a candidate may be as far from its own as its baseline makes usual."""
+    if twin is None:
+        return None
+    chosen = spread(encoded, config.conformance_samples)
+    if baseline is None:
+        return Comparison(engine, twin, encoded, chosen, batch_size=config.batch_size)
+    record, heads = baseline
+    requests = record.conformance.requests if record.conformance is not None else []
+    return Comparison(
+        engine,
+        twin,
+        encoded,
+        chosen,
+        batch_size=config.batch_size,
+        limit=allowed(requests),
+        baseline=lambda i: heads.sample(encoded[i].sample.id),
+    )
+
+
+def _observer(comparison: Comparison | None) -> Callable[[Step], None]:
+    return (lambda _: None) if comparison is None else comparison.take
+
+
+def _conclude(comparison: Comparison | None) -> EngineConformance | None:
+    """Return what a comparison found. Requests that had finished before an interruption are decoded again for it."""
+    if comparison is None:
+        return None
+    comparison.decode_missing()
+    return comparison.result()
 
 
 def _number(value: float) -> float | None:
@@ -259,24 +291,3 @@ def _work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, 
         shared_tokens=sum(len(tokens) * (count - 1) for (_, tokens), count in users.items()),
         decoded_tokens=sum(result.decoded for result in results),
     )
-
-
-def _canary(
-    engine: Engine, encoded: Sequence[EncodedSample], heads: BaselineHeads, config: WorkloadsConfig, progress: Progress
-) -> Canary:
-    """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode."""
-    # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
-    count = len(_first_of_each_workload(encoded, config.canary_samples))
-    subset = sorted(encoded, key=lambda item: -len(item.prompt))[:count]
-    results = run_samples(
-        engine,
-        subset,
-        heads,
-        len(subset),  # one batch: there is one prefill, and the corruption comes after it
-        _labelled(progress, "canary: "),
-        greedy=None,
-        after_prefill=lambda: engine.corrupt_key_scale(config.canary_factor),
-    )
-    no_answers = [None] * len(subset)
-    statistics = [result.statistics for result in results]
-    return Canary(factor=config.canary_factor, rows=make_rows(subset, statistics, no_answers, no_answers))

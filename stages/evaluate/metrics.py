@@ -8,6 +8,7 @@ import numpy as np
 from pipeline.verdict.distances import kl_slope
 from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
+from stages.evaluate.divergence import divergence
 
 DEPTHS = ("early", "middle", "late")
 
@@ -137,6 +138,11 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     summaries = []
     for key in sorted(members, key=order):
         slice_rows = [rows[i] for i in members[key]]
+        steps = StepStatistics.joined([statistics[i] for i in members[key]])
+        distances = fidelity(steps)
+        if key[1:] == (None, None, None):
+            tokens, documents = [row.scored_tokens for row in slice_rows], [row.document for row in slice_rows]
+            distances = distances.model_copy(update={"divergence": divergence(steps, tokens, documents)})
         summaries.append(
             Slice(
                 workload=key[0],
@@ -146,7 +152,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 samples=len(slice_rows),
                 documents=len({row.document for row in slice_rows}),
                 accuracy=accuracy(slice_rows),
-                fidelity=fidelity(StepStatistics.joined([statistics[i] for i in members[key]])),
+                fidelity=distances,
             )
         )
     return summaries

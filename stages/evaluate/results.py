@@ -10,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
+from stages.evaluate.coverage import Trace
 from stages.evaluate.distance import Array, StepStatistics
 from stages.evaluate.scores import HEAD_ARRAYS, SampleHeads
+
+TRACE_ARRAYS = tuple(Trace().arrays())
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
@@ -29,6 +32,8 @@ class SampleResult:
     decoded: int
     checks: Array
     """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
+    trace: Trace
+    """What it took the engine through."""
 
 
 class ResultFolder:
@@ -48,6 +53,7 @@ class ResultFolder:
         }
         arrays["counts"] = np.array([result.prefilled, result.decoded], np.int64)
         arrays["checks"] = result.checks
+        arrays |= {f"trace/{name}": array for name, array in result.trace.arrays().items()}
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
         if heads is not None:
@@ -85,4 +91,5 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
         prefilled=prefilled,
         decoded=decoded,
         checks=arrays["checks"],  # type: ignore[arg-type]
+        trace=Trace.of({name: arrays[f"trace/{name}"] for name in TRACE_ARRAYS}),
     )

@@ -68,7 +68,7 @@ class Scorer:
         """Return what came of a sample, and its heads where the baseline ran."""
         sample = self.in_flight.pop(event.sample)
         checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
-        result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks)
+        result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks, event.trace)
         if sample.heads is not None:
             return result, None
         ordered = [sample.recorded[position] for position in range(len(sample.recorded))]
@@ -95,6 +95,7 @@ def run_samples(
     interruption: Interruption | None = None,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
+    observe: Callable[[Step], None] = lambda _: None,
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
@@ -110,6 +111,7 @@ def run_samples(
         interruption: Asked whether to finish the samples in flight and stop.
         after_prefill: See `decode`.
         one_pass: See `decode`.
+        observe: Called with every step, while its sequences are live.
 
     Returns:
         The result of each sample.
@@ -140,6 +142,7 @@ def run_samples(
             progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
         if isinstance(event, Step):
             scorer.score(event)
+            observe(event)
             done += len(event.samples)
         else:
             result, heads = scorer.finish(event)

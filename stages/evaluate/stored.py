@@ -14,6 +14,8 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from safetensors.numpy import load_file, save_file
 
+from pipeline.verdict.conformance import EngineConformance
+from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.checks import Judgement
 from stages.evaluate.distance import StepStatistics
@@ -32,7 +34,10 @@ class BaselineRound(BaseModel):
     samples_digest: str
     vocab_size: int
     noise: NoiseFloor | None
+    probe: Probe | None
+    free_answers: FreeAnswers | None
     system: SystemMetrics | None
+    conformance: EngineConformance | None = None
 
 
 class CandidateRound(BaseModel):
@@ -44,7 +49,14 @@ class CandidateRound(BaseModel):
     checks: list[tuple[float | None, float | None]]
     """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
     canary: Canary | None
+    coverage: Coverage
+    noise: NoiseFloor | None
+    probe: Probe | None
+    free_answers: FreeAnswers | None
     system: SystemMetrics | None
+    conformance: EngineConformance | None = None
+    compute_dtype: str | None = None
+    """Type of the engine's activations, where it was compared with its twin."""
 
 
 class _StoredAnswer(BaseModel):

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
 from pipeline.core.records import AttentionEngine, Engine, LoadTimes, ThreadedEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
+from pipeline.verdict.coverage import Allocation
 from pipeline.verdict.report import SystemMetrics
 
 SEED = 0
@@ -80,3 +81,17 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> Load
     memory = engine.memory()
     engine.release(sequences)
     return LoadTimes(first_token_ms, step_ms, memory)
+
+
+def allocation(engine: Engine) -> Allocation:
+    """Return the bytes of an engine's cache, and what its policy claims for as many pages."""
+    memory, policy, shape = engine.memory(), engine.policy, engine.shape
+    return Allocation(
+        pages=memory.pages,
+        pool_bytes=memory.pool_bytes,
+        claimed_pool_bytes=policy.pool_bytes(shape, memory.pages),
+        exact_bytes=memory.exact_bytes,
+        exact_unit_bytes=policy.exact_bytes(shape, 1),
+        window_bytes=memory.window_bytes,
+        window_unit_bytes=policy.window_page_bytes(shape),
+    )

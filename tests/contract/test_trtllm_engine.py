@@ -11,7 +11,7 @@ from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, conf, 
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.records import OnePassEngine, TimedEngine
+from pipeline.core.records import BoundedEngine, OnePassEngine, RequestEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
 from stages.engines.trtllm.engine import LOOKAHEAD, TrtllmEngine
 from stages.engines.trtllm.protocol import RunAnswer
@@ -77,6 +77,15 @@ def test_forced_decode_returns_the_logits_of_the_decode_path_unchanged_by_the_fo
     got = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, toy_logits(kv, [*PROMPT, *ANSWER], len(PROMPT), tiny_checkpoint), rtol=1e-4, atol=1e-4)
+    engine.close()
+
+
+def test_requests_in_flight_together_get_the_rows_of_each_alone(engine: TrtllmEngine) -> None:
+    assert isinstance(engine, RequestEngine)
+    assert isinstance(engine, BoundedEngine)
+    requests = [([*PROMPT, *ANSWER], len(PROMPT)), ([*PROMPT, *ANSWER[::-1]], len(PROMPT) + 1)]
+    for rows, (tokens, first) in zip(engine.forced_together(requests), requests, strict=True):
+        np.testing.assert_array_equal(rows, engine.forced(tokens, first))
     engine.close()
 
 

@@ -8,6 +8,7 @@ from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate import MeasuredRound, evaluate_round, join_rounds
+from stages.evaluate.twin import OpenTwin
 
 
 def quiet(*_: object) -> None:
@@ -25,11 +26,13 @@ def evaluate(
     progress: Progress = quiet,
     engine_digest: str = "engine",
     graph_digest: str | None = None,
+    open_twin: OpenTwin | None = None,
 ) -> EvaluationReport:
     """Run a candidate on samples that are one round, and write its report into `out`."""
     round_dir = out / "round"
     round_dir.mkdir()
-    evaluate_round(open_engine, samples, tokenizer, baseline, round_dir, config=config, progress=progress)
+    options: dict[str, Any] = {"config": config, "progress": progress, "open_twin": open_twin}
+    evaluate_round(open_engine, samples, tokenizer, baseline, round_dir, **options)
     return join_rounds(
         [MeasuredRound(baseline, round_dir)],
         samples,

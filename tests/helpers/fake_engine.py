@@ -96,11 +96,20 @@ class FakeEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],  # noqa: ARG002
-        max_new_tokens: int | Sequence[int],  # noqa: ARG002
-        stop_token: int | None,  # noqa: ARG002
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_token: int | None,
     ) -> list[list[int]]:
-        raise AssertionError("its first token would come from the prefill")
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        answers: list[list[int]] = []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            answers.append([])
+            while len(answers[-1]) < limit:
+                token = int(self._logits([*prompt, *answers[-1]], 1).argmax())
+                if token == stop_token:
+                    break
+                answers[-1].append(token)
+        return answers
 
     def release(self, sequences: Sequence[int]) -> None:
         for handle in sequences:

@@ -27,7 +27,7 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "document": f"{workload}-{index}",
         "context_tokens": 100 + 10 * (index % 20),
         "depth": None,
-        "scored_tokens": 10,
+        "scored_tokens": 100,
         "judged": True,
         "baseline_correct": before,
         "candidate_correct": after,
@@ -62,7 +62,12 @@ CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieva
 
 
 def fidelity(**changes: object) -> Fidelity:
-    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {"tokens": 100, "non_finite_steps": 0, "kl_p99": 0.01}
+    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {
+        "tokens": 100,
+        "non_finite_steps": 0,
+        "kl_p99": 0.01,
+        "divergence": None,
+    }
     return Fidelity.model_validate({**values, **changes})
 
 

@@ -157,8 +157,8 @@ class Rounds:
     def write(self, x_HTD: Tensor) -> Stored:
         return Stored(getattr(self.both, self.way)(x_HTD), None, None)
 
-    def read(self, stored: Stored, gain: float) -> Tensor:
-        assert gain == 1
+    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
+        assert gain is None
         return stored.codes
 
 

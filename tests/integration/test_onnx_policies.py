@@ -25,7 +25,7 @@ from onnx_fixtures import (
 )
 
 from pipeline.core.formats import CODES, Code
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, Side
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.oracle.engine import OracleEngine
 
@@ -116,6 +116,37 @@ def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill
         engine.release(handles)
         for each in pair:
             each.corrupt_key_scale(1 / 4)
+
+
+@pytest.mark.parametrize(("side", "head"), [(Side.KEY, 1), (Side.VALUE, None)])
+def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
+    side: Side, head: int | None, pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
+) -> None:
+    engine, oracle = pair
+    forms = {form.granularity for copy, form in engine.policy.sides(1).items() if copy.base is side}
+    head = None if "per_tensor" in forms else head  # heads that share a scale are corrupted together
+    sound = forced(engine, texts[-1:])
+    for each in pair:
+        each.corrupt_scale(side, 4.0, 1, head)
+    try:
+        faulty, difference = differences(engine, oracle, texts[-1:])
+        assert difference.max() < 4 * FLIPS
+        assert np.abs(faulty[1:] - sound[1:]).max() > FLIPS
+    finally:
+        for each in pair:
+            each.corrupt_scale(side, 1 / 4.0, 1, head)
+    np.testing.assert_allclose(forced(engine, texts[-1:]), sound, atol=ROUNDING)
+
+
+def test_a_repeated_page_is_read_as_the_oracle_reads_it(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
+    text = texts[-1]
+    logits = []
+    for each in pair:
+        handles, _ = each.prefill([text[:-1]])
+        each.repeat_page()
+        logits.append(each.decode(handles, text[-1:]))
+        each.release(handles)
+    assert np.abs(logits[0] - logits[1]).max() < FLIPS
 
 
 def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:

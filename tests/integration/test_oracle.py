@@ -132,7 +132,7 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
 
     def rounded(self, x: torch.Tensor, layer: int, side: str, past: int) -> torch.Tensor:
         storage = self.storages[layer][side]
-        return torch.cat([storage.read(storage.write(x[..., :past, :]), 1.0).to(x.dtype), x[..., past:, :]], dim=-2)
+        return torch.cat([storage.read(storage.write(x[..., :past, :])).to(x.dtype), x[..., past:, :]], dim=-2)
 
 
 def by_transformers(model: Any, policy: KVPolicy, text: list[int], steps: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import benchlib
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import OnePassEngine
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
@@ -125,6 +125,20 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
         logits, expected = kernels.decode(handles, [token]), oracle.decode(handles, [token])
         assert distance(logits, expected) < CLOSE
         assert distance(logits, sound.decode(handles, [token])) > SEEN
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
+def test_small_faults_are_read_as_the_oracle_reads_them(name: str, model: Any, texts: list[list[int]], quick: Any) -> None:
+    policy, prompt = BY_NAME[name], texts[0][:70]
+    kernels, oracle = make_engine(model, policy), make_oracle(model, policy)
+    handles, _ = quick(kernels, [prompt])
+    assert oracle.prefill([prompt])[0] == handles
+    for engine in (kernels, oracle):
+        engine.corrupt_scale(Side.KEY, 2.0, 0, None if name == "fp8" else 1)
+        engine.corrupt_scale(Side.VALUE, 1.5, 1)
+        engine.repeat_page()
+    for token in texts[0][70:72]:
+        assert distance(kernels.decode(handles, [token]), oracle.decode(handles, [token])) < CLOSE
 
 
 def broken_model(model: Any) -> Any:

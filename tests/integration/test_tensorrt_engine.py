@@ -11,6 +11,7 @@ from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 
 from pipeline.core.errors import UserError
+from pipeline.core.kv import Side
 from stages.engines.base import Mode
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
@@ -81,6 +82,10 @@ def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: 
         if step == 20:
             for one in (engine, expected):
                 one.corrupt_key_scale(0.5)
+        if step == 30:
+            for one in (engine, expected):
+                one.corrupt_scale(Side.VALUE, 1.5, 1, 0)
+                one.repeat_page()
         got, want = engine.decode(handles[live], tokens), expected.decode(others[live], tokens)
         np.testing.assert_allclose(got, want, atol=2e-4)
 

@@ -54,7 +54,7 @@ INDIRECT = {
 def imported(*folders: str) -> set[str]:
     """Canonical names of the distributions that the folders' modules import, at any depth."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    local = OURS | set(ELSEWHERE) | {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    local = OURS | set(ELSEWHERE) | {name for path in (ROOT / "tests").rglob("*.py") for name in (path.stem, path.parent.name)}
     modules: set[str] = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

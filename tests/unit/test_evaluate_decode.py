@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,30 @@ def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> 
     assert engine.prefilled == []
     list(decode(engine, encoded(), 3, one_pass=False))
     assert len(engine.prefilled) == len(SAMPLES)
+
+
+@dataclass
+class RequestFake(OnePassFake):
+    """Serves requests; `together` has how many were in flight each time."""
+
+    together: list[int] = field(default_factory=list)
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        self.together.append(len(requests))
+        return [self.forced(tokens, first) for tokens, first in requests]
+
+
+def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
+    engine, alone = RequestFake(fake_engine(SAMPLES).answers), OnePassFake(fake_engine(SAMPLES).answers)
+    events = list(decode(engine, encoded(), 3))
+    assert engine.together == [3, 1]
+    finished = [event for event in events if isinstance(event, Finished)]
+    assert [{batch for _, batch in event.trace.steps} for event in finished] == [{3}, {3}, {3}, {1}]
+    assert finished[2].trace.steps[0] == (len("zz"), 3)
+    whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, Finished)]
+    assert [event.trace.one_pass for event in whole] == [len(item.reference) for item in encoded()]
+    for one, other in zip([e for e in events if isinstance(e, Step)], steps_of(alone, encoded(), 3), strict=True):
+        np.testing.assert_array_equal(one.logits_BV, other.logits_BV)
 
 
 def test_the_corruption_comes_before_the_one_pass() -> None:

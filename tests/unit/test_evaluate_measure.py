@@ -95,7 +95,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(baseline: Path, 
 
 def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
     noise = json.loads((baseline / "round.json").read_text(encoding="utf-8"))["noise"]
-    assert noise["samples"] == 12
+    assert noise["samples"] == 4 * 3 + 2  # two of the longest are not among the first four
     assert 0 < noise["fidelity"]["kl_mean"] < 1e-4
 
 

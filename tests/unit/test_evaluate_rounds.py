@@ -125,7 +125,7 @@ class _Stage:
 
 
 class _FakeBackend:
-    engine_module, libraries = "stages.engines.base", ("numpy",)
+    engine_module, libraries, compute_dtype = "stages.engines.base", ("numpy",), "float32"
 
     def __init__(self, engines: dict[str, Callable[[], FakeEngine]]) -> None:
         self.engines = engines
@@ -158,6 +158,10 @@ class _Chain(Chain):
             (out / "bundle.json").write_text("{}")
 
         return self.store.get(Recipe("build", (), {"policy": policy.name}, {}), write)
+
+    def _twin_opener(self, twin: Artifact) -> Any:  # noqa: ARG002
+        """A fake engine has no twin."""
+        return
 
 
 @pytest.fixture

@@ -8,18 +8,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from gate_reports import GATES, report, row
 
 from benchmarks.gate_characteristics import CASES, HARMLESS, Rates, Rule, holm_for_pass, main, sequential
-from pipeline.verdict import distances
+from pipeline.verdict import answers, distances, validity
 from pipeline.verdict import statistics as st
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check
+from pipeline.verdict.thresholds import Check, Gates
 
 PLAN = (0.1, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 160
@@ -41,22 +40,24 @@ def report_of(samples: int) -> EvaluationReport:
 
 @pytest.fixture(autouse=True)
 def _pure_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(compute: Callable[..., list[Check]], rows_at: int) -> Callable[..., list[Check]]:
+    def kept(compute: Callable[..., list[Check]]) -> Callable[..., list[Check]]:
         known: dict[object, list[Check]] = {}
 
-        def of(*arguments: Any) -> list[Check]:
-            key = (len(arguments[rows_at]), arguments[-1])  # as many rows have the same distances, and the last is the look
+        def of(rows: Sequence[SampleRow], gates: Gates, *others: object) -> list[Check]:
+            key = (len(rows), *others)  # as many rows have the same distances
             if key not in known:
-                known[key] = compute(*arguments)
+                known[key] = compute(rows, gates, *others)
             return known[key]
 
         return of
 
-    monkeypatch.setattr(distances, "distance_by_workload", kept(distances.distance_by_workload, 0))
-    monkeypatch.setattr(distances, "tail_and_slope", kept(distances.tail_and_slope, 1))
-    monkeypatch.setattr(distances, "completeness", lambda _report, _rows: [])
+    for name in ("distance_by_workload", "rare", "slope_by_workload"):
+        monkeypatch.setattr(distances, name, kept(getattr(distances, name)))
+    monkeypatch.setattr(validity, "completeness", lambda _report, _rows: [])
     monkeypatch.setattr(distances, "canary", lambda _report, _gates: [CANARY])
     monkeypatch.setattr(st, "difference_bound", lambda *_: 0.0)  # of the texts only
+    monkeypatch.setattr(answers, "samples_needed", lambda *_: {})
+    monkeypatch.setattr(answers, "detectable", lambda *_: {})
 
 
 CANARY = distances.canary(report([]), GATES)[0]
@@ -146,5 +147,5 @@ def test_holms_procedure_for_a_pass_costs_power_and_one_workload_has_none_of_it(
 def test_the_benchmark_prints_a_line_for_each_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--samples", "40", "--rounds", "0.5,1"])
     printed = capsys.readouterr().out
-    assert "| candidate | one look, Holm for PASS (rules 1) | one look | 2 looks |" in printed
+    assert "| candidate | one look, Holm for PASS | one look | 2 looks |" in printed
     assert all(f"\n| {name} |" in printed for name in CASES)

@@ -10,6 +10,7 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Decide, Finding, Move, Replay, ReplayedEvidence, choose, rollback
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
 
@@ -184,6 +185,37 @@ def test_promote_refuses_on_the_first_finding_that_is_not_the_same(tmp_path: Pat
             promote([candidate], registry, replay_that_finds(*findings))
         assert str(caught.value) == f"fp8 is not promoted: {expected}"
     assert registry.moves == []
+
+
+COVERED = Coverage(overall=Exercised.merged([]).model_copy(update={"longest_context": 1003, "batch_sizes": {16: 9}}), cells=[])
+
+
+def replay_of_an_engine_built_for(limits: Limits) -> Replay:
+    def replay(candidate: Candidate) -> ReplayedEvidence:
+        directory = candidate.report.path.parent
+        report = load_report(directory).model_copy(update={"coverage": COVERED})
+        return ReplayedEvidence((), report, load_rows(directory), limits)
+
+    return replay
+
+
+def test_promote_refuses_an_engine_that_allows_more_than_was_judged(tmp_path: Path, registry: MemoryRegistry) -> None:
+    candidate = make(tmp_path, registry, "fp8")
+    for limits, expected in (
+        (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
+        (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
+    ):
+        with pytest.raises(GateRefusal, match=expected):
+            promote([candidate], registry, replay_of_an_engine_built_for(limits))
+    assert registry.moves == []
+
+
+def test_a_champion_carries_how_far_its_verdict_holds(tmp_path: Path, registry: MemoryRegistry) -> None:
+    move = promote([make(tmp_path, registry, "fp8")], registry, replay_of_an_engine_built_for(Limits(tokens=1024, batch=16)))
+    tags = registry.tags(move.version)
+    assert tags is not None
+    assert (tags["max_tokens"], tags["max_batch"]) == ("1003", "16")
+    assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
 def test_a_library_that_the_replay_lacks_is_a_missing_requirement_unless_something_differs(

@@ -21,6 +21,7 @@ from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.runner import Run, verify
 from pipeline.run.verify import replay
+from pipeline.verdict.thresholds import RULES
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")
@@ -188,7 +189,7 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
     (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
     assert (finding.name, finding.status) == ("verdict, decided again", "missing")
     assert finding.detail.startswith(
-        "PASS by rules 1 of the gates, this kvgate has rules 2: verify it with the kvgate that wrote"
+        f"PASS by rules 1 of the gates, this kvgate has rules {RULES}: verify it with the kvgate that wrote"
     )
     assert code(copy) == 4
 

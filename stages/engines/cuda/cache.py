@@ -5,16 +5,18 @@ token, B sequences, P pages of a row of the table, S new tokens of one sequence,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
-from pipeline.core.records import MemoryReport
+from pipeline.core.records import MemoryReport, StoredCopy
 from plugins.kv_attention import ops, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.paged.allocator import PageAllocator
@@ -36,22 +38,14 @@ class LayerGroup:
     """`key_exact`, `value_exact` (l, M, H, E, D)."""
     scales: dict[str, Tensor]
     """`key_scale`, `value_scale` (l, 1 | H) of static sides."""
-    read_key_scale: Tensor | None
-    """The scale that keys are read with: `key_scale` itself, unless the canary corrupted it."""
-    fault: float = 1.0
-    """The canary's factor on stored scales, or on keys that have none; stays 1 for static keys."""
-
-    @property
-    def faulty(self) -> str:
-        """The paged array whose entries carry `fault`."""
-        return "key_scale_pool" if self.layout.key.dynamic else "key_pool"
+    read: dict[str, Tensor] = field(default_factory=dict)
+    """Those of `scales` that are read with other numbers than tokens are stored with: the canary corrupted them."""
+    faults: dict[str, Tensor] = field(default_factory=dict)
+    """The canary's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
 
     def to_read(self, i: int) -> dict[str, Tensor]:
         """Return the tensors of the i-th layer that attention reads; their addresses stay the same until `moves` changes."""
-        tensors = {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales).items()}
-        if self.read_key_scale is not None:
-            tensors["key_scale"] = self.read_key_scale[i]
-        return tensors
+        return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
 
 
 class KernelCache(SequencePages):
@@ -83,7 +77,7 @@ class KernelCache(SequencePages):
                 for side, stored in ((Side.KEY, layout.key), (Side.VALUE, layout.value))
                 if stored.static
             }
-            self.groups.append(LayerGroup(layout, layers, {}, {}, static, static.get("key_scale")))
+            self.groups.append(LayerGroup(layout, layers, {}, {}, static))
         by_layer = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
         self.places = [by_layer[layer] for layer in range(len(layouts))]
         self._enlarge(self.pages, 0)
@@ -173,15 +167,65 @@ class KernelCache(SequencePages):
                 states[:, columns] = tensors[name][sequence.buffer][:, rows].float()
         return key, value
 
-    def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the scales that the pools' keys are read with, of stored and of later tokens; the codes stay right."""
+    def stored(self, handle: int, layer: int) -> dict[Side, StoredCopy]:
+        """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
+        sequence = self.sequences[handle]
+        group, i = self.places[layer]
+        tensors, pages = group.to_read(i), self._indices(sequence.pages)
+
+        def held(name: str) -> npt.NDArray[np.uint8] | None:
+            if name not in group.paged:
+                return None
+            by_head = tensors[name][pages].transpose(0, 1).flatten(1, 2)[:, : sequence.length]
+            rows: npt.NDArray[np.uint8] = by_head.contiguous().view(torch.uint8).cpu().numpy()
+            return rows
+
+        def copy(side: Side) -> StoredCopy:
+            codes, scale, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
+            assert codes is not None
+            return StoredCopy(
+                0,
+                codes,
+                None if scale is None else scale.view(np.float16),
+                None,
+                None if static is None else static.cpu().numpy().reshape(-1, 1, 1),
+                None,
+            )
+
+        return {side: copy(side) for side in (Side.KEY, Side.VALUE)}
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None, head: int | None) -> None:
+        """Multiply the scales that the pools are read with, of stored and of later tokens; the codes stay right."""
         for group in self.groups:
-            if group.read_key_scale is not None:
-                group.read_key_scale = group.read_key_scale * factor
+            chosen = [layer is None or one == layer for one in group.layers]
+            if not any(chosen):
+                continue
+            static, dynamic = f"{side}_scale", (group.layout.key if side.is_key else group.layout.value).dynamic
+            if static in group.scales:
+                scales = group.read.get(static, group.scales[static])
+                whole = head is None or scales.shape[1] == 1
+                group.read[static] = scales * self._factors(chosen, scales.shape[1], factor, None if whole else head)
             else:
-                group.fault *= factor
-                _scale(group.paged[group.faulty], factor)
+                array = f"{side}_scale_pool" if dynamic else f"{side}_pool"
+                paged = group.paged[array]
+                factors = self._factors(chosen, paged.shape[2], factor, head)[:, None, :, None, None]
+                group.faults[array] = group.faults[array] * factors if array in group.faults else factors
+                _scale(paged, factors)
         self.moves += 1
+
+    def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
+        """`factor` of one head or all in the layers that are chosen, else 1: (l, heads)."""
+        factors = torch.ones(len(chosen), heads, device=self.device)
+        for i in (i for i, one in enumerate(chosen) if one):
+            factors[i, slice(None) if head is None else head] = factor
+        return factors
+
+    def repeat_page(self) -> None:
+        """Let the second page of every sequence hold what its first one does; sequences of one page stay as they are."""
+        for sequence in self.sequences.values():
+            for group in self.groups if len(sequence.pages) > 1 else ():
+                for array in group.paged.values():
+                    array[:, sequence.pages[1]] = array[:, sequence.pages[0]]
 
     def memory(self) -> MemoryReport:
         """Return the bytes of the tensors as allocated: pools and exact buffers grow by doubling."""
@@ -217,14 +261,14 @@ class KernelCache(SequencePages):
             group.exact[name][:, sequence.buffer][:, :, slots] = x[:, chosen].transpose(1, 2).half()
 
     def _apply_fault(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Multiply the scales, or the keys, of tokens that were just stored by their group's `fault`."""
+        """Multiply the scales, or the numbers, of tokens that were just stored by their group's faults."""
         for group in self.groups:
-            if group.fault != 1:
+            for name, factors in group.faults.items():
                 rows = self._indices(pages), self._indices(slots)
-                array = group.paged[group.faulty]
+                array = group.paged[name]
                 # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
                 new = array[:, rows[0], :, rows[1]]
-                _scale(new, group.fault)
+                _scale(new, factors[None, :, 0, :, 0])
                 array[:, rows[0], :, rows[1]] = new
 
     def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -264,6 +308,6 @@ class KernelCache(SequencePages):
         return new
 
 
-def _scale(tensor: Tensor, factor: float) -> None:
-    """Floating-point numbers times a factor, in place, saturating at float16's range."""
+def _scale(tensor: Tensor, factor: Tensor) -> None:
+    """Floating-point numbers times factors, in place, saturating at float16's range."""
     tensor.copy_((tensor.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16))

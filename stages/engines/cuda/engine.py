@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
-from pipeline.core.records import PREFILL_CHUNK, MemoryReport
+from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
+from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from plugins.kv_attention import ops
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, check_positive, not_finite
@@ -244,10 +244,22 @@ class KernelEngine(ChunkedEngine):
     def memory(self) -> MemoryReport:
         return self.cache.memory()
 
+    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
+        """Return what a sequence's pages hold, and the static scales that attention reads it with."""
+        return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
+
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the scales that the pools' keys are read with, of stored and of later tokens; the codes stay right."""
+        self.corrupt_scale(Side.KEY, factor)
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
         with torch.inference_mode():
-            self.cache.corrupt_key_scale(factor)
+            self.cache.corrupt_scale(side, factor, layer, head)
+
+    def repeat_page(self) -> None:
+        """See pipeline.core.records.CorruptibleEngine."""
+        with torch.inference_mode():
+            self.cache.repeat_page()
 
     def _pass(self, batch: int) -> DecodePass:
         """The pass for `batch` sequences. Passes that were captured with old addresses are dropped."""

@@ -25,6 +25,10 @@ class OnnxBackend(Backend):
         if self.config.attention == "native":
             require_compiler()
 
+    @property
+    def compute_dtype(self) -> str:
+        return self.config.compute_dtype
+
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the exported decoder, whose attention is open: it is the same for every policy over the same weights."""
         quantized = artifacts.quantized(policy)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import KVScales
-from pipeline.core.records import MemoryReport
+from pipeline.core.kv import KVScales, Side
+from pipeline.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
 from stages.engines.paged.layout import layer_sides
-from stages.engines.paged.pool import PagedPool
+from stages.engines.paged.pool import Factor, PagedPool
 
 
 class PagedEngine(ChunkedEngine):
@@ -25,8 +25,8 @@ class PagedEngine(ChunkedEngine):
         self.pool = pool
         self._constants: dict[str, Any] = {}
         """Static scales and zeros as attention reads them, float32 arrays by graph input."""
-        self._faults: dict[str, float] = {}
-        """Factors of `corrupt_key_scale` on what is written to arrays of the pool, by array."""
+        self._faults: dict[str, Factor] = {}
+        """Factors of `corrupt_scale` on what is written to arrays of the pool, by array."""
         for layer in range(self.shape.layers):
             for stored in layer_sides(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
@@ -76,20 +76,53 @@ class PagedEngine(ChunkedEngine):
         check_tokens(tokens, self.vocab_size)
         return self._prefill(sequence, tokens)
 
+    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
+        """Return what a sequence's pages hold, and the static scales that attention reads it with."""
+        held = self.pool.stored(sequence)
+
+        def copy(side: Side, layer: int) -> StoredCopy:
+            first, codes = held[f"{side}_pool.{layer}"]
+            scale, zero = (held.get(f"{side}_{name}_pool.{layer}") for name in ("scale", "zero"))
+            static_scale, static_zero = (self._constants.get(f"{side}_{name}.{layer}") for name in ("scale", "zero"))
+            return StoredCopy(
+                first,
+                codes,
+                None if scale is None else scale[1].view(np.float16),
+                None if zero is None else zero[1].view(np.float16),
+                None if static_scale is None else self._host(static_scale)[0],
+                None if static_zero is None else self._host(static_zero)[0],
+            )
+
+        return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]
+
+    def _host(self, constant: Any) -> npt.NDArray[np.float32]:
+        """Return a copy of what `_constant` made, as numpy's."""
+        return np.array(constant)
+
     def memory(self) -> MemoryReport:
         return self.pool.memory(sum(values.nbytes for values in self._constants.values()))
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the scales that decoding reads keys with, of stored and of later tokens; the codes stay right."""
-        for layer in range(self.shape.layers):
-            for side, stored in layer_sides(self.policy, self.shape, layer).items():
-                for name in stored.fault_targets if side.is_key else ():
-                    target = f"{name}.{layer}"
+        self.corrupt_scale(Side.KEY, factor)
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
+        by_head = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
+        by_head[:, slice(None) if head is None else head] = factor
+        for number in range(self.shape.layers) if layer is None else (layer,):
+            for copy, stored in layer_sides(self.policy, self.shape, number).items():
+                for name in stored.fault_targets if copy.base is side.base else ():
+                    target = f"{name}.{number}"
                     if target in self._constants:
-                        self._constants[target] *= factor
+                        scales = self._constants[target]
+                        scales[:, slice(None) if head is None or scales.shape[1] == 1 else head] *= factor
                     else:
-                        self.pool.scale_array(target, factor)
-                        self._faults[target] = self._faults.get(target, 1.0) * factor
+                        self.pool.scale_array(target, by_head)
+                        self._faults[target] = self._faults.get(target, np.float32(1)) * by_head
+
+    def repeat_page(self) -> None:
+        """See pipeline.core.records.CorruptibleEngine."""
+        self.pool.repeat_page()
 
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
         """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.

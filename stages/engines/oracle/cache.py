@@ -26,10 +26,10 @@ class Storage:
         """Quantize x (H, S, D)."""
         return quantize(x, self.form, self.static)
 
-    def read(self, stored: Stored, gain: float) -> Tensor:
-        """Dequantize, times `gain`: 1, except for the canary's fault."""
+    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
+        """Dequantize, times `gain` (H, 1, 1) of the canary's fault."""
         x = dequantize(stored, self.form, self.static)
-        return x if gain == 1 else x * gain
+        return x if gain is None else x * gain
 
 
 LayerStorage = dict[Side, Storage]
@@ -73,7 +73,12 @@ class Pages:
         del self.pages[: first - self.first]
         self.first = first
 
-    def read(self, gain: float) -> Copies | None:
+    def repeat(self) -> None:
+        """Let the second page hold what the first one does, unless there are fewer or the first one was freed."""
+        if self.first == 0 and len(self.pages) > 1:
+            self.pages[1] = _each(lambda pages: pages[0].clone(), self.pages[:1])
+
+    def read(self, gain: Tensor | None) -> Copies | None:
         """Return all tokens of the pages, dequantized, None without a page."""
         if not self.pages:
             return None
@@ -135,14 +140,14 @@ class LayerCache:
         self.exact[Side.KEY].append(key)
         self.exact[Side.VALUE].append(value)
 
-    def read(self, side: Side, new: Tensor, gain: float) -> Sources:
+    def read(self, side: Side, new: Tensor, gain: Tensor | None) -> Sources:
         """Return what new tokens attend to: the cache, and `new` (H, S, D), their own keys or values."""
         sinks, recent = self.exact[side].read()
         base, window = self.pages[side].read(gain), self.pages.get(side.window)
         return sinks, base, None if window is None else window.read(gain), recent, Copies(new, self.length)
 
 
-def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: float) -> Sources:
+def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: Tensor | None) -> Sources:
     """Return every copy that any of the tokens x (H, T, D) of a whole sequence attends to, as a cache would return it."""
     base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None

@@ -1,6 +1,6 @@
 """The oracle, backend=torch on a CPU: transformers' own model, in float32, over the reference cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, MemoryReport
+from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive, not_finite
 from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.model import hidden_states, scales_for, shape_for
+from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
@@ -51,7 +52,8 @@ class _CachedView:
         _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
         self.new.append((key, value))
         cache = self.caches[layer]
-        return cache.read(Side.KEY, key, self.engine.key_gain), cache.read(Side.VALUE, value, 1.0)
+        gain = self.engine.gain
+        return cache.read(Side.KEY, key, gain(Side.KEY, layer)), cache.read(Side.VALUE, value, gain(Side.VALUE, layer))
 
     def store(self) -> None:
         """Append the new keys and values after all layers were computed: a refused token leaves nothing behind."""
@@ -71,8 +73,8 @@ class _OnePassView:
         _check_finite(key, value, layer, "the sequence", 0)
         policy, storages = self.engine.policy, self.engine.storages[layer]
         return (
-            one_pass(policy, storages, Side.KEY, key, self.engine.key_gain),
-            one_pass(policy, storages, Side.VALUE, value, 1.0),
+            one_pass(policy, storages, Side.KEY, key, self.engine.gain(Side.KEY, layer)),
+            one_pass(policy, storages, Side.VALUE, value, self.engine.gain(Side.VALUE, layer)),
         )
 
 
@@ -96,7 +98,8 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         self.model, self.storages = model, storages
         self.sequences: SequenceTable[list[LayerCache]] = SequenceTable()
         """Caches of all layers, by handle."""
-        self.key_gain = 1.0
+        self._gains: dict[tuple[Side, int], Tensor] = {}
+        """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
 
     @classmethod
     def from_model(
@@ -153,6 +156,42 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
         return logits
 
+    @torch.inference_mode()
+    def replay(
+        self,
+        tokens: Sequence[int],
+        pieces: Sequence[int],
+        caches: Sequence[Mapping[Side, StoredCopy]],
+        *,
+        rounding: float,
+        prefill_chunk: int | None = None,
+    ) -> Replay:
+        """Compute a whole sequence at once over the cache that another engine stored of it; no sequence stays behind.
+
+        Args:
+            tokens: The sequence.
+            pieces: Tokens of each piece of its prompt that was prefilled by itself; what follows was decoded.
+            caches: What the engine shows of each layer, in this policy's formats; empty to read this engine's own codes.
+            rounding: How far the output of a layer may be off, relative to its root mean square.
+            prefill_chunk: Tokens of one prefill run of that engine.
+
+        Returns:
+            Logits of the tokens after the pieces, without and with layers that are off; and the errors of what was stored.
+        """
+        chunk = self.prefill_chunk if prefill_chunk is None else prefill_chunk
+        spans, first = [], 0
+        for piece in pieces:
+            end = first + piece
+            spans += [Span(begin, min(begin + chunk, end), begin) for begin in range(first, end, chunk)]
+            first = end
+        blocks = self._plan([*spans, Span(first, len(tokens), None)])
+        tape = Tape(self.policy, self.storages, caches)
+        views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
+        with disturbed(self.model, rounding):
+            hidden = self._hidden([tokens, tokens], torch.arange(len(tokens)).expand(2, -1), views)
+        sound, off = (self.model.lm_head(row[first:]).numpy() for row in hidden)
+        return Replay(sound, off, tape.errors)
+
     def _release(self, sequence: int) -> None:
         del self.sequences[sequence]
 
@@ -169,9 +208,27 @@ class OracleEngine(ChunkedEngine, OnePassBase):
             live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
         )
 
+    def gain(self, side: Side, layer: int) -> Tensor | None:
+        """Return what `corrupt_scale` multiplies the pool's numbers by when they are read, (H, 1, 1); None: nothing."""
+        return self._gains.get((side, layer))
+
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the pool's keys when they are read, of stored and of later tokens; the codes stay right."""
-        self.key_gain *= factor
+        self.corrupt_scale(Side.KEY, factor)
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
+        by_head = torch.ones(self.shape.kv_heads, 1, 1)
+        by_head[slice(None) if head is None else head] = factor
+        for number in range(self.shape.layers) if layer is None else (layer,):
+            place = (side.base, number)
+            self._gains[place] = self._gains.get(place, 1.0) * by_head
+
+    def repeat_page(self) -> None:
+        """See pipeline.core.records.CorruptibleEngine."""
+        for sequence in self.sequences.values():
+            for cache in sequence:
+                for pages in cache.pages.values():
+                    pages.repeat()
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end

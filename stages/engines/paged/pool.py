@@ -21,6 +21,8 @@ from stages.engines.paged.layout import FLOAT16, layer_sides
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
+Factor = float | npt.NDArray[np.float32]
+"""Of a whole array, or (1, H, 1, 1) of its heads."""
 Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
 """Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
@@ -242,8 +244,35 @@ class PagedPool(SequencePages):
             slots.append(sink + flat[chosen[-1]] % recent)
         return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
 
-    def scale_array(self, name: str, factor: float) -> None:
-        """Multiply an array of scales, or of keys that have none, in place."""
+    def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
+        """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens."""
+        row = self.sequences[handle]
+        places = {
+            self.pages: (0, row.pages),
+            self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages),
+        }
+        held = {}
+        for name, array in self.arrays.items():
+            if self._allocators[name] is not self.buffers:
+                first, numbers = places[self._allocators[name]]
+                by_head = self._bytes(array, numbers).swapaxes(0, 1)
+                held[name] = first, by_head.reshape(len(by_head), -1, by_head.shape[-1])[:, : max(0, row.length - first)]
+        return held
+
+    def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes (P, H, 64, W) of some pages of an array; a subclass on another device copies them here."""
+        return np.ascontiguousarray(array[numbers]).view(np.uint8)
+
+    def repeat_page(self) -> None:
+        """Let the second page of every sequence hold what its first one does; sequences of one page stay as they are."""
+        for row in self.sequences.values():
+            listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
+            for allocator, pages in listed:
+                for array in self._numbered_by(allocator) if len(pages) > 1 else ():
+                    array[pages[1]] = array[pages[0]]
+
+    def scale_array(self, name: str, factor: Factor) -> None:
+        """Multiply an array of scales, or of keys or values that have none, in place."""
         self.arrays[name][...] = scaled(self.arrays[name], factor)
 
     def memory(self, static_scale_bytes: int) -> MemoryReport:
@@ -253,7 +282,7 @@ class PagedPool(SequencePages):
         return MemoryReport(pool, exact, window, static_scale_bytes, self.pages.capacity, self.live_tokens)
 
 
-def scaled(values: Array, factor: float) -> Array:
+def scaled(values: Array, factor: Factor) -> Array:
     """Return floating-point values times a factor, saturating at float16's range."""
     return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)
 

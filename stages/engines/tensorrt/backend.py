@@ -25,6 +25,10 @@ class PlanBackend(Backend):
     def __init__(self, config: PlanConfig, library: Name) -> None:
         self.config, self.library = config, library
 
+    @property
+    def compute_dtype(self) -> str:
+        return self.config.compute_dtype
+
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the ONNX engine's bundle of the policy."""
         bundle = artifacts.bundle(policy, self.onnx_equivalent())

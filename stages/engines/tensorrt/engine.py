@@ -9,8 +9,8 @@ import torch
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVScales, KVShape
-from pipeline.core.records import PREFILL_CHUNK
+from pipeline.core.kv import KVScales, KVShape, Side
+from pipeline.core.records import PREFILL_CHUNK, StoredCopy
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
@@ -100,7 +100,8 @@ class PlanEngine(PagedEngine):
                 raise _too_large(limits, bundle.model.shape, activations) from error
             chunk = min(PREFILL_CHUNK, limits.chunk)
             super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=chunk)
-            self.max_sequences = limits.max_batch
+            self.max_sequences = self.max_batch = limits.max_batch
+            self.max_tokens = limits.max_tokens
             for session in sessions.values():
                 session.use(memory, {**pool.tensors, **self._constants})
 
@@ -108,9 +109,13 @@ class PlanEngine(PagedEngine):
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
             return super().fork(sequence)
 
-    def corrupt_key_scale(self, factor: float) -> None:
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
         with self._device.running():
-            super().corrupt_key_scale(factor)
+            super().corrupt_scale(side, factor, layer, head)
+
+    def repeat_page(self) -> None:
+        with self._device.running():
+            super().repeat_page()
 
     def session(self, mode: Mode) -> PlanSession:
         """Return the session of one of the plans."""
@@ -118,6 +123,14 @@ class PlanEngine(PagedEngine):
 
     def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
+
+    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
+        with self._device.running():  # after the steps that wrote it
+            return super().stored(sequence)
+
+    def _host(self, constant: torch.Tensor) -> npt.NDArray[np.float32]:
+        values: npt.NDArray[np.float32] = constant.cpu().numpy().copy()
+        return values
 
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """As PagedEngine's, at a padded shape.

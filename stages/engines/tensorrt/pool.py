@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import KVShape
-from stages.engines.paged.pool import Indices, PagedPool
+from stages.engines.paged.pool import Factor, Indices, PagedPool
 from stages.engines.tensorrt.shapes import Limits
 
 STORAGE = {
@@ -50,7 +51,7 @@ class TorchPool(PagedPool):
             )
         super().reserve(handles, tokens)
 
-    def scale_array(self, name: str, factor: float) -> None:
+    def scale_array(self, name: str, factor: Factor) -> None:
         array = self.tensors[name]
         array.copy_(scaled(array, factor))
 
@@ -63,11 +64,15 @@ class TorchPool(PagedPool):
         kind = dtype if isinstance(dtype, torch.dtype) else STORAGE[np.dtype(dtype).name]
         return torch.zeros(shape, dtype=kind, device=self.device)
 
+    def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
+        held: npt.NDArray[np.uint8] = array[numbers].contiguous().view(torch.uint8).cpu().numpy()
+        return held
+
     def _index(self, place: tuple[Indices, Indices, Indices]) -> tuple[Any, Any, Any]:
         chosen, number, slot = (torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in place)
         return chosen, number, slot
 
 
-def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
+def scaled(values: torch.Tensor, factor: Factor) -> torch.Tensor:
     """Return floating-point values times a factor, saturating at float16's range."""
-    return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)
+    return (values.float() * torch.as_tensor(factor, device=values.device)).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

@@ -18,6 +18,11 @@ class TrtllmBackend(Backend):
     def __init__(self, config: TrtllmConfig) -> None:
         self.config = config
 
+    @property
+    def compute_dtype(self) -> None:
+        """Its kernels quantize queries and accumulate as they see fit: no rounding of ours says how far that may take them."""
+        return
+
     def check_inputs(self, job: Job) -> None:
         """Refuse what neither target holds, a missing interpreter and missing GPUs."""
         from stages.engines.trtllm.targets import check_inputs

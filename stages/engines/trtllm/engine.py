@@ -91,6 +91,8 @@ class TrtllmEngine(OnePassBase):
         super().__init__(policy, described.shape, described.vocab_size)
         self._bundle, self._described, self._python = bundle, described, interpreter.python
         self._timeout_s, self._build_timeout_s = timeout_s, build_timeout_s
+        self.max_tokens = described.max_seq_len
+        self.max_batch = int(described.asked.get("max_batch_size", described.asked.get("build_config.max_batch_size", 1)))
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
         self._fault = 1.0
@@ -121,10 +123,15 @@ class TrtllmEngine(OnePassBase):
         return np.stack([state.rows[0] for state in states if state.rows is not None])
 
     def _forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """As `forced`, in one request. Its first token's logits are the prompt's, which read no cache: they are left out."""
-        known = list(tokens[first:])
-        ((_, rows),) = self._run([(list(tokens[:first]), known, len(known) + 1, 1)])
+        """As `forced`, in one request."""
+        ((_, rows),) = self._run([_whole(tokens, first)])
         return rows
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        """Return what `forced` returns of each (tokens, first); TensorRT-LLM has these requests in flight at once."""
+        for tokens, first in requests:
+            self._check_forced(tokens, first)
+        return [rows for _, rows in self._run([_whole(tokens, first) for tokens, first in requests])]
 
     def _release(self, sequence: int) -> None:
         """Forget a sequence; TensorRT-LLM freed its blocks when its request ended."""
@@ -244,3 +251,9 @@ class TrtllmEngine(OnePassBase):
         flags = {key.removeprefix(prefix): v for key, v in self._described.asked.items() if key.startswith(prefix)}
         compile_engine(folder / CHECKPOINT, folder / ENGINE, flags, self._python, self._build_timeout_s)
         return folder / ENGINE
+
+
+def _whole(tokens: Sequence[int], first: int) -> tuple[list[int], list[int], int, int]:
+    """Return the request that forces tokens[first:]. The prompt's logits, which read no cache, are left out."""
+    known = list(tokens[first:])
+    return list(tokens[:first]), known, len(known) + 1, 1

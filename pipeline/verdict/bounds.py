@@ -1,0 +1,137 @@
+"""Bounds of means, of shares of events and of slopes, where samples share documents.
+
+**Means: testing by betting.** Distances are heavy-tailed. Of 160 requests to a sound FP8 cache a single one may carry nearly
+all of the KL, and a bootstrap of samples that missed such a request is sure of itself: at the threshold it passes a third of
+the time. A bet makes no assumption but a bound: the **wealth**, which starts at 1 and is multiplied for every document's x by
+`1 + f (limit - x) / (worst - limit)`, never falls below 0 while x <= worst, and where the true mean is `limit` or more its
+expectation stays at most 1. By Ville's inequality it then ever reaches 1 / alpha with a probability of at most alpha, over all
+looks together and over samples that are added later. That is the test, its inversion is the bound (Waudby-Smith and Ramdas,
+JRSS B 86 (2024) 1-27).
+
+Where all x are 0 and f is 1 the bound is exactly the rule of three, `worst (1 - alpha^(1/n))`: nothing without assumptions
+is tighter there. The share f is a mixture of a few, so that the wealth does not depend on the order of the documents.
+
+`python -m benchmarks.gate_distances` compares it with bootstraps and other bounds on shapes that were measured.
+
+**Events: clusters.** Samples of one document depend on each other. Counts are divided by the design effect 1 + (m - 1) rho, m
+being the mean size of a sample's document (Kish, Survey Sampling (1965); Rao and Scott, Biometrics 48 (1992) 577-585). rho, how
+alike the events of a document are, is estimated from pairs of samples, and shrunk towards a value above what was measured on a
+real model: the few flips of a harmless candidate say next to nothing about it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import betaincinv
+
+Array = npt.NDArray[np.float64]
+
+SHARES_FOR_PASS = (0.4, 0.9)
+"""Mixture of the shares f that are bet on a mean below the limit: sound engines are far below it and vary little."""
+SHARES_FOR_FAIL = (0.05, 0.3, 0.9)
+"""Those bet on a mean above the limit, where a few documents may have nearly all of it."""
+EVENT_CORRELATION = 0.2
+"""What the correlation of flips, or of ruined requests, within a document is taken for before there are any. Questions about
+one page to SmolLM2 have 0.06 at most, and -0.05 to 0.06 over six policies: docs/trust.md."""
+PRIOR_DOCUMENTS = 10
+"""That takes the place of as many documents with events."""
+HALVINGS = 14
+"""Of the range that a bound lies in: it is found to 1e-4 of that."""
+
+
+def by_document(values: Sequence[float], weights: Sequence[float], documents: Sequence[str]) -> Array:
+    """Return each document's weighted mean, shape (documents,). Documents are independent of each other, samples are not."""
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    total = np.bincount(index, weights=np.asarray(weights))
+    return np.asarray(np.bincount(index, weights=np.asarray(values) * np.asarray(weights)) / total)
+
+
+def log_wealth_below(values: Array, limit: float, worst: float) -> float:
+    """Return the log of the wealth against "the mean is `limit` or more"; no value is above `worst`, the limit is below."""
+    return _log_wealth((limit - values) / (worst - limit), SHARES_FOR_PASS)
+
+
+def log_wealth_above(values: Array, limit: float, best: float) -> float:
+    """Return the log of the wealth against "the mean is `limit` or less"; no value is below `best`, the limit is above."""
+    return _log_wealth((values - limit) / (limit - best), SHARES_FOR_FAIL)
+
+
+def _log_wealth(gains: Array, shares: Sequence[float]) -> float:
+    """The log of the mean wealth over `shares`; a gain is what a bet of everything would add, at least -1."""
+    logs = [float(np.log1p(share * np.maximum(gains, -1.0)).sum()) for share in shares]
+    return float(np.logaddexp.reduce(logs)) - math.log(len(shares))
+
+
+def upper_bound(values: Array, alpha: float, worst: float) -> float:
+    """Return the one-sided 1 - alpha upper bound of a mean whose values are at most `worst`, which it is where they are few."""
+    enough = -math.log(alpha)
+    return _crossing(float(values.mean()), worst, lambda limit: log_wealth_below(values, limit, worst) >= enough)
+
+
+def lower_bound(values: Array, alpha: float, best: float) -> float:
+    """Return the one-sided 1 - alpha lower bound of a mean whose values are at least `best`, which it is where they are few."""
+    enough = -math.log(alpha)
+    return _crossing(float(values.mean()), best, lambda limit: log_wealth_above(values, limit, best) >= enough)
+
+
+def _crossing(mean: float, farthest: float, rejected: Callable[[float], bool]) -> float:
+    """Return the limit nearest to the mean that is rejected; those between it and `farthest` are too."""
+    inside, outside = mean, farthest
+    for _ in range(HALVINGS):
+        middle = (inside + outside) / 2
+        inside, outside = (inside, middle) if rejected(middle) else (middle, outside)
+    return outside
+
+
+def design_effect(sums: Array, squares: Array, sizes: Array, prior: float) -> float:
+    """Return how many samples of these documents are worth one independent sample, at least 1.
+
+    Args:
+        sums: Sum of the samples' values of each document, shape (documents,). A value is an event (-1, 1) or none (0).
+        squares: Sum of their squares.
+        sizes: Samples of each document.
+        prior: The correlation of the samples of a document, as far as these do not show it.
+    """
+    n, pairs = float(sizes.sum()), float((sizes * (sizes - 1)).sum())
+    if pairs == 0:
+        return 1.0
+    mean = float(sums.sum()) / n
+    variance = float(squares.sum()) / n - mean * mean
+    # products of the residuals of all ordered pairs of samples in a document
+    products = (sums - sizes * mean) ** 2 - (squares - 2 * mean * sums + sizes * mean * mean)
+    estimate = float(products.sum()) / (pairs * variance) if variance > 0 else prior
+    eventful = int(np.count_nonzero(squares))
+    correlation = (PRIOR_DOCUMENTS * prior + eventful * min(max(estimate, 0.0), 1.0)) / (PRIOR_DOCUMENTS + eventful)
+    return 1 + pairs / n * correlation
+
+
+def share_bound(count: float, n: float, alpha: float, lower: bool) -> float:
+    """Return the one-sided 1 - alpha bound of the share of events, of which `count` were seen in n samples (Clopper-Pearson).
+
+    Where none were seen it is the rule of three. Counts that a design effect divided need not be whole.
+    """
+    if lower:
+        return float(betaincinv(count, n - count + 1, alpha)) if count > 0 else 0.0
+    return float(betaincinv(count + 1, n - count, 1 - alpha)) if count < n else 1.0
+
+
+def clustered_slope(x: Array, y: Array, documents: Sequence[str]) -> tuple[float, float]:
+    """Return the least-squares slope of y on x and its standard error, which documents are left out for one by one.
+
+    That jackknife (Bell and McCaffrey's CR3) holds for outliers and unequal variances; x is not constant.
+    """
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    moments = np.stack([np.ones_like(x), x, y, x * x, x * y])
+    parts = np.stack([np.bincount(index, weights=moment) for moment in moments])
+    total = parts.sum(axis=1)
+
+    def slope(sums: Array) -> Array:
+        n, sx, sy, sxx, sxy = sums
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray((n * sxy - sx * sy) / (n * sxx - sx * sx))
+
+    whole, without = float(slope(total)), slope(total[:, None] - parts)
+    count = len(without)
+    return whole, math.sqrt((count - 1) / count * float(((without - whole) ** 2).sum()))

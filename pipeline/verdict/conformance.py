@@ -1,0 +1,222 @@
+"""The record of how an engine compares with its twin, the oracle under the same policy, weights and scales; and its gate.
+
+The unit is a *rounding*: what the twin's own figures change by when the output of every layer is off by a few units in the last
+place of the engine's type, measured on the same tokens. An engine that computes what its policy says is about one rounding from
+its twin; real faults are thousands.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.verdict.thresholds import Check, Status, finite
+
+Number = float | None
+
+ALLOWED = 64.0
+"""Most roundings that the logits of a request may be off, 4,096 times the KL of one.
+Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are sixteen times as large as what they sum, above
+20: docs/trust.md."""
+
+STORED_ALLOWED = 4.0
+"""How many times the errors of stored vectors may be those of a rounding."""
+
+SCALE_STEP = 2.0**-10
+"""The most by which the last place of a float16 scale moves a stored vector, relative to its length: it may always round."""
+
+MEAN_STEP = 2.0**-13
+"""The same for the mean over all stored vectors, few of whose scales lie between two numbers."""
+
+LEAST_KL = 1e-13
+"""KL below which two float32 distributions are the same, in nats."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Distance(_Record):
+    """How far one request is from the twin. A number that is not finite is null."""
+
+    kl_mean: Number
+    """KL(twin || engine) over the request's decoded tokens, nats."""
+    kl_max: Number
+    logit_difference: Number
+    """Largest difference of a logit."""
+    stored_error: Number
+    """How much farther the worst stored vector is from the computed one than its nearest codes, relative to its length. 0 where
+    the engine does not show what it stores."""
+    stored_mean: Number = 0.0
+    """The same, averaged over all stored vectors."""
+
+
+class ComparedRequest(_Record):
+    """One request on an engine and on its twin, on the same forced tokens."""
+
+    sample: str
+    prompt_tokens: int
+    decoded_tokens: int
+    engine: Distance
+    rounding: Distance
+    """The twin from itself with layers that are a rounding off."""
+    problem: str = ""
+    """What the engine shows of its cache and cannot be the policy's: a width, a length."""
+
+    @property
+    def roundings(self) -> float:
+        """How many roundings the logits are off, by their mean KL or their largest; infinite where one is not finite."""
+        pairs = ((self.engine.kl_mean, self.rounding.kl_mean), (self.engine.kl_max, self.rounding.kl_max))
+        return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + LEAST_KL)) for kl, unit in pairs)
+
+    def times_allowed(self, limit: float) -> float:
+        """Return how many times as far from its twin the request is as `limit` roundings allow, by its worst figure."""
+        stored = (
+            _times(self.engine.stored_error, self.rounding.stored_error, SCALE_STEP),
+            _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
+        )
+        return math.inf if self.problem else max(self.roundings / limit, *stored)
+
+
+def _times(error: Number, rounding: Number, step: float) -> float:
+    return math.inf if error is None or rounding is None else error / (STORED_ALLOWED * max(rounding, 0.0) + step)
+
+
+class Deviation(_Record):
+    """The first place at which an engine deviates from its twin."""
+
+    sample: str
+    position: int
+    """In the sequence, from 0."""
+    page_offset: int
+    """The position within its page."""
+    batch_row: int | None
+    """Row of the decode step that computed it; null for a token of the prompt."""
+    batch_size: int | None
+    """Sequences of that step."""
+    act: Literal["stored", "read", "computed"]
+    """stored: what was written there is not what the policy writes. read: the step that decoded it read its cache wrong.
+    computed: the logits differ, and the engine does not show what it stores."""
+    layer: int | None
+    """For what was read wrong, the last layer that may have: the first wrong codes of that token are in the layer above."""
+    side: str | None
+    head: int | None
+
+    def __str__(self) -> str:
+        where = f"position {self.position} (page offset {self.page_offset}"
+        if self.batch_row is not None:
+            where += f", row {self.batch_row} of a batch of {self.batch_size}"
+        where += f") of sample {self.sample}"
+        if self.layer is not None:
+            head = "" if self.head is None else f" head {self.head}"
+            upto = "up to " if self.act == "read" and self.layer else ""
+            where += f", {upto}layer {self.layer}{head}{'' if self.side is None else f' {self.side}s'}"
+        return f"first {self.act} wrong at {where}"
+
+
+class EngineConformance(_Record):
+    """An engine against its twin."""
+
+    policy: str
+    requests: list[ComparedRequest]
+    deviation: Deviation | None = None
+    """Of the worst request, where that is farther from its twin than rounding takes it."""
+    kl: Number = None
+    """Mean KL(twin || engine) of that request, each over its own cache; null where no request deviates."""
+    twin_kl: Number = None
+    """Mean KL(FP16 baseline || twin) of that request: what the policy itself costs; null for the baseline."""
+    seconds: float = 0.0
+    """What the comparison took."""
+
+    def ranked(self, limit: float) -> list[float]:
+        """Return how many times as far from its twin each request is as `limit` roundings allow, the worst first."""
+        return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
+
+
+class Conformance(_Record):
+    """Both engines against their twins."""
+
+    compute_dtype: str | None
+    """Type of the engines' activations, whose last places a rounding is made of; null for engines whose arithmetic differs from
+    the oracle's by design, which are described and not judged."""
+    baseline: EngineConformance
+    candidate: EngineConformance
+
+
+def allowed(baseline: Sequence[ComparedRequest]) -> float:
+    """Return how many roundings a candidate may be off: what the FP16 engine shows as well is no fault of a policy.
+
+    A baseline that is off by more than ALLOWED fails itself.
+    """
+    worst = max((request.roundings for request in baseline), default=1.0)
+    return ALLOWED * min(max(1.0, worst), ALLOWED)
+
+
+def conformance_numbers(record: Conformance) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers by the names under which they are tracked."""
+    for name, engine in (("candidate", record.candidate), ("baseline", record.baseline)):
+        yield f"conformance/{name}_requests", float(len(engine.requests))
+        yield f"conformance/{name}_seconds", engine.seconds
+        figures = {
+            "roundings": [request.roundings for request in engine.requests],
+            "kl_max": [math.inf if request.engine.kl_max is None else request.engine.kl_max for request in engine.requests],
+        }
+        for figure, values in figures.items():
+            if values and math.isfinite(max(values)):
+                yield f"conformance/{name}_{figure}", max(values)
+
+
+def conformance(record: Conformance | None) -> list[Check]:
+    """Return a line for each engine: FAIL where any request is farther from its twin than rounding takes it.
+
+    Reports from before engines were compared with their twins have none.
+    """
+    if record is None:
+        return []
+    limits = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
+    engines = {"baseline": record.baseline, "candidate": record.candidate}
+    judged = record.compute_dtype is not None
+    return [_check(where, engine, limits[where], judged=judged) for where, engine in engines.items()]
+
+
+def _check(where: str, engine: EngineConformance, limit: float, *, judged: bool) -> Check:
+    ranked = engine.ranked(limit)
+    status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
+    return Check(
+        gate="conformance",
+        where=where,
+        value=finite(ranked[0]) if ranked else None,
+        bound=None,
+        threshold=1.0 if judged else None,
+        status=status,
+        reason=f"{where}: {describe(engine, limit, judged=judged)}",
+    )
+
+
+def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
+    """Say in a line whether an engine computes its policy, and where it does not."""
+    ranked = engine.ranked(limit)
+    if not ranked:
+        return "no request was compared with the oracle; set workloads.conformance_samples to 1 or more"
+    count = len(ranked)
+    largest = max(request.engine.kl_max or 0.0 for request in engine.requests)
+    if not judged:
+        mean = sum(request.engine.kl_mean or 0.0 for request in engine.requests) / count
+        return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the oracle's, at most {largest:.1e}"
+    deviating = sum(times > 1 for times in ranked)
+    if not deviating:
+        bound = "" if count < 4 else f", so that fewer than {3 / count:.0%} of all requests deviate (95 %)"
+        return (
+            f"computes {engine.policy} as the oracle does: none of {count} requests is farther from its twin than rounding "
+            f"takes it (KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed){bound}"
+        )
+    cost = "" if engine.twin_kl is None else f"; twin against FP16 {engine.twin_kl:.1e}"
+    kl = "not finite" if engine.kl is None else f"{engine.kl:.1e}"
+    place = "" if engine.deviation is None else f", {engine.deviation}"
+    problem = next((f", {request.problem}" for request in engine.requests if request.problem), "")
+    second = "" if count < 2 else f", the next {ranked[1]:.2g}"
+    return (
+        f"does not compute {engine.policy} (KL {kl} against the twin{cost}){place}{problem}; {deviating} of {count} requests "
+        f"are farther from their twins than rounding takes them, the worst {ranked[0]:.2g} times{second}"
+    )

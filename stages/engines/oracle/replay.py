@@ -1,0 +1,158 @@
+"""A sequence replayed over the cache that another engine stored of it, and the same with activations that are a rounding off.
+
+An engine that keeps its policy differs from the oracle by rounding alone, but a number between two codes may round to the other
+one, and a few such flips move the logits of a 4-bit cache more than a real fault does. Over the engine's own codes nothing
+flips: the logits say whether it *reads* its cache right, and each stored vector against the one that is computed there whether
+it *writes* right. What rounding may cost is measured beside it, on a second row of the same batch.
+
+Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W bytes and g scales of a token, V vocab_size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import StoredCopy
+from stages.engines.base import Logits
+from stages.engines.oracle.attention import Block, Copies, Sources
+from stages.engines.oracle.cache import LayerStorage, Storage, one_pass
+from stages.engines.oracle.formats import TYPES, Static, Stored, dequantize
+
+SMALLEST = 1e-30
+"""Keeps a vector of zeros from dividing by zero."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How much farther stored vectors are from the computed ones than their nearest codes, relative to their length.
+
+    Nearest codes have 0. A number between two codes costs next to nothing, whichever of them it gets.
+    """
+
+    first: int
+    """Position of the first token."""
+    engine: Tensor
+    """(H, n): what the engine stored; infinite where that is not finite."""
+    disturbed: Tensor
+    """(H, n): what the oracle stores of activations that are a rounding off."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of one sequence; rows are its decoded tokens."""
+
+    logits: Logits
+    """(rows, V): over the engine's cache."""
+    disturbed: Logits
+    """(rows, V): over the same cache, with activations that are a rounding off."""
+    errors: list[dict[Side, Errors]]
+    """By layer, of the copies that the engine showed."""
+
+
+@dataclass
+class Tape:
+    """What both rows of a replay share."""
+
+    policy: KVPolicy
+    storages: Sequence[LayerStorage]
+    caches: Sequence[Mapping[Side, StoredCopy]]
+    """What the engine shows of each layer; empty where it shows nothing, and the oracle's own copies are read."""
+    errors: list[dict[Side, Errors]] = field(default_factory=list)
+    exact: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
+    """What the undisturbed row computed in the layer, and the codes nearest to it: (H, T, D)."""
+    nearest: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
+
+
+class ReplayView:
+    """One row of a replay; the undisturbed one comes first in the batch."""
+
+    first_row = 0
+
+    def __init__(self, tape: Tape, blocks: Sequence[Block], *, disturbed: bool) -> None:
+        self.tape, self.blocks, self.disturbed = tape, blocks, disturbed
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        if not self.disturbed:
+            self.tape.errors.append({})
+            self.tape.exact.clear()
+            self.tape.nearest.clear()
+        return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
+
+    def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
+        tape = self.tape
+        storages = tape.storages[layer]
+        exact, own, window, recent, new = one_pass(tape.policy, storages, base, x, None)
+        shown = tape.caches[layer] if tape.caches else {}
+        if base in shown and own is not None:
+            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base]))
+        if base.window in shown and window is not None:
+            window = self._replaced(layer, base.window, window, x, read_copy(shown[base.window], storages[base.window]))
+        return exact, own, window, recent, new
+
+    def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies) -> Copies:
+        """Note the errors of a copy, and return the oracle's own with the engine's in its place."""
+        tape, first = self.tape, shown.begin
+        end = min(own.tokens.shape[1], first + shown.tokens.shape[1])
+        part = slice(first, end)
+        theirs = shown.tokens[:, : end - first]
+        if not self.disturbed:
+            tape.exact[layer, side], tape.nearest[layer, side] = x, own.tokens
+            error = _excess(theirs, x[:, part], own.tokens[:, part])
+            tape.errors[layer][side] = Errors(first, error, torch.zeros_like(error))
+        else:
+            error = _excess(own.tokens[:, part], tape.exact[layer, side][:, part], tape.nearest[layer, side][:, part])
+            tape.errors[layer][side] = Errors(first, tape.errors[layer][side].engine, error)
+        joined = own.tokens.clone()
+        joined[:, part] = theirs
+        return Copies(joined)
+
+
+def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
+    """How much farther `stored` is from `exact` than `nearest` is, relative to its length: (H, n, D) each -> (H, n)."""
+    far, near = ((x - exact).norm(dim=-1) for x in (stored, nearest))
+    excess: Tensor = (far - near) / exact.norm(dim=-1).clamp(min=SMALLEST)
+    return excess.nan_to_num(nan=torch.inf)
+
+
+def read_copy(copy: StoredCopy, storage: Storage) -> Copies:
+    """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32."""
+    codes = torch.from_numpy(np.ascontiguousarray(copy.codes)).view(TYPES.get(storage.form.dtype, torch.int8))
+    stored = Stored(codes, _tensor(copy.scale), _tensor(copy.zero))
+    scale = _tensor(copy.static_scale)
+    static = None if scale is None else Static(scale, _tensor(copy.static_zero))
+    return Copies(dequantize(stored, storage.form, static), copy.first)
+
+
+def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+
+
+@contextmanager
+def disturbed(model: Any, rounding: float) -> Iterator[None]:
+    """Within this context, the output of every layer of the batch's second row is off by normal noise.
+
+    Args:
+        model: transformers' causal language model.
+        rounding: The noise's size, relative to the root mean square of each token's vector.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)
+        hidden = output[0] if isinstance(output, tuple) else output
+        row = hidden[1]
+        noise = torch.randn(row.shape, generator=generator)
+        row += rounding * row.pow(2).mean(-1, keepdim=True).sqrt() * noise
+
+    hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

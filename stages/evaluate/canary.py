@@ -1,0 +1,128 @@
+"""The canary: a candidate with a strong fault that must be noticed, and a ladder of small ones: which were is said.
+
+All of them are planted between prefill and decode, so that what decoding reads is wrong and nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.records import CorruptibleEngine, Engine, Progress
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.report import Canary, Rung, SampleRow
+from stages.evaluate.conformance import Comparison
+from stages.evaluate.distance import StepStatistics
+from stages.evaluate.noise import first_of_each_workload, labelled
+from stages.evaluate.rows import make_rows, run_samples
+from stages.evaluate.scores import BaselineHeads
+from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.twin import Twin
+
+LADDER_SAMPLES = 2
+"""A small fault shows beside the twin on any long sample, and each costs a decode of these."""
+
+
+@dataclass(frozen=True)
+class SmallFault:
+    """A rung of the ladder: how it is planted in an engine, and taken back."""
+
+    name: str
+    plant: Callable[[CorruptibleEngine], None]
+    take_back: Callable[[CorruptibleEngine], None]
+
+
+def canary(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    heads: BaselineHeads,
+    config: WorkloadsConfig,
+    progress: Progress,
+    twin: Twin | None = None,
+) -> Canary:
+    """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode.
+
+    Args:
+        engine: A candidate of its own, which keeps the strong fault.
+        encoded: The samples of the round.
+        heads: The baseline's distributions of these.
+        config: Size of the canary, and its factor.
+        progress: Called with what is being done, and how much of how much.
+        twin: The candidate's twin, beside which small faults show.
+    """
+    # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
+    longest = sorted(encoded, key=lambda item: -len(item.prompt))
+    ladder = _ladder(engine, longest, heads, progress, twin) if isinstance(engine, CorruptibleEngine) else []
+    subset = longest[: len(first_of_each_workload(encoded, config.canary_samples))]
+    progress = labelled(progress, "canary: ")
+    rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
+    return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
+
+
+def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
+    """Return the ladder from its top: keys of one head, values of one layer, one page, in the middle of the model.
+
+    Where a layer's heads share one scale, a head's cannot be wrong alone.
+    """
+    layer = shape.layers // 2
+    shared = policy.sides(layer)[Side.KEY].granularity == "per_tensor"
+    place, head = (f"in layer {layer}", None) if shared else (f"in one head of layer {layer}", 0)
+
+    def scaled(name: str, side: Side, factor: float, head: int | None) -> SmallFault:
+        return SmallFault(
+            name,
+            lambda engine: engine.corrupt_scale(side, factor, layer, head),
+            lambda engine: engine.corrupt_scale(side, 1 / factor, layer, head),
+        )
+
+    return [
+        *(scaled(f"key scale x{factor:g} {place}", Side.KEY, factor, head) for factor in (2.0, 1.25, 1.05)),
+        scaled(f"values x1.1 in layer {layer}", Side.VALUE, 1.1, None),
+        SmallFault("a stale page", lambda engine: engine.repeat_page(), lambda _: None),
+    ]
+
+
+def _ladder(
+    engine: CorruptibleEngine,
+    longest: Sequence[EncodedSample],
+    heads: BaselineHeads,
+    progress: Progress,
+    twin: Twin | None,
+) -> list[Rung]:
+    """Run the longest samples of `LADDER_SAMPLES` workloads with each of the small faults, through the steps that serve."""
+    chosen = [longest[i] for i in first_of_each_workload(longest, 1)[:LADDER_SAMPLES]]
+    rungs = []
+    for fault in small_faults(engine.policy, engine.shape):
+        beside = None if twin is None else Comparison(engine, twin, chosen, range(len(chosen)), batch_size=len(chosen))
+        named = labelled(progress, f"canary, {fault.name}: ")
+        rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)
+        fault.take_back(engine)
+        rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.result().requests))
+    return rungs
+
+
+def _decoded(
+    engine: Engine,
+    subset: Sequence[EncodedSample],
+    heads: BaselineHeads,
+    corrupt: Callable[[], None],
+    progress: Progress,
+    beside: Comparison | None = None,
+    *,
+    one_pass: bool = True,
+) -> list[SampleRow]:
+    """Decode samples with a fault that is planted after their prefill; return how far they are from the baseline."""
+    results = run_samples(
+        engine,
+        subset,
+        heads,
+        len(subset),  # one batch: there is one prefill, and the corruption comes after it
+        progress,
+        greedy=None,
+        after_prefill=corrupt,
+        one_pass=one_pass,
+        observe=(lambda _: None) if beside is None else beside.take,
+    )
+    no_answers = [None] * len(subset)
+    statistics: list[StepStatistics] = [result.statistics for result in results]
+    return make_rows(subset, statistics, no_answers, no_answers)

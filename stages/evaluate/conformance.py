@@ -1,0 +1,337 @@
+"""Compares an engine with its twin, the oracle under the same policy, on requests of its own forced decode.
+
+The logits are those of the steps that were judged: same batch, same order. Where the engine shows what it stored, the twin
+replays each request over that (`stages.engines.oracle.replay`); where it does not, over its own codes.
+
+Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.records import PREFILL_CHUNK, Engine, ReadableEngine, StoredCopy
+from pipeline.verdict.conformance import (
+    ALLOWED,
+    LEAST_KL,
+    MEAN_STEP,
+    SCALE_STEP,
+    STORED_ALLOWED,
+    ComparedRequest,
+    Deviation,
+    Distance,
+    EngineConformance,
+)
+from stages.engines.oracle.replay import Errors, Replay
+from stages.evaluate.batches import Logits, Step
+from stages.evaluate.decode import decode, shares
+from stages.evaluate.distance import Array, Distributions, compare_head, log_softmax
+from stages.evaluate.scores import SampleHeads
+from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.twin import Twin
+
+NOTICED = 8.0
+"""Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""
+
+ROWS_AT_ONCE = 16
+"""Rows of a KL over the whole vocabulary, which is computed in float64."""
+
+
+@dataclass
+class _Request:
+    """What a request has shown so far."""
+
+    logits: list[Logits] = field(default_factory=list)
+    """(V) of each decoded token."""
+    places: list[tuple[int, int] | None] = field(default_factory=list)
+    """Row and size of each decoded token's step."""
+    layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A request beside its twin, row by row."""
+
+    record: ComparedRequest
+    kl: Array
+    """(R)."""
+    errors: list[dict[Side, Errors]]
+
+
+class Comparison:
+    """Takes the steps of a forced decode, and compares each chosen request with the twin when its last token was decoded."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        twin: Twin,
+        encoded: Sequence[EncodedSample],
+        chosen: Collection[int],
+        *,
+        batch_size: int,
+        limit: float = ALLOWED,
+        baseline: Callable[[int], SampleHeads] | None = None,
+    ) -> None:
+        """Prepare a comparison.
+
+        Args:
+            engine: The engine that decodes.
+            twin: Its twin.
+            encoded: The samples that it decodes.
+            chosen: Indices of those that are compared.
+            batch_size: Most sequences of a step, which decides whether prefixes are prefilled by themselves.
+            limit: The roundings from which on a deviation is located.
+            baseline: Gives the FP16 baseline's heads of a sample, for what the policy itself costs.
+        """
+        self.engine, self.twin, self.encoded, self.chosen = engine, twin, encoded, set(chosen)
+        self.batch_size, self.limit, self.baseline = batch_size, limit, baseline
+        self.records: dict[int, ComparedRequest] = {}
+        self.worst = 1.0
+        """How many times what is allowed the worst request is off, 1 at least; the three below are of that request."""
+        self.deviation: Deviation | None = None
+        self.kl: float | None = None
+        self.twin_kl: float | None = None
+        self.seconds = 0.0
+        self._requests: dict[int, _Request] = {}
+
+    def take(self, step: Step) -> None:
+        """Take a step while its sequences are live."""
+        for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
+            if i not in self.chosen:
+                continue
+            with self._timed():
+                request = self._requests.setdefault(i, _Request())
+                request.logits.append(step.logits_BV[row].copy())
+                request.places.append(None if step.rows is None else (step.rows[row], step.size))
+                last = position + 1 == len(self.encoded[i].reference)
+                looked = last or self._leaves_window(i, position)
+                if looked and step.sequences is not None and isinstance(self.engine, ReadableEngine):
+                    _merge(request.layers, self.engine.stored(step.sequences[row]))
+                if last:
+                    self._compare(i, self._requests.pop(i))
+
+    def decode_missing(self) -> None:
+        """Decode the chosen samples that were not compared: all, or those that had finished before an interruption."""
+        missing = sorted(self.chosen - self.records.keys())
+        for event in decode(self.engine, self.encoded, self.batch_size, chosen=missing):
+            if isinstance(event, Step):
+                self.take(event)
+
+    def result(self) -> EngineConformance:
+        """Return what came of it, in the order of the samples."""
+        return EngineConformance(
+            policy=self.engine.policy.name,
+            requests=[self.records[i] for i in sorted(self.records)],
+            deviation=self.deviation,
+            kl=self.kl,
+            twin_kl=self.twin_kl,
+            seconds=self.seconds,
+        )
+
+    def _leaves_window(self, i: int, position: int) -> bool:
+        """Whether a page of the window may be freed with the next token: it is read before."""
+        length = len(self.encoded[i].prompt) + position
+        return self.engine.policy.window is not None and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
+
+    def _compare(self, i: int, request: _Request) -> None:
+        item = self.encoded[i]
+        problem = _problem(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
+        replay = self._replay(item, [] if problem else request.layers)
+        compared = _distances(item, np.stack(request.logits), replay, problem)
+        self.records[i] = compared.record
+        times = compared.record.times_allowed(self.limit)
+        if times > self.worst:
+            self.worst = times
+            self.deviation = _first_deviation(item, request, compared, self.limit)
+            alone = replay if not request.layers or problem else self._replay(item, [])
+            self.kl = _finite(_kl(alone.logits, np.stack(request.logits)).mean())
+            if self.baseline is not None:
+                self.twin_kl = _finite(_kl_of_heads(self.baseline(i), alone.logits, item))
+
+    def _replay(self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]]) -> Replay:
+        shared = item.shared if shares(self.engine, self.batch_size) else 0
+        pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
+        chunk = self.engine.prefill_chunk if isinstance(self.engine, ReadableEngine) else PREFILL_CHUNK
+        tokens = [*item.prompt, *item.reference[:-1]]
+        return self.twin.engine.replay(tokens, pieces, layers, rounding=self.twin.rounding, prefill_chunk=chunk)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+
+
+def compare(
+    engine: Engine, twin: Twin, encoded: Sequence[EncodedSample], batch_size: int, *, limit: float = ALLOWED
+) -> EngineConformance:
+    """Decode samples on an engine, forced, and compare every one of them with the twin."""
+    comparison = Comparison(engine, twin, encoded, range(len(encoded)), batch_size=batch_size, limit=limit)
+    comparison.decode_missing()
+    return comparison.result()
+
+
+def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
+    """Return the indices of `count` samples of every workload, from its shortest to its longest.
+
+    One of each is the shortest of the first workload, the longest of the last, and between them of the others.
+    """
+    workloads: dict[str, list[int]] = {}
+    for i, item in enumerate(encoded):
+        workloads.setdefault(item.sample.workload, []).append(i)
+    chosen: set[int] = set()
+    for number, members in enumerate(workloads.values()):
+        members.sort(key=lambda i: len(encoded[i].prompt) + len(encoded[i].reference))
+        alone = number / (len(workloads) - 1) if len(workloads) > 1 else 1.0
+        shares_of = np.linspace(0, 1, count) if count > 1 else [alone][:count]
+        chosen |= {members[round(share * (len(members) - 1))] for share in shares_of}
+    return sorted(chosen)
+
+
+def _merge(layers: list[dict[Side, StoredCopy]], shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
+    """Add what an engine shows to what it showed before: pages of the window that it has freed since stay."""
+    if not layers:
+        layers += [dict(layer) for layer in shown]
+        return
+    for held, layer in zip(layers, shown, strict=True):
+        for side, copy in layer.items():
+            held[side] = _after(held[side], copy)
+
+
+def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
+    """Return a copy with the tokens of an earlier look before its own."""
+    count = copy.first - before.first
+    if count <= 0 or count > before.codes.shape[1]:
+        return copy
+
+    def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
+        return None if old is None or new is None else np.concatenate([old[:, :count], new], axis=1)
+
+    codes = joined(before.codes, copy.codes)
+    assert codes is not None
+    return StoredCopy(
+        before.first, codes, joined(before.scale, copy.scale), joined(before.zero, copy.zero),
+        copy.static_scale, copy.static_zero,
+    )  # fmt: skip
+
+
+def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shape: KVShape, tokens: int) -> str:
+    """Say how what an engine shows cannot be the policy's; empty where it can, and where it shows nothing."""
+    for number, layer in enumerate(layers):
+        for side, form in policy.sides(number).items():
+            where = f"layer {number} {side}s"
+            if side not in layer:
+                return f"{where} are not stored"
+            copy, scales = layer[side], form.scales_per_token(shape.head_dim)
+            width = copy.codes.shape[2] + sum(2 * part.shape[2] for part in (copy.scale, copy.zero) if part is not None)
+            if width != form.token_bytes(shape.head_dim) or (copy.scale is None) != (scales == 0):
+                expected = form.token_bytes(shape.head_dim)
+                return f"{where} take {width} bytes a token and head, {form.dtype} takes {expected}"
+            if (copy.static_scale is None) == form.static:
+                return f"{where} have {'no' if form.static else 'a'} static scale"
+            if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
+                return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
+    return ""
+
+
+def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: str) -> _Compared:
+    kl, rounding_kl = _kl(replay.logits, logits_RV), _kl(replay.logits, replay.disturbed)
+    errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
+
+    def distance(kl_R: Array, others_RV: Logits, stored: Sequence[Tensor]) -> Distance:
+        return Distance(
+            kl_mean=_finite(kl_R.mean()),
+            kl_max=_finite(kl_R.max()),
+            logit_difference=_finite(float(np.abs(others_RV - replay.logits).max())),
+            stored_error=_finite(max((float(part.max()) for part in stored), default=0.0)),
+            stored_mean=_finite(float(torch.cat([part.flatten() for part in stored]).mean())) if stored else 0.0,
+        )
+
+    record = ComparedRequest(
+        sample=item.sample.id,
+        prompt_tokens=len(item.prompt),
+        decoded_tokens=len(item.reference),
+        engine=distance(kl, logits_RV, [copy.engine for copy in errors]),
+        rounding=distance(rounding_kl, replay.disturbed, [copy.disturbed for copy in errors]),
+        problem=problem,
+    )
+    return _Compared(record, kl, replay.errors)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _kl(twin_RV: Logits, engine_RV: Logits) -> Array:
+    """KL(twin || engine) of every row in nats (R), infinite where a logit of either is not finite."""
+    rows = []
+    for first in range(0, len(twin_RV), ROWS_AT_ONCE):
+        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (twin_RV, engine_RV))
+        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
+    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
+    return kl
+
+
+def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:
+    """Mean KL(FP16 baseline || twin) of a request's decoded tokens, over the baseline's heads."""
+    twins = Distributions(twin_RV)
+    return float(np.mean([compare_head(heads.head(n), twins, n, item.reference[n], 0)[0] for n in range(len(item.reference))]))
+
+
+def _first_deviation(item: EncodedSample, request: _Request, compared: _Compared, limit: float) -> Deviation:
+    """Locate the first position at which a request deviates, and what in the cache is wrong there.
+
+    Over the engine's own cache every token stands for itself: wrong codes are wrong where they lie, and change no logit; a step
+    that reads wrong moves its own logits, and what the layers above store of its token.
+    """
+    first = len(item.prompt) - 1
+    rows, least_error = _wrong_rows(compared, limit), _least_error(compared.record)
+    wrong = [
+        (copy.first + token, layer, side, head)
+        for layer, copies in enumerate(compared.errors)
+        for side, copy in copies.items()
+        for head, token in (copy.engine > least_error).nonzero().tolist()
+    ]
+    position = min([first + row for row in rows[:1]] + [where[0] for where in wrong], default=first)
+    here = sorted(where[1:] for where in wrong if where[0] == position)
+    act: Literal["stored", "read", "computed"] = "stored"
+    layer, side, head = here[0] if here else (None, None, None)
+    if not here or position - first in rows:
+        shown, top = any(compared.errors), len(compared.errors) - 1
+        act, side, head = "read" if shown else "computed", None, None
+        layer = None if not shown else max(0, layer - 1) if layer is not None else top
+    place = request.places[position - first] if position >= first else None
+    return Deviation(
+        sample=item.sample.id,
+        position=position,
+        page_offset=position % PAGE_TOKENS,
+        batch_row=None if place is None else place[0],
+        batch_size=None if place is None else place[1],
+        act=act,
+        layer=layer,
+        side=side,
+        head=head,
+    )
+
+
+def _least_error(record: ComparedRequest) -> float:
+    """Return the error of a stored vector that is above what is allowed; above the mean's where none is that far off."""
+    worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + SCALE_STEP
+    if record.engine.stored_error is None or record.engine.stored_error > worst:
+        return worst
+    mean = STORED_ALLOWED * (record.rounding.stored_mean or 0.0) + MEAN_STEP
+    return mean if record.engine.stored_mean is None or record.engine.stored_mean > mean else worst
+
+
+def _wrong_rows(compared: _Compared, limit: float) -> list[int]:
+    """Return the decoded tokens of a deviating request whose logits are wrong; the worst where they are so together alone."""
+    unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
+    noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
+    return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > limit else [])

@@ -1,0 +1,64 @@
+"""Free generation beside forced decode: `generate` must say what forced decode of its own words finds most likely.
+
+Serving runs `generate`, an evaluation forces. Both go through one cache, so that what they say can differ by rounding alone.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.core.errors import UserError
+from pipeline.core.records import Engine, RequestEngine
+from pipeline.verdict.coverage import FreeAnswers
+from stages.engines.base import Logits
+from stages.evaluate.batches import Greedy
+from stages.evaluate.tokens import EncodedSample
+
+TIE = 1e-2
+"""Logits that are nearer to each other than this, relative to their standard deviation, may change places by rounding."""
+
+
+def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy) -> FreeAnswers:
+    """Let an engine generate freely from the prompts of some samples, and force the same words one by one.
+
+    Args:
+        engine: The engine. No sequence is left in it.
+        encoded: The samples in tokens.
+        batch_size: Most prompts that are answered together.
+        greedy: How answers end.
+    """
+    limits = [len(item.reference) + greedy.extra_tokens for item in encoded]
+    answers: list[list[int]] = []
+    try:
+        for begin in range(0, len(encoded), batch_size):
+            group = slice(begin, begin + batch_size)
+            answers += engine.generate([item.prompt for item in encoded[group]], limits[group], greedy.stop_token)
+    except UserError as error:
+        return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
+    contradictions = []
+    for item, answer, limit in zip(encoded, answers, limits, strict=True):
+        said = [*answer, greedy.stop_token] if len(answer) < limit else answer
+        if len(said) < 2:  # the first token comes from the prompt, which reads no cache
+            continue
+        logits_BV = _forced(engine, item.prompt, said[:-1])
+        chosen = np.array(said[1:])[:, None]
+        behind = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, chosen, axis=1)[:, 0]
+        wrong = np.flatnonzero(~(behind <= TIE * logits_BV.std(axis=1)))
+        if wrong.size:
+            first = int(wrong[0])
+            contradictions.append(
+                f"sample {item.sample.id}: after {first + 1} free tokens it said {said[first + 1]}, which forced decode finds "
+                f"{behind[first]:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
+            )
+    return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
+
+
+def _forced(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
+    """Return the logits (len(tokens), V) of decoding the tokens after the whole prompt, one by one."""
+    if isinstance(engine, RequestEngine):
+        return engine.forced([*prompt, *tokens], len(prompt))
+    (handle,), _ = engine.prefill([prompt])
+    try:
+        return np.concatenate([engine.decode([handle], [token]) for token in tokens])
+    finally:
+        engine.release([handle])

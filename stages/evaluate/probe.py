@@ -1,0 +1,158 @@
+"""The stress probe: an engine beside its twin on random tokens, where samples rarely lead.
+
+To the engine's own longest context and largest batch, over every page offset, in ragged batches, through forks, later chunks,
+long free generation, and pages that are freed and used again under load (`probe_parts`). Lengths and order are the same in each
+run, the tokens are not: what deviates at one place with one run's tokens may be a number between two codes that rounded to the
+other one, what deviates at the same place with any tokens is the engine.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.records import BoundedEngine, Engine, Progress
+from pipeline.core.workloads import ProbeConfig
+from pipeline.verdict.coverage import Probe, ProbePart
+from stages.evaluate.probe_parts import Row, Schedule
+from stages.evaluate.system import allocation
+from stages.evaluate.twin import Twin, model_tokens
+
+RUNS = 4
+"""Runs that a place must deviate in before it fails. Flips hit up to a tenth of the places of one run."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an engine may be from its twin, in nats of KL(twin || engine)."""
+
+    least: float = 1e-6
+    """The median of a place may always be this far: float32 shows about 1e-8."""
+    single: float = 0.1
+    """Any one row may always be this far."""
+    factor: float = 30.0
+    """Times what a rounding costs the twin itself, where that is more."""
+
+
+def probe(
+    engine: Engine,
+    twin: Twin,
+    config: ProbeConfig,
+    batch_size: int,
+    progress: Progress,
+    tolerance: Tolerance | None = None,
+) -> Probe:
+    """Run an engine beside its twin on random tokens.
+
+    Args:
+        engine: The engine. No sequence is left in it.
+        twin: Its twin.
+        config: How far the probe goes.
+        batch_size: Sequences in a decode step of the evaluation; the probe's largest batch is at least that.
+        progress: Called with the part that ended.
+        tolerance: How far the engine may be from the twin.
+    """
+    started = time.perf_counter()
+    allowed = tolerance if tolerance is not None else Tolerance()
+    own_tokens, own_batch = (engine.max_tokens, engine.max_batch) if isinstance(engine, BoundedEngine) else (None, None)
+    max_tokens = min(limit for limit in (config.max_tokens, own_tokens, model_tokens(twin)) if limit is not None)
+    largest = max(batch_size, config.max_batch) if own_batch is None else own_batch
+    sizes = sorted({min(batch_size, largest), min(largest, max(batch_size, config.max_batch))})
+    failures: dict[str, str] = {}
+    first: Schedule | None = None
+    runs = 0
+    while runs < RUNS and (first is None or failures):
+        schedule = Schedule(engine, twin, config, max_tokens, sizes, seed=runs)
+        for name in schedule.parts():
+            progress(f"probe: {name}", 0, 1)
+        found = _deviating(schedule, allowed)
+        failures = found if first is None else {place: text for place, text in failures.items() if place in found}
+        first = first or schedule
+        runs += 1
+    assert first is not None
+    leaked = engine.memory().live_tokens
+    if leaked:
+        failures["leak"] = f"{leaked} tokens stayed in the cache after every sequence was released"
+    rows = first.rows
+    limit, single = _limits(rows, allowed, twin.compute_dtype)
+    return Probe(
+        tokens=max((row.length for row in rows), default=0),
+        decoded=max((row.decoded for row in rows), default=0),
+        batch=max((row.batch for row in rows), default=0),
+        page_offsets=len({(row.length - 1) % PAGE_TOKENS for row in rows}),
+        forks=first.forks,
+        requests=first.started,
+        engine_tokens=own_tokens,
+        engine_batch=own_batch,
+        runs=runs,
+        limit_kl=limit,
+        limit_single_kl=single,
+        parts=_parts(rows),
+        failures=list(failures.values()),
+        allocation=first.allocation or allocation(engine),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _limits(rows: Sequence[Row], tolerance: Tolerance, compute_dtype: str | None) -> tuple[float, float]:
+    """Return how far the median of a place may be from the twin, and any one row.
+
+    Where an engine's arithmetic differs by design, no rounding says how far: places are compared with the engine's usual ones.
+    """
+    values = [row.rounding if compute_dtype is not None else row.kl for row in rows]
+    rounding = [value for value in values if np.isfinite(value)] or [0.0]
+    typical, worst = float(np.median(rounding)), max(rounding)
+    return max(tolerance.least, tolerance.factor * typical), max(tolerance.single, tolerance.factor * worst)
+
+
+def _deviating(schedule: Schedule, tolerance: Tolerance) -> dict[str, str]:
+    """Return the places that deviate -> what is said of them, the worst first."""
+    rows = schedule.rows
+    limit, single = _limits(rows, tolerance, schedule.twin.compute_dtype)
+    by_place: dict[str, list[Row]] = {}
+    for row in rows:
+        for place in row.places:
+            by_place.setdefault(place, []).append(row)
+    medians = {place: float(np.median([row.kl for row in members])) for place, members in by_place.items()}
+    found = {place: place for place in schedule.failures}
+    for place in sorted(medians, key=lambda place: -medians[place]):
+        members = by_place[place]
+        allowed = max(limit, tolerance.factor * float(np.median([row.rounding for row in members])))
+        if not medians[place] <= allowed:
+            worst = max(members, key=lambda row: row.kl)
+            found[place] = (
+                f"{place}: KL {medians[place]:.1e} from the oracle on {len(members)} tokens ({allowed:.1e} allowed), logits "
+                f"off by up to {worst.difference:.2g} at position {worst.length - 1}"
+            )
+    largest = max(rows, key=lambda row: row.kl, default=None)
+    if largest is not None and not largest.kl <= single:
+        found["single"] = (
+            f"{largest.places[0]}: KL {largest.kl:.1e} from the oracle at position {largest.length - 1} (page offset "
+            f"{(largest.length - 1) % PAGE_TOKENS}), row {largest.row} of a batch of {largest.batch} ({single:.1e} allowed)"
+        )
+    return found
+
+
+def _parts(rows: Sequence[Row]) -> list[ProbePart]:
+    names = list(dict.fromkeys(row.part for row in rows))
+    parts = []
+    for name in names:
+        members = [row for row in rows if row.part == name]
+        values = np.array([(row.kl, row.difference) for row in members])
+        median, largest, difference = float(np.median(values[:, 0])), float(values[:, 0].max()), float(values[:, 1].max())
+        parts.append(
+            ProbePart(
+                name=name,
+                rows=len(members),
+                kl_median=_number(median),
+                kl_max=_number(largest),
+                largest_difference=_number(difference),
+            )
+        )
+    return parts
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None

@@ -1,0 +1,136 @@
+"""Engines of the tiny model beside their twins, and faults as real caches have them, in what an engine stores or reads."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from onnx_fixtures import make_bundle, make_decoder, static_scales
+
+from pipeline.core.kv import KVPolicy
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import EngineConformance
+from stages.checkpoints import load_causal_lm
+from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.oracle.engine import OracleEngine
+from stages.evaluate import load_samples, open_tokenizer
+from stages.evaluate.conformance import compare
+from stages.evaluate.tokens import EncodedSample, encode
+from stages.evaluate.twin import Twin
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf" / "kv"
+POLICIES = {
+    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    for path in sorted(CONF.glob("*.yaml"))
+    if path.stem != "int4_g128"  # groups of 128 channels in heads of 64
+}
+BATCH = 3
+
+
+def conformance_config(**changes: Any) -> WorkloadsConfig:
+    base = yaml.safe_load((ROOT / "conf" / "workloads" / "base.yaml").read_text(encoding="utf-8"))
+    load = {**base["load"], "batch": 2, "context_tokens": 70, "new_tokens": 4}
+    values = {"seed": 0, "samples": {"prose": 1, "retrieval": 2}, "jsonl": None, "batch_size": BATCH, "max_scored_tokens": 72}
+    return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})
+
+
+class Conformity:
+    """The tiny model: its decoder, its samples in tokens, and engines and twins by policy."""
+
+    def __init__(self, checkpoint: Path, work: Path) -> None:
+        self.checkpoint, self.work = checkpoint, work
+        self.decoder = make_decoder(checkpoint, work / "decoder")
+        self.model = load_causal_lm(checkpoint, dtype=torch.float32)
+        config = conformance_config()
+        self.encoded: list[EncodedSample] = encode(load_samples(config), open_tokenizer(checkpoint), config.max_scored_tokens)
+
+    def engine(self, policy: KVPolicy, attention: Any = "native") -> OnnxEngine:
+        bundle = self.work / policy.name
+        if not bundle.exists():
+            make_bundle(self.decoder, bundle, policy)
+        return load_engine(bundle, threads=1, attention=attention)
+
+    def twin(self, policy: KVPolicy, engine: OnnxEngine) -> Twin:
+        oracle = OracleEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
+        return Twin(oracle, "float32")
+
+    def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
+        return compare(engine, self.twin(policy, engine), self.encoded, BATCH)
+
+
+def stores(engine: OnnxEngine, alter: Callable[[dict[str, Any]], None]) -> OnnxEngine:
+    """Alter what every step stores: `alter` gets the new tokens (B, H, S, W) by array."""
+    append = engine.pool.append
+
+    def altered(handles: Any, new: Any) -> None:
+        copies = {name: np.array(values) for name, values in new.items()}
+        alter(copies)
+        append(handles, copies)
+
+    engine.pool.append = altered  # type: ignore[method-assign]
+    return engine
+
+
+def key_scale_twice(new: dict[str, Any]) -> None:
+    new["key_scale_pool.2"][:, 1] *= 2
+
+
+def values_a_tenth_larger(new: dict[str, Any]) -> None:
+    for name, array in list(new.items()):
+        if name.startswith("value_scale_pool"):
+            new[name] = (array * 1.1).astype(array.dtype)
+
+
+def codes_towards_zero(new: dict[str, Any]) -> None:
+    """Every other code of int8 is one step nearer to zero, as half of all are that are rounded towards it."""
+    for name, array in new.items():
+        if name.startswith(("key_pool", "value_pool")):
+            array[..., ::2] -= np.sign(array[..., ::2])
+
+
+def groups_swapped(new: dict[str, Any]) -> None:
+    new["value_scale_pool.1"][:, 1] = new["value_scale_pool.1"][:, 1][..., ::-1].copy()
+
+
+def sinks_zeroed(engine: OnnxEngine) -> OnnxEngine:
+    append, sinks = engine.pool.append, engine.policy.sink_tokens
+
+    def forgetful(handles: Any, new: Any) -> None:
+        append(handles, new)
+        for name, array in engine.pool.arrays.items():
+            if name.startswith("key_exact"):
+                array[:, :, :sinks] = 0
+
+    engine.pool.append = forgetful  # type: ignore[method-assign]
+    return engine
+
+
+def last_of_a_page_unwritten(engine: OnnxEngine) -> OnnxEngine:
+    append = engine.pool.append
+
+    def forgetful(handles: Any, new: Any) -> None:
+        append(handles, new)
+        for name, array in engine.pool.arrays.items():
+            if "_pool" in name:
+                array[:, :, 63] = 0
+
+    engine.pool.append = forgetful  # type: ignore[method-assign]
+    return engine
+
+
+def stale_page_now_and_then(engine: OnnxEngine) -> OnnxEngine:
+    """In one step of ten the second page of every sequence is read from where its first one lies."""
+    tables, steps = engine.pool.tables, [0]
+
+    def stale(handles: Any) -> Any:
+        found = tables(handles)
+        steps[0] += 1
+        if steps[0] % 10 == 0 and found["page_table"].shape[1] > 1:
+            found["page_table"][:, 1] = found["page_table"][:, 0]
+        return found
+
+    engine.pool.tables = stale  # type: ignore[method-assign]
+    return engine

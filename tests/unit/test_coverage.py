@@ -1,0 +1,195 @@
+"""What an evaluation exercised: counted where samples are decoded, written into verdicts, and a limit of promotions."""
+
+import numpy as np
+import pytest
+from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
+from gate_reports import GATES, every_class, report
+
+from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import Sample
+from pipeline.verdict import coverage as verdicts
+from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
+from pipeline.verdict.gates import decide
+from stages.evaluate.batches import Finished, Greedy
+from stages.evaluate.coverage import Trace, coverage
+from stages.evaluate.decode import decode
+from stages.evaluate.free import free_answers
+from stages.evaluate.tokens import encode
+
+SAMPLES = [
+    Sample(id="short", workload="a", prompt="abc", reference="xy"),
+    Sample(id="long", workload="b", prompt="p" * 62, reference="answer"),
+    Sample(id="wrong", workload="b", prompt="q" * 10, reference="abcdef"),
+]
+
+
+def exercised(batch_size: int = 2) -> Coverage:
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, batch_size, Greedy(EOS, 4))
+    traced = [(items[event.sample], event.trace) for event in events if isinstance(event, Finished)]
+    return coverage(traced, FP16_POLICY, [0, 32])
+
+
+def test_steps_are_counted_where_they_are_taken() -> None:
+    whole = exercised().overall
+    assert whole.samples == 3
+    assert whole.longest_context == 62 + len("answer")
+    assert whole.longest_decode == len("abcdef") + 1 + 4  # it says something else, and goes on as far as it may
+    assert set(whole.batch_sizes) == {1, 2}
+    assert sum(whole.batch_sizes.values()) == whole.rows
+    assert whole.forks == 1
+    assert whole.page_borders == 1
+    assert 0 not in whole.missing_page_offsets
+    assert 40 in whole.missing_page_offsets
+    assert whole.quantized_rows == whole.rows
+
+
+def test_a_batch_of_one_is_counted_as_one() -> None:
+    assert set(exercised(batch_size=1).overall.batch_sizes) == {1}
+
+
+def test_cells_are_workloads_by_context() -> None:
+    cells = {(cell.workload, cell.context): cell.exercised for cell in exercised().cells}
+    assert set(cells) == {("a", (0, 32)), ("b", (0, 32)), ("b", (32, None))}
+    assert cells["a", (0, 32)].longest_context == 5
+    assert cells["b", (0, 32)].forks == 1
+
+
+def test_rounds_are_merged() -> None:
+    one = exercised()
+    both = Coverage.merged([one, one])
+    assert both.overall.rows == 2 * one.overall.rows
+    assert both.overall.longest_context == one.overall.longest_context
+    assert both.overall.missing_page_offsets == one.overall.missing_page_offsets
+    assert len(both.cells) == len(one.cells)
+
+
+def test_a_trace_is_read_back_as_it_was_saved() -> None:
+    trace = Trace([(5, 2), (6, 1)], forks=1, shared=3, chunk_borders=2, one_pass=4)
+    assert Trace.of(trace.arrays()) == trace
+
+
+def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
+    engine = fake_engine(SAMPLES)
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    sound = free_answers(engine, items, 2, Greedy(EOS, 4))
+    assert (sound.samples, sound.contradictions) == (3, [])
+    assert engine.live == 0
+    generate = engine.generate
+    engine.generate = lambda *arguments: [[*answer[:1], 7, *answer[2:]] for answer in generate(*arguments)]  # type: ignore[method-assign]
+    found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
+    assert len(found) == 3
+    assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
+
+
+def a_probe(**changes: object) -> Probe:
+    part = ProbePart(name="context", rows=9, kl_median=1e-9, kl_max=1e-8, largest_difference=1e-4)
+    sizes = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
+    values: dict[str, object] = {
+        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "engine_tokens": None,
+        "engine_batch": None, "runs": 1, "limit_kl": 1e-6, "limit_single_kl": 0.1, "parts": [part], "failures": [],
+        "allocation": Allocation(**sizes, window_bytes=0, window_unit_bytes=0), "seconds": 1.0,
+    }  # fmt: skip
+    return Probe.model_validate({**values, **changes})
+
+
+def probes(candidate: Probe | None = None, baseline: Probe | None = None, free: list[str] | None = None) -> EngineProbes:
+    agree = FreeAnswers(samples=2, tokens=9, contradictions=[])
+    return EngineProbes(
+        candidate=candidate or a_probe(),
+        baseline=baseline or a_probe(),
+        free_candidate=agree.model_copy(update={"contradictions": free or []}),
+        free_baseline=agree,
+    )
+
+
+def statuses(found: EngineProbes) -> dict[tuple[str, str], str]:
+    return {(check.gate, check.where): check.status for check in verdicts.checks(found) if check.status != "PASS"}
+
+
+def test_sound_probes_pass_and_older_reports_have_none() -> None:
+    assert len(verdicts.checks(probes())) == 6
+    assert statuses(probes()) == {}
+    assert verdicts.checks(None) == []
+
+
+def test_each_of_the_gates_fails_by_itself() -> None:
+    bad = a_probe(failures=["fork: fork at 65 tokens: KL 1"])
+    assert statuses(probes(candidate=bad)) == {("probe", "candidate"): "FAIL"}
+    assert statuses(probes(baseline=bad)) == {("probe", "baseline"): "FAIL"}
+    assert statuses(probes(free=["sample a: ..."])) == {("free_answers", "candidate"): "FAIL"}
+    larger = a_probe().allocation.model_copy(update={"pool_bytes": 256})
+    assert statuses(probes(candidate=a_probe(allocation=larger))) == {("allocation", "candidate"): "FAIL"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"pool_bytes": 1024, "claimed_pool_bytes": 256}, "8 bytes a token are allocated, the policy claims 2"),
+        ({"exact_bytes": 10, "exact_unit_bytes": 4}, "10 bytes are allocated for the exact tokens, the policy claims multiples "
+         "of 4"),
+        ({"window_bytes": 8}, "8 bytes are allocated for the window, the policy claims multiples of 0"),
+    ],
+)  # fmt: skip
+def test_bytes_are_compared_with_the_policys_claim(changes: dict[str, int], problem: str | None) -> None:
+    assert a_probe().allocation.model_copy(update=changes).problem == problem
+
+
+def test_a_verdict_says_how_far_it_holds_and_fails_by_the_probe() -> None:
+    rows = every_class()
+    sound = decide(report(rows, coverage=exercised(), probes=probes()), rows, GATES)
+    assert (sound.status, sound.covered) == ("PASS", "up to 68 tokens, batch 32")
+    bad = a_probe(failures=["context: 2,048 tokens: KL 1"])
+    failed = decide(report(rows, coverage=exercised(), probes=probes(candidate=bad)), rows, GATES)
+    assert failed.status == "FAIL"
+    assert failed.reasons == ["candidate: probe: context: 2,048 tokens: KL 1"]
+
+
+def test_a_report_of_before_says_nothing_of_it() -> None:
+    rows = every_class()
+    old = report(rows)
+    assert old.limits is None
+    assert decide(old, rows, GATES).covered is None
+
+
+def test_a_noisy_candidate_is_inconclusive_as_a_noisy_baseline_is() -> None:
+    rows = every_class()
+    noise = report(rows).noise
+    assert noise.fidelity is not None
+    loud = noise.model_copy(update={"fidelity": noise.fidelity.model_copy(update={"kl_mean": 1.0})})
+    verdict = decide(report(rows, candidate_noise=loud), rows, GATES)
+    assert verdict.status == "INCONCLUSIVE"
+    assert "the candidate's own noise" in verdict.reasons[0]
+
+
+def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> None:
+    judged = Limits(tokens=1003, batch=16)
+    assert str(judged) == "up to 1,003 tokens, batch 16"
+    assert judged.exceeded_by(Limits()) is None
+    assert judged.exceeded_by(Limits(tokens=1024, batch=16)) is None
+    tokens = judged.exceeded_by(Limits(tokens=1088))
+    assert tokens is not None
+    assert "allows 1,088 tokens: build it for 1024" in tokens
+    batch = judged.exceeded_by(Limits(batch=32))
+    assert batch is not None
+    assert "allows batches of 32: build it for 16" in batch
+
+
+@pytest.mark.parametrize(
+    ("record", "limits"),
+    [
+        ({"backend": "onnxruntime"}, Limits()),
+        ({"max_batch": 16, "max_tokens": 4096}, Limits(tokens=4096, batch=16)),
+        ({"max_seq_len": 8192, "asked": {"build_config.max_batch_size": 8}}, Limits(tokens=8192, batch=8)),
+        ({"max_seq_len": 8192, "asked": {"max_batch_size": 4}}, Limits(tokens=8192, batch=4)),
+    ],
+)
+def test_the_limits_of_each_backends_bundle_are_read(record: dict[str, object], limits: Limits) -> None:
+    assert Limits.of_bundle(record) == limits
+
+
+def test_what_no_one_exercised_is_nothing() -> None:
+    nothing = Coverage.merged([])
+    assert (nothing.overall.rows, nothing.overall.largest_batch) == (0, 0)
+    assert np.array_equal(nothing.overall.missing_page_offsets, range(64))

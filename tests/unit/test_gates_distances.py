@@ -1,0 +1,157 @@
+"""The gates on distances by simulation: shapes that real KV caches have, scaled to lie exactly at a threshold."""
+
+import math
+
+import numpy as np
+import pytest
+from gate_reports import GATES, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.gate_distances import SOUND, betting, passes, scaled
+from benchmarks.gate_shapes import load
+from pipeline.verdict import bounds
+from pipeline.verdict.distances import OUTLIER, distance_by_workload, jointly_tested, rare, slope_by_workload
+from pipeline.verdict.looks import planned_looks
+from pipeline.verdict.report import SampleRow
+
+SHAPES = load()
+LIMIT = GATES.max_mean_kl
+WORST = OUTLIER * LIMIT
+SINGLE = planned_looks([1.0], 1)[0]
+RUNS = 400
+
+
+def at_most(rate: float, runs: int = RUNS) -> float:
+    """The most of `runs` that a true rate gives, but for one time in a thousand, as a share."""
+    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
+
+
+def test_the_shapes_are_of_both_models_and_of_all_policies() -> None:
+    assert {(shape.model, shape.policy) for shape in SHAPES} == {
+        ("tiny", "fp8"), ("tiny", "int8"), ("tiny", "fp8k_int4v"), ("tiny", "int4"),
+        ("smollm2", "fp8"), ("smollm2", "int8"), ("smollm2", "fp8k_int4v"), ("smollm2", "int4_g32"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [24, 144, 576])
+def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents: int) -> None:
+    rng = np.random.default_rng(1)
+    tested = 0
+    for shape in SHAPES:
+        at_limit = scaled(shape.values["mean_kl"], LIMIT, WORST)
+        if at_limit is None:
+            continue  # so few requests have all of the KL that cut ones cannot reach the limit: they are ruined requests
+        values = np.minimum(rng.choice(at_limit, (RUNS, documents)), WORST)
+        assert passes("betting", values, LIMIT, WORST) <= at_most(0.05), shape
+        tested += 1
+    assert tested > 30
+
+
+def test_looks_at_growing_samples_and_samples_that_are_added_pass_in_no_more_than_5_percent() -> None:
+    """The wealth at any of 1 to 600 documents: more looks than any plan has, and advice that is followed with old samples."""
+    rng = np.random.default_rng(2)
+    for shape in SHAPES[::5]:
+        at_limit = scaled(shape.values["mean_kl"], LIMIT, WORST)
+        assert at_limit is not None
+        gains = (LIMIT - np.minimum(rng.choice(at_limit, (RUNS, 600)), WORST)) / (WORST - LIMIT)
+        logs = np.logaddexp.reduce([np.log1p(f * gains).cumsum(axis=1) for f in bounds.SHARES_FOR_PASS])
+        ever = (logs.max(axis=1) - math.log(2) >= -math.log(GATES.alpha)).mean()
+        assert ever <= at_most(0.05), shape
+
+
+def test_sound_engines_pass_as_they_were_measured() -> None:
+    rng = np.random.default_rng(3)
+    for shape in (shape for shape in SHAPES if shape.policy in SOUND):
+        drawn = rng.choice(shape.values["mean_kl"], (200, len(shape.flips)))
+        assert betting(np.minimum(drawn, WORST), GATES.pass_alpha, WORST, LIMIT).mean() >= 0.9, shape
+
+
+def rows_of(values: bounds.Array, samples: int = 1) -> list[SampleRow]:
+    """A row for each mean KL, `samples` of them of a document."""
+    return [row("copy", i, document=f"d{i // samples}", mean_kl=float(kl)) for i, kl in enumerate(values)]
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_the_gate_itself_rarely_passes_at_its_threshold(samples: int) -> None:
+    """Through the gate on rows; where four samples of a document are alike, the documents are what counts."""
+    shape = next(s for s in SHAPES if (s.model, s.policy, s.workload) == ("smollm2", "fp8k_int4v", "extraction"))
+    at_limit, rng = scaled(shape.values["mean_kl"], LIMIT, WORST), np.random.default_rng(4)
+    assert at_limit is not None
+    wrong = 0
+    for _ in range(60):
+        drawn = np.repeat(rng.choice(at_limit, 40), samples)
+        checks = distance_by_workload(rows_of(drawn, samples), GATES, 7)
+        wrong += next(check.status for check in checks if check.gate == "max_mean_kl") == "PASS"
+    assert wrong / 60 <= at_most(0.05, 60)
+
+
+def test_real_sound_engines_pass_every_distance_of_every_workload_and_broken_ones_fail() -> None:
+    for model, policy in {(shape.model, shape.policy) for shape in SHAPES}:
+        rows = [
+            row(
+                shape.workload,
+                i,
+                document=f"d{document}",
+                mean_kl=shape.values["mean_kl"][i],
+                scored_tokens=int(shape.values["scored_tokens"][i]),
+                context_tokens=int(shape.values["context_tokens"][i]),
+                candidate_nll=0.3 + shape.values["nll_difference"][i],
+                top10_overlap=shape.values["top10_overlap"][i],
+                mean_squared_delta_p=shape.values["mean_squared_delta_p"][i],
+            )
+            for shape in SHAPES
+            if (shape.model, shape.policy) == (model, policy)
+            for i, document in enumerate(shape.documents)
+        ]
+        together = jointly_tested(rows)
+        checks = [
+            *distance_by_workload(rows, GATES, together),
+            *rare(rows, GATES, SINGLE, together),
+            *slope_by_workload(rows, GATES, SINGLE, together),
+        ]
+        statuses = {check.status for check in checks}
+        if policy in SOUND:
+            assert statuses <= {"PASS", "WARNING"}, (model, policy, [c.reason for c in checks if c.status != "PASS"])
+        else:
+            assert "FAIL" in statuses, (model, policy)
+
+
+@pytest.mark.parametrize(("samples", "correlation"), [(160, 0.0), (640, 0.0), (160, 0.2)])
+def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent(samples: int, correlation: float) -> None:
+    """Independent, and where a fifth of the documents of four is ruined as a whole."""
+    rng, share, wrong = np.random.default_rng(5), GATES.max_ruined_share, 0
+    sound, ruined = row("copy", 0), row("copy", 0, mean_kl=5.0)
+    names = [f"d{i // 4 if correlation else i}" for i in range(samples)]
+    pool = [tuple(r.model_copy(update={"document": name}) for r in (sound, ruined)) for name in names]
+    for _ in range(150):
+        whole = rng.random(samples // 4 + 1) < correlation
+        together, apart = rng.random(samples // 4 + 1), rng.random(samples)
+        draws = [together[i // 4] if whole[i // 4] else apart[i] for i in range(samples)]
+        rows = [pair[int(draw < share)] for pair, draw in zip(pool, draws, strict=True)]
+        wrong += rare(rows, GATES, SINGLE, 7)[0].status == "PASS"
+    assert wrong / 150 <= at_most(0.05, 150)
+
+
+def test_without_anything_lost_the_bound_is_the_rule_of_three_but_for_the_mixture() -> None:
+    assert bounds.upper_bound(np.zeros(100), 0.05, 1.0) == pytest.approx(1 - 0.05 ** (1 / 100), rel=0.35)
+    assert bounds.upper_bound(np.zeros(100), 0.05, 1.0) > 1 - 0.05 ** (1 / 100)
+    assert bounds.share_bound(0, 100, 0.05, lower=False) == pytest.approx(1 - 0.05 ** (1 / 100))
+
+
+@settings(max_examples=25, deadline=None)
+@given(values=st.lists(st.floats(0, 1).map(lambda x: round(x, 9)), min_size=1, max_size=60))
+def test_bounds_lie_on_their_sides_and_the_order_of_documents_decides_nothing(values: list[float]) -> None:
+    x = np.array(values)
+    upper, lower = bounds.upper_bound(x, 0.05, 1.0), bounds.lower_bound(x, 0.05, 0.0)
+    assert lower <= x.mean() <= upper
+    assert bounds.upper_bound(x[::-1], 0.05, 1.0) == pytest.approx(upper, abs=1e-3)
+
+
+def test_the_slopes_error_is_that_of_documents() -> None:
+    rng = np.random.default_rng(0)
+    x, level = rng.random(60), rng.normal(size=60) * 0.1
+    slope, error = bounds.clustered_slope(x, 0.3 * x + level, [str(i) for i in range(60)])
+    repeated = bounds.clustered_slope(np.repeat(x, 3), np.repeat(0.3 * x + level, 3), [str(i // 3) for i in range(180)])
+    assert repeated == pytest.approx((slope, error))
+    assert error == pytest.approx(0.1 / (x.std() * math.sqrt(60)), rel=0.3)
