@@ -1,0 +1,112 @@
+"""Judges every fault of the library by the real gates, and writes the record and the page.
+
+    PYTHONPATH=tests python -m faults [--only NAME ...] [--json FILE] [--work DIR] [KEY=VALUE ...]
+
+What was judged already by the same code is not judged again, so that an interrupted run goes on where it ended.
+"""
+
+import argparse
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults import page, record
+from faults.fault import POLICIES, EngineName, Fault
+from faults.ground import BACKENDS, Ground, Judgement
+from faults.library import BY_NAME, FAULTS
+from faults.mutation import ALONE, name_of
+from faults.record import Outcome
+from pipeline.artifacts.digest import code_digest, file_digest, json_digest
+from pipeline.config.compose import plan
+
+CODE = ("stages.evaluate", "stages.engines.onnx.engine", "stages.engines.oracle.engine", "pipeline.run.chain")
+"""Modules that judge, and those that are judged."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine to be judged: with a fault or without, by all gates or without one of them."""
+
+    name: str
+    fault: Fault | None
+    policy: str
+    engine: EngineName
+    without: str = ""
+
+    def key(self, overrides: list[str]) -> str:
+        """Return the digest of all that decides the outcome."""
+        code = [code_digest(name) for name in CODE]
+        files = ["hooks", "ground", *([self.fault.kind] if self.fault is not None else [])]
+        texts = [file_digest(Path(__file__).with_name(f"{name}.py")) for name in files]
+        return json_digest([code, texts, POLICIES[self.policy], BACKENDS[self.engine], overrides, self.without])[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m faults", description="Judge planted faults by the real gates.")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="faults, in place of all")
+    parser.add_argument("--json", type=Path, default=record.RESULTS, help="the record that is read and written")
+    parser.add_argument("--work", type=Path, default=Path("work/faults"), help="where artifacts are made")
+    parser.add_argument("--page", action="store_true", help="only write the page from the record")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
+    options = parser.parse_args()
+    if not options.page:
+        judge(options)
+    page.write(record.load(options.json), record.load(record.BEFORE))
+
+
+def judge(options: argparse.Namespace) -> None:
+    """Judge what the record lacks."""
+    plan(options.overrides, multirun=False)  # a wrong override is refused before any work
+    ground = Ground(options.work, options.overrides)
+    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    outcomes = record.load(options.json)
+    jobs = [Job(fault.name, fault, fault.policy, fault.engine) for fault in chosen]
+    if not options.only:
+        pairs = dict.fromkeys((fault.policy, fault.engine) for fault in chosen)
+        jobs += [Job(f"sound {policy} {engine}", None, policy, engine) for policy, engine in pairs]
+        faults = {gate: BY_NAME[name] for gate, name in ALONE.items()}
+        jobs += [Job(name_of(gate), fault, fault.policy, fault.engine, gate) for gate, fault in faults.items()]
+    for number, job in enumerate(jobs, start=1):
+        name, key = job.name, job.key(options.overrides)
+        if name in outcomes and outcomes[name].key == key:
+            continue
+        outcomes[name] = _outcome(ground, job, key)
+        record.save(options.json, outcomes)
+        found = outcomes[name]
+        gates = ", ".join(found.gates) or "-"
+        line = f"{number}/{len(jobs)} {name}: {found.verdict} after {found.samples} samples, {gates} ({found.seconds:.0f} s)"
+        print(line, flush=True)
+
+
+def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
+    started = time.monotonic()
+    try:
+        judgement = ground.judge_sound(job.policy, job.engine) if job.fault is None else ground.judge(job.fault, job.without)
+    except Exception as error:  # whatever a broken engine raises ends the evaluation: no verdict, no promotion
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"[:200]
+        seconds = round(time.monotonic() - started, 1)
+        return Outcome(verdict="ERROR", gates={"error": text}, samples=0, mean_kl=None, seconds=seconds, key=key)
+    return Outcome(
+        verdict=judgement.verdict.status,
+        gates=failed_gates(judgement),
+        samples=len(judgement.rows),
+        mean_kl=judgement.report.overall.fidelity.kl_mean,
+        ladder=next((check.reason for check in judgement.verdict.checks if check.gate == "ladder"), ""),
+        seconds=round(time.monotonic() - started, 1),
+        key=key,
+    )
+
+
+def failed_gates(judgement: Judgement) -> dict[str, str]:
+    """Return the gates that failed an engine, each with the first thing that it saw."""
+    gates: dict[str, str] = {}
+    for check in judgement.verdict.checks:
+        if check.status == "FAIL":
+            gates.setdefault(check.gate, check.reason)
+    return gates
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a planted fault is: a small patch of a loaded engine, and the one line that says which real fault it models."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+EngineName = Literal["native", "graph", "torch"]
+"""The ONNX engine with its compiled attention, the same with the graph's own, and the oracle as an engine of its own."""
+
+Plant = Callable[[Any], None]
+"""Patches one loaded engine in place: no class and no module, so that an engine beside it stays sound."""
+
+POLICIES: dict[str, tuple[str, ...]] = {
+    "fp16": ("kv=fp16",),
+    "fp8": ("kv=fp8",),
+    "fp8_uncalibrated": ("kv=fp8_uncalibrated",),
+    "int4_tensor": ("kv=int4_tensor",),
+    "fp8_head": ("kv=fp8_head",),
+    "fp8k_int4v": ("kv=fp8k_int4v",),
+    "int8": ("kv=int8",),
+    "int8_asym": ("kv=int8_asym",),
+    "int8_sinks": ("kv=int8", "kv.name=int8_sinks", "kv.sink_tokens=4", "kv.recent_tokens=64"),
+    "int8_groups": (
+        "kv=int8",
+        "kv.name=int8_groups",
+        *(f"kv.{side}.{option}" for side in ("key", "value") for option in ("granularity=per_group", "group_size=32")),
+    ),
+    "int8_hadamard": ("kv=int8", "kv.name=int8_hadamard", "kv.key.rotation=hadamard", "kv.value.rotation=hadamard"),
+    "fp8_windowed": (
+        "kv=fp8k_int4v",
+        "kv.name=fp8_windowed",
+        "kv.window={tokens: 128, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: calibrated}}",
+    ),
+}
+"""The caches that faults are planted in, by the overrides that configure them. Each passes the gates when it is sound."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault in one engine."""
+
+    name: str
+    kind: str
+    """The group that its table lists it in."""
+    models: str
+    """The real fault, in one line."""
+    policy: str
+    """The cache that it is planted in, of POLICIES."""
+    plant: Plant
+    engine: EngineName = "native"
+    shared: bool = False
+    """Whether the FP16 baseline has it as well."""
+    holds: str = ""
+    """The policy whose bundle the engine really holds, where that is not the one that it claims."""
+    loads: Callable[[], AbstractContextManager[object]] = nullcontext
+    """What is in place while the engine is loaded: another kernel, another graph."""
