@@ -19,9 +19,6 @@ from stages.evaluate.scores import BaselineHeads
 from stages.evaluate.tokens import EncodedSample
 from stages.evaluate.twin import Twin
 
-LADDER_SAMPLES = 2
-"""A small fault shows beside the twin on any long sample, and each costs a decode of these."""
-
 
 @dataclass(frozen=True)
 class SmallFault:
@@ -89,8 +86,11 @@ def _ladder(
     progress: Progress,
     twin: Twin | None,
 ) -> list[Rung]:
-    """Run the longest samples of `LADDER_SAMPLES` workloads with each of the small faults, through the steps that serve."""
-    chosen = [longest[i] for i in first_of_each_workload(longest, 1)[:LADDER_SAMPLES]]
+    """Run the longest sample with each of the small faults, through the steps that serve.
+
+    Beside the twin a small fault shows on any long sample, and each costs a decode and a replay of it.
+    """
+    chosen = longest[:1]
     rungs = []
     for fault in small_faults(engine.policy, engine.shape):
         beside = None if twin is None else Comparison(engine, twin, chosen, range(len(chosen)), batch_size=len(chosen))

@@ -5,12 +5,8 @@ flips move the logits of a coarse cache more than some faults do. So the twin an
 are a rounding off. The distance of the two is what a sound engine may differ by.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine
@@ -41,8 +37,8 @@ def model_tokens(twin: Twin) -> int | None:
     return positions
 
 
-def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> tuple[Logits, Logits]:
-    """Return the logits of forced decode of tokens[first:], and the same with activations that are a rounding off.
+def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> Logits:
+    """Return the logits of forced decode of tokens[first:], (len(tokens) - first, V).
 
     Args:
         twin: The engine's twin.
@@ -53,26 +49,12 @@ def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> 
     oracle = twin.engine
     configured, oracle.prefill_chunk = oracle.prefill_chunk, chunk
     try:
-        exact = oracle.forced(tokens, first)
-        with _disturbed(oracle.model, twin.rounding, seed=len(tokens)):
-            return exact, oracle.forced(tokens, first)
+        return oracle.forced(tokens, first)
     finally:
         oracle.prefill_chunk = configured
 
 
-@contextmanager
-def _disturbed(model: Any, rounding: float, seed: int) -> Iterator[None]:
-    """Within this context, the output of every layer is off by normal noise of that size, relative to each token's vector."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)
-        hidden = output[0] if isinstance(output, tuple) else output
-        size = hidden.pow(2).mean(-1, keepdim=True).sqrt()
-        hidden += rounding * size * torch.randn(hidden.shape, generator=generator)
-
-    hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def rounded_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> tuple[Logits, Logits]:
+    """Return the logits of `expected_rows`, and the same with activations that are a rounding off."""
+    replay = twin.engine.replay(tokens, [first], [], rounding=twin.rounding, prefill_chunk=chunk)
+    return replay.logits, replay.disturbed
