@@ -115,6 +115,18 @@ class Deviation(_Record):
         return f"first {self.act} wrong at {where}"
 
 
+class Explanation(_Record):
+    """A near relative of the policy, under which the oracle is much closer to an engine than its twin is."""
+
+    what: str
+    """What the engine seems to do, as a clause."""
+    kl: float
+    """Mean KL(relative || engine) of the request, nats."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (KL {self.kl:.1e} from an oracle that does so)"
+
+
 class EngineConformance(_Record):
     """An engine against its twin."""
 
@@ -126,6 +138,8 @@ class EngineConformance(_Record):
     """Mean KL(twin || engine) of that request, each over its own cache; null where no request deviates."""
     twin_kl: Number = None
     """Mean KL(FP16 baseline || twin) of that request: what the policy itself costs; null for the baseline."""
+    explanation: Explanation | None = None
+    """What the engine seems to compute instead; null where nothing that was tried fits."""
     seconds: float = 0.0
     """What the comparison took."""
 
@@ -216,7 +230,8 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
     place = "" if engine.deviation is None else f", {engine.deviation}"
     problem = next((f", {request.problem}" for request in engine.requests if request.problem), "")
     second = "" if count < 2 else f", the next {ranked[1]:.2g}"
+    fits = "" if engine.explanation is None else f": it is as if {engine.explanation}"
     return (
-        f"does not compute {engine.policy} (KL {kl} against the twin{cost}){place}{problem}; {deviating} of {count} requests "
-        f"are farther from their twins than rounding takes them, the worst {ranked[0]:.2g} times{second}"
+        f"does not compute {engine.policy} (KL {kl} against the twin{cost}){fits}{place}{problem}; {deviating} of {count} "
+        f"requests are farther from their twins than rounding takes them, the worst {ranked[0]:.2g} times{second}"
     )

@@ -97,7 +97,7 @@ def _ladder(
         named = labelled(progress, f"canary, {fault.name}: ")
         rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)
         fault.take_back(engine)
-        rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.result().requests))
+        rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.requests))
     return rungs
 
 

@@ -9,8 +9,7 @@ Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,49 +19,27 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, Engine, ReadableEngine, StoredCopy
 from pipeline.verdict.conformance import (
     ALLOWED,
-    LEAST_KL,
-    MEAN_STEP,
-    SCALE_STEP,
-    STORED_ALLOWED,
     ComparedRequest,
     Deviation,
     Distance,
     EngineConformance,
+    Explanation,
 )
-from stages.engines.oracle.replay import Errors, Replay
+from stages.engines.oracle.relatives import relatives
+from stages.engines.oracle.replay import Replay
 from stages.evaluate.batches import Logits, Step
 from stages.evaluate.decode import decode, shares
+from stages.evaluate.deviation import Compared, Request, first_deviation
 from stages.evaluate.distance import Array, Distributions, compare_head, log_softmax
 from stages.evaluate.scores import SampleHeads
 from stages.evaluate.tokens import EncodedSample
 from stages.evaluate.twin import Twin
 
-NOTICED = 8.0
-"""Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""
+CLOSER = 4.0
+"""How many times as close as the twin a relative of its policy must be to explain an engine."""
 
 ROWS_AT_ONCE = 16
 """Rows of a KL over the whole vocabulary, which is computed in float64."""
-
-
-@dataclass
-class _Request:
-    """What a request has shown so far."""
-
-    logits: list[Logits] = field(default_factory=list)
-    """(V) of each decoded token."""
-    places: list[tuple[int, int] | None] = field(default_factory=list)
-    """Row and size of each decoded token's step."""
-    layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """A request beside its twin, row by row."""
-
-    record: ComparedRequest
-    kl: Array
-    """(R)."""
-    errors: list[dict[Side, Errors]]
 
 
 class Comparison:
@@ -94,12 +71,12 @@ class Comparison:
         self.batch_size, self.limit, self.baseline = batch_size, limit, baseline
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
-        """How many times what is allowed the worst request is off, 1 at least; the three below are of that request."""
+        """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
         self.deviation: Deviation | None = None
-        self.kl: float | None = None
-        self.twin_kl: float | None = None
+        self._worst: tuple[int, Logits] | None = None
+        """Its index, and the engine's logits (R, V)."""
         self.seconds = 0.0
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
 
     def take(self, step: Step) -> None:
         """Take a step while its sequences are live."""
@@ -107,7 +84,7 @@ class Comparison:
             if i not in self.chosen:
                 continue
             with self._timed():
-                request = self._requests.setdefault(i, _Request())
+                request = self._requests.setdefault(i, Request())
                 request.logits.append(step.logits_BV[row].copy())
                 request.places.append(None if step.rows is None else (step.rows[row], step.size))
                 last = position + 1 == len(self.encoded[i].reference)
@@ -124,15 +101,17 @@ class Comparison:
             if isinstance(event, Step):
                 self.take(event)
 
+    @property
+    def requests(self) -> list[ComparedRequest]:
+        """What was compared, in the order of the samples."""
+        return [self.records[i] for i in sorted(self.records)]
+
     def result(self) -> EngineConformance:
-        """Return what came of it, in the order of the samples."""
+        """Return what came of it, with what the worst request says of an engine that deviates."""
+        with self._timed():
+            worst = {} if self._worst is None else self._described(*self._worst)
         return EngineConformance(
-            policy=self.engine.policy.name,
-            requests=[self.records[i] for i in sorted(self.records)],
-            deviation=self.deviation,
-            kl=self.kl,
-            twin_kl=self.twin_kl,
-            seconds=self.seconds,
+            policy=self.engine.policy.name, requests=self.requests, deviation=self.deviation, seconds=self.seconds, **worst
         )
 
     def _leaves_window(self, i: int, position: int) -> bool:
@@ -140,7 +119,7 @@ class Comparison:
         length = len(self.encoded[i].prompt) + position
         return self.engine.policy.window is not None and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
 
-    def _compare(self, i: int, request: _Request) -> None:
+    def _compare(self, i: int, request: Request) -> None:
         item = self.encoded[i]
         problem = _problem(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
@@ -149,11 +128,17 @@ class Comparison:
         times = compared.record.times_allowed(self.limit)
         if times > self.worst:
             self.worst = times
-            self.deviation = _first_deviation(item, request, compared, self.limit)
-            alone = replay if not request.layers or problem else self._replay(item, [])
-            self.kl = _finite(_kl(alone.logits, np.stack(request.logits)).mean())
-            if self.baseline is not None:
-                self.twin_kl = _finite(_kl_of_heads(self.baseline(i), alone.logits, item))
+            self.deviation = first_deviation(item, request, compared, self.limit)
+            self._worst = i, np.stack(request.logits)
+
+    def _described(self, i: int, logits_RV: Logits) -> dict[str, Any]:
+        """Return how far a request is from the twin over its own cache, the twin from FP16, and what the engine may compute."""
+        item = self.encoded[i]
+        alone = self._replay(item, []).logits
+        kl = _finite(_kl(alone, logits_RV).mean())
+        explanation = _explained(self.twin, item, logits_RV, kl)
+        twin_kl = None if self.baseline is None else _finite(_kl_of_heads(self.baseline(i), alone, item))
+        return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
     def _replay(self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]]) -> Replay:
         shared = item.shared if shares(self.engine, self.batch_size) else 0
@@ -241,7 +226,7 @@ def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shap
     return ""
 
 
-def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: str) -> _Compared:
+def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: str) -> Compared:
     kl, rounding_kl = _kl(replay.logits, logits_RV), _kl(replay.logits, replay.disturbed)
     errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
 
@@ -262,7 +247,7 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
         rounding=distance(rounding_kl, replay.disturbed, [copy.disturbed for copy in errors]),
         problem=problem,
     )
-    return _Compared(record, kl, replay.errors)
+    return Compared(record, kl, replay.errors)
 
 
 def _finite(value: float) -> float | None:
@@ -279,59 +264,18 @@ def _kl(twin_RV: Logits, engine_RV: Logits) -> Array:
     return kl
 
 
+def _explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
+    """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
+    found = []
+    for what, relative in relatives(twin.engine):
+        rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
+        kl = _finite(_kl(rows, logits_RV).mean())
+        if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
+            found.append(Explanation(what=what, kl=kl))
+    return min(found, key=lambda explanation: explanation.kl, default=None)
+
+
 def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:
     """Mean KL(FP16 baseline || twin) of a request's decoded tokens, over the baseline's heads."""
     twins = Distributions(twin_RV)
     return float(np.mean([compare_head(heads.head(n), twins, n, item.reference[n], 0)[0] for n in range(len(item.reference))]))
-
-
-def _first_deviation(item: EncodedSample, request: _Request, compared: _Compared, limit: float) -> Deviation:
-    """Locate the first position at which a request deviates, and what in the cache is wrong there.
-
-    Over the engine's own cache every token stands for itself: wrong codes are wrong where they lie, and change no logit; a step
-    that reads wrong moves its own logits, and what the layers above store of its token.
-    """
-    first = len(item.prompt) - 1
-    rows, least_error = _wrong_rows(compared, limit), _least_error(compared.record)
-    wrong = [
-        (copy.first + token, layer, side, head)
-        for layer, copies in enumerate(compared.errors)
-        for side, copy in copies.items()
-        for head, token in (copy.engine > least_error).nonzero().tolist()
-    ]
-    position = min([first + row for row in rows[:1]] + [where[0] for where in wrong], default=first)
-    here = sorted(where[1:] for where in wrong if where[0] == position)
-    act: Literal["stored", "read", "computed"] = "stored"
-    layer, side, head = here[0] if here else (None, None, None)
-    if not here or position - first in rows:
-        shown, top = any(compared.errors), len(compared.errors) - 1
-        act, side, head = "read" if shown else "computed", None, None
-        layer = None if not shown else max(0, layer - 1) if layer is not None else top
-    place = request.places[position - first] if position >= first else None
-    return Deviation(
-        sample=item.sample.id,
-        position=position,
-        page_offset=position % PAGE_TOKENS,
-        batch_row=None if place is None else place[0],
-        batch_size=None if place is None else place[1],
-        act=act,
-        layer=layer,
-        side=side,
-        head=head,
-    )
-
-
-def _least_error(record: ComparedRequest) -> float:
-    """Return the error of a stored vector that is above what is allowed; above the mean's where none is that far off."""
-    worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + SCALE_STEP
-    if record.engine.stored_error is None or record.engine.stored_error > worst:
-        return worst
-    mean = STORED_ALLOWED * (record.rounding.stored_mean or 0.0) + MEAN_STEP
-    return mean if record.engine.stored_mean is None or record.engine.stored_mean > mean else worst
-
-
-def _wrong_rows(compared: _Compared, limit: float) -> list[int]:
-    """Return the decoded tokens of a deviating request whose logits are wrong; the worst where they are so together alone."""
-    unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
-    noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
-    return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > limit else [])

@@ -15,7 +15,7 @@ from pipeline.verdict.report import Canary, Compaction, NoiseFloor, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
 
-def changed(**values: object) -> list[SampleRow]:
+def changed(**values: Any) -> list[SampleRow]:
     """The rows of four workloads, those of one of them with other values."""
     return [r for r in every_class() if r.workload != "copy"] + answered("copy", 128, **values)
 

@@ -53,15 +53,18 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) 
     return Static(shaped(side.scale), None if side.zero is None else shaped(side.zero))
 
 
-def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
-    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format is not static."""
+def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
+    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format is not static.
+
+    Codes are the nearest ones; with `towards_zero` the nearest that are not larger, as a cast that truncates makes them.
+    """
     x = x.float()
     if form.exact:
         return Stored(x.to(TYPES[form.dtype]), None, None)
     if form.rotation == "hadamard":
         x = x @ hadamard(x.shape[-1])
     if static is not None:
-        return Stored(_encode(x, static.scale, static.zero, form), None, None)
+        return Stored(_encode(x, static.scale, static.zero, form, towards_zero=towards_zero), None, None)
     grouped = _grouped(x, form.scales_per_token(x.shape[-1]))
     if form.symmetric:
         zero = None
@@ -71,7 +74,9 @@ def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
         low, high = grouped.aminmax(dim=-1, keepdim=True)
         zero = _half_below(low)
         scale = _stored_scale((high - zero.float()) / form.code.levels)
-    codes = _encode(grouped, scale.float(), None if zero is None else zero.float(), form, flatten=True)
+    codes = _encode(
+        grouped, scale.float(), None if zero is None else zero.float(), form, flatten=True, towards_zero=towards_zero
+    )
     return Stored(codes, scale.squeeze(-1), None if zero is None else zero.squeeze(-1))
 
 
@@ -113,7 +118,9 @@ def _half_below(low: Tensor) -> Tensor:
     return torch.where(zero.float() > low, below, zero.float()).clamp(min=-MAX_FLOAT16).half()
 
 
-def _encode(x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, flatten: bool = False) -> Tensor:
+def _encode(
+    x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, *, flatten: bool = False, towards_zero: bool = False
+) -> Tensor:
     """Nearest codes, ties to even, saturating; `flatten` turns (..., g, D / g) into (..., D) first."""
     code = form.code
     steps = (x if zero is None else x - zero) / scale
@@ -121,11 +128,15 @@ def _encode(x: Tensor, scale: Tensor, zero: Tensor | None, form: Format, flatten
         steps = steps.flatten(-2)
     if code.kind == "float":
         # Older torch turns what overflows float8 into NaN.
-        return steps.clamp(-code.limit, code.limit).to(TYPES[form.dtype])
+        codes = steps.clamp(-code.limit, code.limit).to(TYPES[form.dtype])
+        if towards_zero:  # the next smaller magnitude is the next smaller byte, of either sign
+            codes = (codes.view(torch.uint8) - (codes.float().abs() > steps.abs()).to(torch.uint8)).view(codes.dtype)
+        return codes
+    whole = steps.trunc() if towards_zero else steps.round()
     if form.symmetric:
-        return _pack(steps.round().clamp(-code.limit, code.limit), code.bits)
+        return _pack(whole.clamp(-code.limit, code.limit), code.bits)
     # Codes 0 to levels are stored as signed numbers.
-    return _pack(steps.round().clamp(0, code.levels) - (1 << code.bits - 1), code.bits)
+    return _pack(whole.clamp(0, code.levels) - (1 << code.bits - 1), code.bits)
 
 
 def _pack(signed: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,133 @@
+"""Near relatives of a policy: what an engine computes that takes it for something else in one respect.
+
+An engine that misses its policy often computes a neighbour of it: codes rounded towards zero, scales that never arrived, the
+other eight-bit float. Each relative is an oracle over the same model whose cache is written or read in that other way.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, Side
+from stages.engines.oracle.cache import LayerStorage, Storage
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.formats import Static, Stored, quantize
+
+OTHER_FLOAT = {"fp8_e4m3": "fp8_e5m2", "fp8_e5m2": "fp8_e4m3"}
+SIDES = (Side.KEY, Side.VALUE)
+
+
+@dataclass(frozen=True)
+class TowardsZero(Storage):
+    """Rounds codes towards zero."""
+
+    def write(self, x: Tensor) -> Stored:
+        return quantize(x, self.form, self.static, towards_zero=True)
+
+
+@dataclass(frozen=True)
+class Coarser(Storage):
+    """Loses the last bit of every code."""
+
+    def write(self, x: Tensor) -> Stored:
+        stored = super().write(x)
+        if self.form.exact:
+            return stored
+        mask = 0xEE if self.form.code.bits == 4 else 0xFE
+        codes = (stored.codes.view(torch.uint8) & mask).view(stored.codes.dtype)
+        return replace(stored, codes=codes)
+
+
+@dataclass(frozen=True)
+class Shifted(Storage):
+    """Reads the copy of another token of the same sequence: of the one that lies `tokens` before."""
+
+    tokens: int
+
+    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
+        return super().read(stored, gain).roll(self.tokens, dims=-2)
+
+
+def relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
+    """Yield the relatives of an oracle's policy, each with what it does instead, said of its engine."""
+    storages = twin.storages
+
+    def like(changed: list[LayerStorage]) -> OracleEngine:
+        return OracleEngine(twin.model, twin.policy, twin.shape, changed, twin.prefill_chunk)
+
+    def each(change: Callable[[Storage], Storage]) -> OracleEngine:
+        return like([{side: change(storage) for side, storage in layer.items()} for layer in storages])
+
+    if twin.policy != FP16_POLICY:
+        yield "keys and values are not quantized", OracleEngine.from_model(twin.model, FP16_POLICY)
+        yield "codes are rounded towards zero", each(lambda s: TowardsZero(s.form, s.static))
+        yield "the last bit of every code is lost", each(lambda s: Coarser(s.form, s.static))
+    forms = {storage.form for layer in storages for storage in layer.values()}
+    if any(form.dtype in OTHER_FLOAT for form in forms):
+        others = {form: form.model_copy(update={"dtype": OTHER_FLOAT.get(form.dtype, form.dtype)}) for form in forms}
+        names = " and ".join(sorted({form.dtype.removeprefix("fp8_").upper() for form in others.values() if form not in forms}))
+        yield f"codes are {names}", each(lambda s: Storage(others[s.form], s.static))
+        yield (
+            f"codes are {names}, rounded towards zero",
+            each(lambda s: TowardsZero(others[s.form], s.static)),
+        )
+    yield from ((what, like(changed)) for what, changed in _other_scales(storages))
+    yield "each token reads the copy of the token before", each(lambda s: Shifted(s.form, s.static, 1))
+    yield "each page reads the page before", each(lambda s: Shifted(s.form, s.static, PAGE_TOKENS))
+
+
+def _other_scales(storages: list[LayerStorage]) -> Iterator[tuple[str, list[LayerStorage]]]:
+    """Yield caches whose static scales are not the policy's, with which ones they are."""
+    if not any(storage.static for layer in storages for storage in layer.values()):
+        return
+    ones = [{side: _scaled_one(storage) for side, storage in layer.items()} for layer in storages]
+    yield "every static scale is 1.0", ones
+    if len(storages) > 1:
+        others = [*storages[1:], storages[0]]
+        yield (
+            "each layer has the static scales of the next",
+            [_scaled_like(*pair) for pair in zip(storages, others, strict=True)],
+        )
+    alike = [_both(layer) for layer in storages]
+    if all(alike):
+        yield "keys have the values' scale, and values the keys'", [_swapped(layer) for layer in storages]
+        yield "keys and values share the larger of their scales", [_merged(layer) for layer in storages]
+
+
+def _scaled_one(storage: Storage) -> Storage:
+    static = storage.static
+    return storage if static is None else Storage(storage.form, Static(torch.ones_like(static.scale), static.zero))
+
+
+def _scaled_like(layer: LayerStorage, other: LayerStorage) -> LayerStorage:
+    """Return a layer's storage with the static scales of another layer, where both have as many."""
+
+    def scaled(side: Side, storage: Storage) -> Storage:
+        static = other[side].static if side in other else None
+        fits = storage.static is not None and static is not None and storage.static.scale.shape == static.scale.shape
+        return Storage(storage.form, static) if fits else storage
+
+    return {side: scaled(side, storage) for side, storage in layer.items()}
+
+
+def _both(layer: LayerStorage) -> bool:
+    """Whether keys and values have as many static scales, and no zeros."""
+    key, value = (layer[side].static for side in SIDES)
+    if key is None or value is None or key.zero is not None or value.zero is not None:
+        return False
+    return key.scale.shape == value.scale.shape
+
+
+def _swapped(layer: LayerStorage) -> LayerStorage:
+    key, value = layer[Side.KEY], layer[Side.VALUE]
+    return {**layer, Side.KEY: Storage(key.form, value.static), Side.VALUE: Storage(value.form, key.static)}
+
+
+def _merged(layer: LayerStorage) -> LayerStorage:
+    key, value = layer[Side.KEY].static, layer[Side.VALUE].static
+    assert key is not None
+    assert value is not None
+    larger = Static(torch.maximum(key.scale, value.scale), None)
+    return {**layer, **{side: Storage(layer[side].form, larger) for side in SIDES}}

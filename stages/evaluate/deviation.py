@@ -1,0 +1,93 @@
+"""Where an engine deviates from its twin first: the position, the step, and the layer and head of what it stored there.
+
+Legend: R = decoded tokens of a request, V = vocab_size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.records import StoredCopy
+from pipeline.verdict.conformance import LEAST_KL, MEAN_STEP, SCALE_STEP, STORED_ALLOWED, ComparedRequest, Deviation
+from stages.engines.base import Logits
+from stages.engines.oracle.replay import Errors
+from stages.evaluate.distance import Array
+from stages.evaluate.tokens import EncodedSample
+
+NOTICED = 8.0
+"""Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""
+
+
+@dataclass
+class Request:
+    """What a request has shown so far."""
+
+    logits: list[Logits] = field(default_factory=list)
+    """(V) of each decoded token."""
+    places: list[tuple[int, int] | None] = field(default_factory=list)
+    """Row and size of each decoded token's step."""
+    layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A request beside its twin, row by row."""
+
+    record: ComparedRequest
+    kl: Array
+    """(R)."""
+    errors: list[dict[Side, Errors]]
+
+
+def first_deviation(item: EncodedSample, request: Request, compared: Compared, limit: float) -> Deviation:
+    """Locate the first position at which a request deviates, and what in the cache is wrong there.
+
+    Over the engine's own cache every token stands for itself: wrong codes are wrong where they lie, and change no logit; a step
+    that reads wrong moves its own logits, and what the layers above store of its token.
+    """
+    first = len(item.prompt) - 1
+    rows, least_error = _wrong_rows(compared, limit), _least_error(compared.record)
+    wrong = [
+        (copy.first + token, layer, side, head)
+        for layer, copies in enumerate(compared.errors)
+        for side, copy in copies.items()
+        for head, token in (copy.engine > least_error).nonzero().tolist()
+    ]
+    position = min([first + row for row in rows[:1]] + [where[0] for where in wrong], default=first)
+    here = sorted(where[1:] for where in wrong if where[0] == position)
+    act: Literal["stored", "read", "computed"] = "stored"
+    layer, side, head = here[0] if here else (None, None, None)
+    if not here or position - first in rows:
+        shown, top = any(compared.errors), len(compared.errors) - 1
+        act, side, head = "read" if shown else "computed", None, None
+        layer = None if not shown else max(0, layer - 1) if layer is not None else top
+    place = request.places[position - first] if position >= first else None
+    return Deviation(
+        sample=item.sample.id,
+        position=position,
+        page_offset=position % PAGE_TOKENS,
+        batch_row=None if place is None else place[0],
+        batch_size=None if place is None else place[1],
+        act=act,
+        layer=layer,
+        side=side,
+        head=head,
+    )
+
+
+def _least_error(record: ComparedRequest) -> float:
+    """Return the error of a stored vector that is above what is allowed; above the mean's where none is that far off."""
+    worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + SCALE_STEP
+    if record.engine.stored_error is None or record.engine.stored_error > worst:
+        return worst
+    mean = STORED_ALLOWED * (record.rounding.stored_mean or 0.0) + MEAN_STEP
+    return mean if record.engine.stored_mean is None or record.engine.stored_mean > mean else worst
+
+
+def _wrong_rows(compared: Compared, limit: float) -> list[int]:
+    """Return the decoded tokens of a deviating request whose logits are wrong; the worst where they are so together alone."""
+    unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
+    noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
+    return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > limit else [])

@@ -1,0 +1,85 @@
+"""An engine that computes a near relative of its policy is told which one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conformance_cases import POLICIES, Conformity
+from onnx_fixtures import static_scales
+
+from pipeline.core.kv import KVScales, Side
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.formats import Static, dequantize, quantize
+from stages.engines.oracle.relatives import relatives
+from stages.evaluate.conformance import compare
+from stages.evaluate.twin import Twin
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:
+    return Conformity(tiny_checkpoint, tmp_path_factory.mktemp("relatives"))
+
+
+def oracle(bench: Conformity, name: str) -> OracleEngine:
+    policy, plain = POLICIES[name], OracleEngine.from_model(bench.model, POLICIES["fp16"])
+    calibrated = static_scales(policy, plain.shape)
+    # A layer's scales are its own, and those of its values are not those of its keys.
+    layers = tuple(
+        {
+            side: scales.model_copy(
+                update={"scale": tuple(v * (1.0 + 0.5 * n + (1.0 if side.base is Side.VALUE else 0.0)) for v in scales.scale)}
+            )
+            for side, scales in layer.items()
+        }
+        for n, layer in enumerate(calibrated.layers)
+    )
+    return OracleEngine.from_model(bench.model, policy, KVScales(layers=layers))
+
+
+CASES = [
+    *((name, what) for name in ("int8", "int4_g32", "fp8") for what in
+      ("keys and values are not quantized", "codes are rounded towards zero", "the last bit of every code is lost")),
+    ("fp8", "codes are E5M2"),
+    ("fp8", "codes are E5M2, rounded towards zero"),
+    ("fp8", "every static scale is 1.0"),
+    ("fp8", "each layer has the static scales of the next"),
+    ("fp8", "keys have the values' scale, and values the keys'"),
+    ("fp8", "keys and values share the larger of their scales"),
+    ("int8", "each token reads the copy of the token before"),
+    ("int8", "each page reads the page before"),
+    ("fp16", "each token reads the copy of the token before"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "what"), CASES)
+def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: Conformity) -> None:
+    twin = oracle(bench, name)
+    engine = dict(relatives(twin))[what]
+    engine.policy = twin.policy
+    long = max(bench.encoded, key=lambda item: len(item.prompt))
+    result = compare(engine, Twin(twin, "float32"), [long], 1)
+    assert result.explanation is not None
+    assert result.explanation.what == what
+    assert result.explanation.kl < 1e-9
+
+
+def test_a_fault_like_no_relative_is_not_explained(bench: Conformity) -> None:
+    twin, engine = oracle(bench, "int8"), oracle(bench, "int8")
+    engine.corrupt_scale(Side.KEY, 2.0, layer=1, head=0)
+    result = compare(engine, Twin(twin, "float32"), bench.encoded[:1], 1)
+    assert result.deviation is not None
+    assert result.explanation is None
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4_g32"])
+def test_codes_towards_zero_are_never_larger_and_the_next_code_is_too_large(dtype: str) -> None:
+    form = POLICIES[dtype].key
+    x = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
+    static = Static(torch.full((1, 1, 1), 0.01), None) if form.static else None
+    down = dequantize(quantize(x, form, static, towards_zero=True), form, static)
+    near = dequantize(quantize(x, form, static), form, static)
+    assert (down.abs() <= x.abs() * (1 + 1e-5)).all()
+    assert ((down == near) | (near.abs() > down.abs())).all()
+    assert (down != near).float().mean() > 0.3
