@@ -1,26 +1,40 @@
-"""The one way to load a checkpoint's model or tokenizer: local safetensors and JSON, and no code of the checkpoint's.
+"""The one way to load a checkpoint's model or tokenizer: the files that are named here, and no code of the checkpoint's.
+
+transformers looks for code in the directory that it is given (`custom_generate/`, `auto_map`, templates of other names). So it
+is given a folder of its own, with nothing in it but the configuration, the weights and the tokenizer's files.
 
 transformers is imported by the functions, so that importing this module is cheap.
 """
 
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.core.checkpoint import TOKENIZER_FILES, inspect_checkpoint
+
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
-    """Load the causal language model of a checkpoint that `inspect_checkpoint` accepted.
+    """Load the causal language model of a checkpoint.
 
     Args:
         directory: The checkpoint.
         options: More arguments of `from_pretrained`, such as `dtype`.
+
+    Raises:
+        UserError: `inspect_checkpoint` refuses the checkpoint.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     quiet: Any = logging.disable_progress_bar  # untyped in transformers
     quiet()
+    info = inspect_checkpoint(directory)
     load: Any = AutoModelForCausalLM.from_pretrained
-    return load(directory, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
+    with _staged(directory, info.other_files, info.weight_files) as staged:
+        return load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -28,4 +42,16 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
-    return load(directory, local_files_only=True, trust_remote_code=False)
+    with _staged(directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]) as staged:
+        return load(staged, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _staged(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) -> Iterator[Path]:
+    """Give a folder with copies of small files, and links to large ones, of a directory; it goes with the block."""
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        for name in copied:
+            shutil.copyfile(directory / name, Path(scratch) / name)
+        for name in linked:
+            (Path(scratch) / name).symlink_to((directory / name).resolve())
+        yield Path(scratch)

@@ -111,7 +111,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """
     if not path.is_dir():
         raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint, or a GGUF file")
-    config = _read_json(path, "config.json")
+    config = read_json(path, "config.json")
     _architecture(path, config)
     weight_files, index = _weight_files(path)
     tokenizer = _tokenizer_files(path)
@@ -161,12 +161,17 @@ def describe_checkpoint(
     )
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint.
+
+    Raises:
+        UserError: when there is none.
+    """
     try:
         content = json.loads((path / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"model.path={path}: not a Hugging Face checkpoint, {name} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # not UTF-8, not JSON, nested too deep, a directory
         raise UserError(f"model.path={path}: {name} is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"model.path={path}: {name} must hold a JSON object")
@@ -279,7 +284,7 @@ def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 "save as safetensors with model.save_pretrained"
             )
         raise UserError(f"model.path={path}: no weights, {SINGLE} is missing")
-    weight_map = _read_json(path, INDEX).get("weight_map")
+    weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"model.path={path}: {INDEX} has no weight_map")
     names = sorted({str(name) for name in weight_map.values()})

@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
+from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
 from pipeline.registry import summary
@@ -46,7 +47,9 @@ def check_inputs(config: Config) -> None:
 
 def _inspect_model(path: Path) -> CheckpointInfo:
     if not path.is_file():
-        return inspect_checkpoint(path)
+        info = inspect_checkpoint(path)
+        check_weights(info)
+        return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
         raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")

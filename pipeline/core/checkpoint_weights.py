@@ -1,0 +1,126 @@
+"""Holds the headers of a checkpoint's safetensors against its config.json, both ways: no weight is read, nothing is guessed.
+
+transformers fills in what is missing with random numbers, and leaves out what the configuration does not name: a file of four
+layers under `num_hidden_layers: 3` is another model than its author's.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from pipeline.core.checkpoint import ARCHITECTURES, INDEX, CheckpointInfo, read_json
+from pipeline.core.errors import UserError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights; quantized checkpoints are refused by their configuration."""
+
+Shape = tuple[int, ...]
+
+
+def check_weights(info: CheckpointInfo) -> None:
+    """Refuse weights that are not those of the configuration.
+
+    Raises:
+        UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
+            another shape or type, is in two files, or is no part of the model.
+    """
+    expected = dict(expected_tensors(info))
+    found: dict[str, str] = {}
+    for file in info.weight_files:
+        for name, dtype, shape in _tensors(info.path, file):
+            if name in found:
+                raise UserError(f"model.path={info.path}: {name} is in both {found[name]} and {file}; keep one of them")
+            found[name] = file
+            if _is_unused(info, name):
+                continue
+            if name not in expected:
+                raise UserError(
+                    f"model.path={info.path}: {file} holds {name}, which config.json has no place for "
+                    f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
+                )
+            if shape != expected[name]:
+                raise UserError(
+                    f"model.path={info.path}: {file}: {name} has shape {list(shape)}, config.json makes it "
+                    f"{list(expected[name])}; give the config.json that belongs to the weights"
+                )
+            if dtype not in FLOATS:
+                raise UserError(
+                    f"model.path={info.path}: {file}: {name} is of type {dtype}; give weights of {', '.join(FLOATS)}"
+                )
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise UserError(
+            f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
+            f"{info.shape.layers} layers; give the complete checkpoint"
+        )
+    _check_index(info, found)
+
+
+def expected_tensors(info: CheckpointInfo) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and the shape of every tensor of the model that config.json describes."""
+    config = read_json(info.path, "config.json")
+    kind, hidden, head_dim = ARCHITECTURES[info.architecture], _size(info, config, "hidden_size"), info.shape.head_dim
+    columns = _size(info, config, "intermediate_size")
+    queries, keys = info.q_heads * head_dim, info.shape.kv_heads * head_dim
+    has_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+    mlp = {"gate_proj": (columns, hidden), "up_proj": (columns, hidden), "down_proj": (hidden, columns)}
+    yield "model.embed_tokens.weight", (info.vocab_size, hidden)
+    for layer in range(info.shape.layers):
+        prefix = f"model.layers.{layer}"
+        for name, shape in attention.items():
+            yield f"{prefix}.self_attn.{name}.weight", shape
+            if has_bias or (kind == "qwen2" and name != "o_proj"):
+                yield f"{prefix}.self_attn.{name}.bias", shape[:1]
+        for name, shape in mlp.items():
+            yield f"{prefix}.mlp.{name}.weight", shape
+            if kind == "llama" and config.get("mlp_bias", False):
+                yield f"{prefix}.mlp.{name}.bias", shape[:1]
+        if kind == "qwen3":
+            yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
+            yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not config.get("tie_word_embeddings", False):
+        yield "lm_head.weight", (info.vocab_size, hidden)
+
+
+def _is_unused(info: CheckpointInfo, name: str) -> bool:
+    """Whether transformers computes a tensor itself: older files hold the rotary frequencies and a tied output matrix."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    return name == "lm_head.weight" and bool(read_json(info.path, "config.json").get("tie_word_embeddings", False))
+
+
+def _size(info: CheckpointInfo, config: dict[str, object], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise UserError(f"model.path={info.path}: config.json: {key} must be a positive integer, got {value}")
+    return value
+
+
+def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
+    try:
+        with safe_open(path / file, framework="numpy") as content:
+            for name in content.keys():  # noqa: SIM118  (not a mapping)
+                part = content.get_slice(name)
+                yield name, part.get_dtype(), tuple(part.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
+
+
+def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
+    """Refuse an index that names another file for a tensor than the one that holds it."""
+    if INDEX not in info.other_files:
+        return
+    weight_map = read_json(info.path, INDEX)["weight_map"]
+    wrong = sorted(name for name in weight_map.keys() | found.keys() if weight_map.get(name) != found.get(name))
+    if wrong:
+        named, held = (json.dumps(place.get(wrong[0])) for place in (weight_map, found))
+        raise UserError(
+            f"model.path={info.path}: {INDEX} puts {wrong[0]} into {named}, it is in {held}; "
+            "give the index that was saved with the weights"
+        )
