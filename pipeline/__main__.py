@@ -1,6 +1,7 @@
 """`python -m pipeline stage=... model.path=... kv=...`: the command line."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -88,6 +89,9 @@ def _dispatch(argv: list[str]) -> int:
 
 def main() -> int:
     """Run the command line and return the exit code."""
+    # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
+    # container would ignore it without a handler.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     argv = sys.argv[1:]
     if argv == ["--version"]:
         print(f"kvgate {__version__}")

@@ -109,14 +109,13 @@ class MlflowStore:
 
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator["CandidateRun"]:
-        """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after SIGTERM or Ctrl-C."""
+        """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after Ctrl-C."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED, **self._owner()}
         run_id = self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id
         status = "FAILED"
         try:
-            with processes.terminate_as_exit():
-                self._log(run_id, params=flat_params(config))
-                yield CandidateRun(self, run_id)
+            self._log(run_id, params=flat_params(config))
+            yield CandidateRun(self, run_id)
             status = "FINISHED"
         except (KeyboardInterrupt, SystemExit):
             status = "KILLED"

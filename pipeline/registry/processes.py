@@ -1,12 +1,8 @@
 """The process that a tracked run belongs to, and whether it still runs."""
 
 import os
-import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 
 def host() -> str:
@@ -48,26 +44,3 @@ def alive(tags: dict[str, str]) -> bool:
     """Return whether the process that wrote these tags on this host still runs."""
     start = process_start(int(tags["pid"]))
     return start is not None and start == tags.get("pid_start", start)
-
-
-@contextmanager
-def terminate_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(143) while the block runs, so that runs are closed on the way out.
-
-    The handler raises instead of writing to the store: the signal may arrive inside a database transaction.
-    The handler of before is restored afterwards.
-    """
-
-    def leave(_signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)  # a second signal ends the process at once
-        raise SystemExit(128 + signal.SIGTERM)
-
-    try:
-        before = signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # only the main thread may handle signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

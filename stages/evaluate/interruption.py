@@ -15,22 +15,27 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """While the block runs, let the first SIGINT only be noted; the second raises KeyboardInterrupt as usual.
+    """While the block runs, let the first SIGINT or SIGTERM only be noted; the second raises KeyboardInterrupt as usual.
 
-    Where SIGINT is not Python's own (a background job ignores it), or in a thread, nothing changes.
+    A signal that does not raise KeyboardInterrupt before (a background job ignores SIGINT, a library's user has SIGTERM end the
+    process) stays as it is, and in a thread all do.
     """
     noted = Interruption()
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield noted
-        return
+    raising = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.default_int_handler]
+    if threading.current_thread() is not threading.main_thread():
+        raising = []
+
+    def restore() -> None:
+        for number in raising:
+            signal.signal(number, signal.default_int_handler)
 
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         noted.requested = True
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, note)
+    for number in raising:
+        signal.signal(number, note)
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

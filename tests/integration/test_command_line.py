@@ -108,3 +108,13 @@ def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary
     assert "run stage=evaluate first" in result.stderr
     assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", ".summary.json.lock"}
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
+def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
+    stopped = (
+        "import os, signal; import pipeline.__main__ as command; "
+        "command._dispatch = lambda _: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(command.main())"
+    )
+    process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 130
+    assert process.stderr == "pipeline: interrupted; what was finished is kept, run it again to go on\n"
