@@ -294,10 +294,11 @@ class Schedule:
 
 
 def _ragged(policy: KVPolicy, size: int, most: int) -> list[int]:
-    """Return the lengths of a batch's prompts: around the policy's borders first, then spread over the offsets of a page."""
+    """Return the lengths of a batch's prompts: pairs of equal ones over the offsets of a page, then the policy's borders."""
     borders = {policy.sink_tokens, policy.recent_tokens, policy.exact_tokens, PAGE_TOKENS, 2 * PAGE_TOKENS}
     if policy.window is not None:
         borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
     lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
-    spread = np.linspace(1, min(most, PAGE_TOKENS), size - len(lengths)).astype(int).tolist()
-    return [*lengths, *spread]
+    rest = size - len(lengths)
+    pairs = np.linspace(1, min(most, PAGE_TOKENS), (rest + 1) // 2).astype(int).repeat(2).tolist()
+    return [*pairs[:rest], *lengths]

@@ -53,5 +53,7 @@ class Fault:
     """Whether the FP16 baseline has it as well."""
     holds: str = ""
     """The policy whose bundle the engine really holds, where that is not the one that it claims."""
+    rare: bool = False
+    """Whether it takes the default probe to meet it, not the small one of the other faults."""
     loads: Callable[[], AbstractContextManager[object]] = nullcontext
     """What is in place while the engine is loaded: another kernel, another graph."""

@@ -39,10 +39,11 @@ WORKLOADS = (
     "workloads.max_scored_tokens=64",
     "workloads.noise_samples=1",
     "workloads.canary_samples=1",
-    "workloads.probe={max_tokens: 1152, decode_steps: 208, offset_steps: 4, max_batch: 20, requests: 40}",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
 )
 """Less of everything than the default, at which every sound engine still passes."""
+
+SMALL_PROBE = "workloads.probe={max_tokens: 1152, decode_steps: 208, offset_steps: 4, max_batch: 20, requests: 40}"
 
 SOUND = ("calibration", "quantize", "export", "build")
 """Stages that no fault has a part in."""
@@ -98,15 +99,15 @@ class Ground:
     def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = WORKLOADS) -> None:
         self.work, self.overrides = work, (*workloads, *overrides)
 
-    def config(self, policy: str, engine: EngineName) -> Config:
+    def config(self, policy: str, engine: EngineName, *, rare: bool = False) -> Config:
         """Return the configuration of one cache on one engine: the defaults, but for the overrides of this ground."""
-        overrides = [*POLICIES[policy], *BACKENDS[engine], *self.overrides]
+        overrides = [*POLICIES[policy], *BACKENDS[engine], *([] if rare else [SMALL_PROBE]), *self.overrides]
         return plan([*overrides, "tracking=none"], multirun=False).jobs[0]
 
     def judge(self, fault: Fault, without: str = "") -> Judgement:
         """Judge an engine with a fault, `without` one of the gates."""
         with patch.object(chain_module, "decide", partial(decide_without, without)):
-            return self._judge(self.config(fault.policy, fault.engine), fault, without)
+            return self._judge(self.config(fault.policy, fault.engine, rare=fault.rare), fault, without)
 
     def judge_sound(self, policy: str, engine: EngineName = "native") -> Judgement:
         """Judge an engine without one."""
