@@ -44,7 +44,7 @@ class Job:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults", description="Judge planted faults by the real gates.")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="faults, in place of all")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, in place of all")
     parser.add_argument("--json", type=Path, default=record.RESULTS, help="the record that is read and written")
     parser.add_argument("--work", type=Path, default=Path("work/faults"), help="where artifacts are made")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
@@ -55,18 +55,21 @@ def main() -> None:
     page.write(record.load(options.json), record.load(record.BEFORE))
 
 
+def _jobs() -> list[Job]:
+    """Return what there is to judge: every fault, every engine without one, and a fault of each gate without that gate."""
+    jobs = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
+    pairs = dict.fromkeys((fault.policy, fault.engine) for fault in FAULTS)
+    jobs += [Job(f"sound {policy} {engine}", None, policy, engine) for policy, engine in pairs]
+    faults = {gate: BY_NAME[name] for gate, name in ALONE.items()}
+    return jobs + [Job(name_of(gate), fault, fault.policy, fault.engine, gate) for gate, fault in faults.items()]
+
+
 def judge(options: argparse.Namespace) -> None:
     """Judge what the record lacks."""
     plan(options.overrides, multirun=False)  # a wrong override is refused before any work
     ground = Ground(options.work, options.overrides)
-    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     outcomes = record.load(options.json)
-    jobs = [Job(fault.name, fault, fault.policy, fault.engine) for fault in chosen]
-    if not options.only:
-        pairs = dict.fromkeys((fault.policy, fault.engine) for fault in chosen)
-        jobs += [Job(f"sound {policy} {engine}", None, policy, engine) for policy, engine in pairs]
-        faults = {gate: BY_NAME[name] for gate, name in ALONE.items()}
-        jobs += [Job(name_of(gate), fault, fault.policy, fault.engine, gate) for gate, fault in faults.items()]
+    jobs = [job for job in _jobs() if not options.only or job.name in options.only]
     for number, job in enumerate(jobs, start=1):
         name, key = job.name, job.key(options.overrides)
         if name in outcomes and outcomes[name].key == key:
