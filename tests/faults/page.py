@@ -57,10 +57,9 @@ def _lines(now: Outcomes, before: Outcomes) -> Iterator[str]:
     yield ""
     yield (
         "`make faults` judges them and writes this page from `tests/faults/results.json`; an interrupted run goes on where it\n"
-        "ended. There is less of everything than the defaults ask (samples, looks, probe: `tests/faults/ground.py`); what\n"
-        "sound engines get there has a table of its own. A gate is named by its key under `gates.`, or by its own name; "
-        "*before* is what\n"
-        "24d6d12 said."
+        "ended. There is less of everything than the defaults ask: samples, looks, and, but for rare faults, the probe\n"
+        "(`tests/faults/ground.py`). What sound engines get there has a table of its own. A gate is named by its key under\n"
+        "`gates.`, or by its own name; *before* is what 24d6d12 said."
     )
     yield from _missed(now, missed)
     for kind, title in KINDS.items():
@@ -116,7 +115,9 @@ def _gates(now: Outcomes) -> Iterator[str]:
     yield "## Each gate alone"
     yield ""
     yield "How many of the faults each gate sees, how many no other gate saw before the evaluation stopped, and what one of"
-    yield "these gets when that gate is switched off and the evaluation runs on without it."
+    yield "these gets when that gate is switched off and the evaluation runs on without it. Conformance and the probe see"
+    yield "nearly everything together: the gates on distances and answers are there for policies, and few faults need them."
+    yield "`tests/unit/test_gates_alone.py` has for every gate a report that it alone stops."
     yield ""
     yield "| gate | sees | alone | switched off |"
     yield "|---|---|---|---|"
@@ -125,13 +126,7 @@ def _gates(now: Outcomes) -> Iterator[str]:
     for gate in gates:
         alone = sum(set(outcome.gates) == {gate} for outcome in found.values())
         switched = now.get(name_of(gate))
-        said = (
-            f"`{ALONE[gate]}`: {switched.verdict}"
-            if switched is not None
-            else "no fault needs it: see below"
-            if not alone
-            else "-"
-        )
+        said = "-" if switched is None else f"`{ALONE[gate]}`: {switched.verdict}"
         yield f"| `{gate}` | {_seen(found, gate)} | {alone} | {said} |"
 
 
