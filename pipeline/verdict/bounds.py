@@ -49,13 +49,22 @@ def by_document(values: Sequence[float], weights: Sequence[float], documents: Se
 
 
 def log_wealth_below(values: Array, limit: float, worst: float) -> float:
-    """Return the log of the wealth against "the mean is `limit` or more"; no value is above `worst`, the limit is below."""
-    return _log_wealth((limit - values) / (worst - limit), SHARES_FOR_PASS)
+    """Return the log of the wealth against "the mean is `limit` or more"; neither it nor a value is above `worst`."""
+    return _log_wealth(_gains(limit - values, worst - limit), SHARES_FOR_PASS)
 
 
 def log_wealth_above(values: Array, limit: float, best: float) -> float:
-    """Return the log of the wealth against "the mean is `limit` or less"; no value is below `best`, the limit is above."""
-    return _log_wealth((values - limit) / (limit - best), SHARES_FOR_FAIL)
+    """Return the log of the wealth against "the mean is `limit` or less"; neither it nor a value is below `best`."""
+    return _log_wealth(_gains(values - limit, limit - best), SHARES_FOR_FAIL)
+
+
+def _gains(won: Array, most_lost: float) -> Array:
+    """Return what a bet of everything would add for each document.
+
+    Where nothing can be lost, because the limit is the farthest that a value can be, its hypothesis says that every value is
+    the limit: a value that is adds nothing, and any other contradicts it with certainty.
+    """
+    return won / most_lost if most_lost > 0 else np.where(won > 0, math.inf, 0.0)
 
 
 def _log_wealth(gains: Array, shares: Sequence[float]) -> float:

@@ -139,6 +139,17 @@ def test_without_anything_lost_the_bound_is_the_rule_of_three_but_for_the_mixtur
     assert bounds.share_bound(0, 100, 0.05, lower=False) == pytest.approx(1 - 0.05 ** (1 / 100))
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_limit_at_the_farthest_value_is_contradicted_by_any_other_value_and_by_nothing_else(limit: float) -> None:
+    """There a bet has nothing to lose: of values at the limit it says nothing, and of any other it is certain."""
+    wealth = bounds.log_wealth_above if limit == 0 else bounds.log_wealth_below
+    at_limit = np.full(30, limit)
+    assert wealth(at_limit, limit, limit) == pytest.approx(0, abs=1e-12)
+    assert wealth(np.append(at_limit, 0.5), limit, limit) == math.inf
+    assert bounds.lower_bound(np.zeros(30), 0.05, 0.0) == 0
+    assert bounds.upper_bound(np.ones(30), 0.05, 1.0) == 1
+
+
 @settings(max_examples=25, deadline=None)
 @given(values=st.lists(st.floats(0, 1).map(lambda x: round(x, 9)), min_size=1, max_size=60))
 def test_bounds_lie_on_their_sides_and_the_order_of_documents_decides_nothing(values: list[float]) -> None:
