@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.verdict import power
 from pipeline.verdict import statistics as st
 from pipeline.verdict.looks import Look
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -136,7 +137,7 @@ def _needed(group: _PairedAnswers, look: Look, gates: Gates, workloads: int) -> 
     again = gates.next_attempt
     level = last.pass_level(again.pass_alpha) if pairs.difference > -margin else last.fail_level(gates.alpha / workloads)
     lost, gained = pairs.lost / pairs.n, pairs.gained / pairs.n
-    enough = st.samples_to_decide(lost, gained, margin, level, gates.power, MOST_SAMPLES)
+    enough = power.samples_to_decide(lost, gained, margin, level, gates.power, MOST_SAMPLES)
     return min(MOST_SAMPLES, max(group.judged + 1, math.ceil(enough * group.judged / pairs.n)))
 
 
@@ -155,7 +156,7 @@ def _detectable(group: _PairedAnswers, gates: Gates, fail_level: float, pass_lev
     margin, n, gained = gates.margin_of(group.name), group.pairs.n, group.pairs.gained / group.pairs.n
 
     def decides(loss: float, level: float, for_pass: bool) -> bool:
-        return st.decision_power(n, gained + loss, gained, margin, level, for_pass) >= gates.power
+        return power.decision_power(n, gained + loss, gained, margin, level, for_pass) >= gates.power
 
     return Detectable(
         fails_from=_edge(lambda loss: decides(loss, fail_level, for_pass=False), 1 - 2 * gained, margin),

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import bdtr, gammaln, ndtr, ndtri
+import numpy.typing as npt
+from scipy.special import bdtr, gammaln, ndtr, xlog1py, xlogy
 
 from pipeline.verdict.bounds import EVENT_CORRELATION, Array, design_effect
 
@@ -26,6 +27,8 @@ EXACT_LIMIT = 400
 """Samples up to which the exact test is used."""
 NUISANCE_POINTS = 80
 """Grid points of the nuisance parameter in the exact test."""
+LEAST_CHANCE = 1e-30
+"""Numbers of flips that are less probable add nothing to a p-value."""
 REPLICATES = 2000
 """Replicates that every bootstrap draws."""
 SEED = 20_260_101
@@ -63,6 +66,12 @@ def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pai
     return Pairs(max(1, int(n / effect)), math.ceil(lost / effect), int(gained / effect))
 
 
+def binomial(counts: npt.NDArray[np.int64], n: int, rate: Array | float) -> Array:
+    """Return the probability of each count of events among n, each of which has the probability `rate`."""
+    ways = gammaln(n + 1) - gammaln(counts + 1) - gammaln(n - counts + 1)
+    return np.asarray(np.exp(ways + xlogy(counts, rate) + xlog1py(n - counts, -rate)))
+
+
 def score_z(lost: Array, gained: Array, n: int, difference: float) -> Array:
     """Return Tango's score statistic for H0: true difference = `difference`. It is large when the candidate is better."""
     variance = null_variance(lost, gained, n, difference)
@@ -82,7 +91,7 @@ def null_variance(lost: Array, gained: Array, n: int, difference: float) -> Arra
 
 
 @lru_cache(maxsize=64)
-def _score_grid(n: int, difference: float) -> Array:
+def score_grid(n: int, difference: float) -> Array:
     """z of every outcome, shape (n + 1, n + 1): row k is the number of flips, column c the losses of them; NaN where c > k."""
     flips = np.arange(n + 1, dtype=np.float64)[:, None]
     lost = np.arange(n + 1, dtype=np.float64)[None, :]
@@ -90,30 +99,50 @@ def _score_grid(n: int, difference: float) -> Array:
     return np.where(lost <= flips, z, np.nan)
 
 
-@lru_cache(maxsize=4096)
-def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
-    n = pairs.n
-    grid = _score_grid(n, difference)
-    observed = grid[pairs.lost + pairs.gained, pairs.lost]
-    tolerance = 1e-9 * max(1.0, abs(observed)) if math.isfinite(observed) else 0.0
-    flips = np.arange(n + 1)
-    # the common part of both flip rates; the grid is denser near 0, where the supremum usually is
+@dataclass(frozen=True)
+class _Flips:
+    """How many flips there may be at a point of the nuisance parameter on a null hypothesis's boundary, and how they fall."""
+
+    counts: npt.NDArray[np.int64]
+    """Numbers of flips whose chance is above LEAST_CHANCE, shape (counts,)."""
+    chances: Array
+    """Probability of each."""
+    share: float
+    """Probability that a flip is a loss."""
+
+
+@lru_cache(maxsize=64)
+def _nuisance(n: int, difference: float) -> tuple[_Flips, ...]:
+    """Return the grid of the nuisance parameter, the part that both flip rates share: denser near 0, where the worst one is."""
     shared = np.linspace(0.0, 1.0, NUISANCE_POINTS) ** 2 * (1 - abs(difference)) / 2
-    p_lost = shared + max(-difference, 0.0)
-    rate = np.minimum(2 * shared + abs(difference), 1.0)[:, None]
-    share = np.divide(p_lost[:, None], rate, out=np.full_like(rate, 0.5), where=rate > 0)
-    log_choose = gammaln(n + 1) - gammaln(flips + 1) - gammaln(n - flips + 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_pmf = log_choose + np.where(flips > 0, flips * np.log(rate), 0.0)
-        log_pmf = log_pmf + np.where(n - flips > 0, (n - flips) * np.log1p(-rate), 0.0)
-    pmf = np.exp(log_pmf)
+    rates = np.minimum(2 * shared + abs(difference), 1.0)
+    shares = np.divide(shared + max(-difference, 0.0), rates, out=np.full_like(rates, 0.5), where=rates > 0)
+    points = []
+    for chances, share in zip(binomial(np.arange(n + 1)[None, :], n, rates[:, None]), shares, strict=True):
+        counts = np.flatnonzero(chances > LEAST_CHANCE)
+        points.append(_Flips(counts, chances[counts], float(share)))
+    return tuple(points)
+
+
+def tail_chances(z: float, n: int, difference: float, better: bool, points: Sequence[int]) -> Array:
+    """Return the probability of outcomes at least as extreme as the score `z`, at these points of the nuisance parameter."""
+    tolerance = 1e-9 * max(1.0, abs(z)) if math.isfinite(z) else 0.0
+    grid, nuisance = score_grid(n, difference), _nuisance(n, difference)
     with np.errstate(invalid="ignore"):
         # z falls as losses rise: the outcomes at least as good have at most `most` losses, those at least as bad have more
-        inside = (grid >= observed - tolerance) if better else (grid > observed + tolerance)
+        inside = (grid >= z - tolerance) if better else (grid > z + tolerance)
     most = inside.sum(axis=1) - 1
-    at_most = np.where(most >= 0, bdtr(np.maximum(most, 0), flips, np.broadcast_to(share, pmf.shape)), 0.0)
-    tail = at_most if better else 1.0 - at_most
-    return float(min(1.0, (pmf * tail).sum(axis=1).max()))
+    tails = []
+    for flips in (nuisance[point] for point in points):
+        at_most = np.where(most[flips.counts] >= 0, bdtr(np.maximum(most[flips.counts], 0), flips.counts, flips.share), 0.0)
+        tails.append(float(flips.chances @ (at_most if better else 1.0 - at_most)))
+    return np.minimum(tails, 1.0)
+
+
+@lru_cache(maxsize=4096)
+def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
+    observed = float(score_grid(pairs.n, difference)[pairs.lost + pairs.gained, pairs.lost])
+    return float(tail_chances(observed, pairs.n, difference, better, range(NUISANCE_POINTS)).max())
 
 
 def _p(pairs: Pairs, difference: float, better: bool) -> float:
@@ -160,90 +189,6 @@ def holm_levels(p_values: Sequence[float], alpha: float, nominal: Callable[[floa
         if p_values[i] > levels[i]:
             break
     return levels
-
-
-def paired_samples(lost: float, gained: float, margin: float, alpha: float, power: float) -> float:
-    """Return about the samples with which one look decides with `power`: ((z_alpha s0 + z_power s1) / (margin + difference))^2.
-
-    s1 is the standard deviation of one sample's difference, s0 the one that the score statistic takes for it at the margin
-    (Nam, Biometrics 53 (1997) 1422-1430). s1 for both asks for too few where few answers flip: for 334 at a loss of 2.5 %, a
-    margin of 0.05, alpha 0.05 and power 0.9, where the power is 0.67; s0 and s1 ask for 500.
-
-    Args:
-        lost: True share of the answers that the candidate loses.
-        gained: True share that it gains; gained - lost must not be -margin.
-        margin: The margin, above 0.
-        alpha: The test's level.
-        power: The wanted power.
-    """
-    difference = gained - lost
-    at_margin = math.sqrt(float(null_variance(np.array(lost), np.array(gained), 1, -margin)))
-    true = math.sqrt(lost + gained - difference * difference)
-    z = float(ndtri(1 - alpha)) * at_margin + float(ndtri(power)) * true
-    return (z / (margin + difference)) ** 2
-
-
-@lru_cache(maxsize=256)
-def rejected_up_to(n: int, margin: float, level: float, most_gained: int, for_pass: bool) -> tuple[int, ...]:
-    """Return where a test decides, for each count of gained answers from 0 to `most_gained`.
-
-    Args:
-        n: Samples.
-        margin: The margin.
-        level: The level of the test.
-        most_gained: The largest count of gained answers.
-        for_pass: Which test: that for a PASS, or that for a FAIL.
-
-    Returns:
-        For a PASS the most lost answers that pass, -1 where none do; for a FAIL the most that do not fail.
-    """
-    most, counts = -1, []
-    for gained in range(most_gained + 1):
-        most = max(most - 1, -1)  # rounding apart it never falls
-        while most + 1 + gained <= n:
-            pairs = Pairs(n, most + 1, gained)
-            p = noninferiority_p(pairs, margin) if for_pass else inferiority_p(pairs, margin)
-            if (p <= level) != for_pass:
-                break
-            most += 1
-        counts.append(most)
-    return tuple(counts)
-
-
-def decision_power(n: int, lost: float, gained: float, margin: float, level: float, for_pass: bool) -> float:
-    """Return the probability that the test decides a candidate that loses and gains these shares, with n samples at `level`."""
-    likely = int(n * gained + 6 * math.sqrt(n * gained * (1 - gained)) + 3)
-    most_gained = min(n, 16 * math.ceil(likely / 16))  # few different counts: what the test decides is kept
-    bounds = np.array(rejected_up_to(n, margin, level, most_gained, for_pass))
-    counts = np.arange(most_gained + 1)
-    chances = np.diff(np.concatenate([[0.0], bdtr(counts, n, gained)]))
-    share = min(lost / (1 - gained), 1.0) if gained < 1 else 0.0
-    below = np.where(bounds >= 0, bdtr(np.maximum(bounds, 0), n - counts, share), 0.0)
-    return float((chances * (below if for_pass else 1 - below)).sum())
-
-
-def samples_to_decide(lost: float, gained: float, margin: float, level: float, power: float, most: int) -> int:
-    """Return about the fewest samples with which the test that decides does so with `power`, but `most` at most.
-
-    It is the exact power of the exact test; whole numbers of flips make it rise and fall by a few points from one n to the
-    next, so that a few samples fewer may do too.
-
-    Args:
-        lost: True share of the answers that the candidate loses.
-        gained: True share that it gains.
-        margin: The margin; a loss below it is to pass, one above it to fail.
-        level: The level of the test.
-        power: The wanted power.
-        most: The number where the search ends.
-    """
-    for_pass = lost - gained < margin
-    enough = paired_samples(lost, gained, margin, level, power)
-    if enough > 4 * EXACT_LIMIT:  # there the test is that of the formula, which whole numbers of flips no longer move
-        return min(most, math.ceil(1.05 * enough))
-    n = max(8, int(0.8 * enough))
-    while n < most and decision_power(n, lost, gained, margin, level, for_pass) < power:
-        n += max(1, n // 25)
-    return min(n, most)
 
 
 def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:

@@ -22,15 +22,9 @@ from pipeline.verdict.looks import (
     planned_looks,
     square_root_spending,
 )
+from pipeline.verdict.power import decision_power, paired_samples, samples_to_decide
 from pipeline.verdict.report import Canary, EvaluationReport, NoiseFloor, SampleRow
-from pipeline.verdict.statistics import (
-    Pairs,
-    decision_power,
-    inferiority_p,
-    noninferiority_p,
-    paired_samples,
-    samples_to_decide,
-)
+from pipeline.verdict.statistics import Pairs, inferiority_p, noninferiority_p
 from pipeline.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
