@@ -20,10 +20,10 @@ import yaml
 from scipy.signal import fftconvolve
 from scipy.stats import multinomial
 
-from pipeline.verdict import statistics as st
-from pipeline.verdict.bounds import Array
-from pipeline.verdict.looks import Spending, nominal_levels, obrien_fleming_spending, square_root_spending
-from pipeline.verdict.statistics import Pairs
+from pipeline.statistics import paired as st
+from pipeline.statistics.bounds import Array
+from pipeline.statistics.looks import Spending, nominal_levels, obrien_fleming_spending, square_root_spending
+from pipeline.statistics.paired import Pairs
 from pipeline.verdict.thresholds import Gates
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "gates" / "default.yaml"

@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from benchmarks.gate_shapes import Shape, load
-from pipeline.verdict.bounds import SHARES_FOR_PASS, Array
+from pipeline.statistics.bounds import SHARES_FOR_PASS, Array
 from pipeline.verdict.distances import OUTLIER
 from pipeline.verdict.thresholds import Gates
 
@@ -40,7 +40,7 @@ def scaled(values: Array, limit: float, cut: float) -> Array | None:
 
 
 def betting(values: Array, alpha: float, worst: float, limit: float) -> Array:
-    """Return in which runs the gates' bet shows that the mean is below the limit (`pipeline.verdict.bounds`)."""
+    """Return in which runs the gates' bet shows that the mean is below the limit (`pipeline.statistics.bounds`)."""
     gains = (limit - values) / (worst - limit)
     logs = [np.log1p(share * gains).sum(axis=1) for share in SHARES_FOR_PASS]
     return np.asarray(np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(alpha))

@@ -14,7 +14,7 @@ from benchmarks.numerics.lab import Lab, dynamic, policy, static
 from benchmarks.numerics.measure import Interval, Measurement
 from benchmarks.numerics.report import Claim, Section
 from benchmarks.numerics.subject import Lengths
-from pipeline.verdict.statistics import pooled_slope
+from pipeline.statistics.bootstrap import pooled_slope
 
 Positions = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from benchmarks.numerics.store import Store
 from benchmarks.numerics.subject import Text
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.records import Progress
-from pipeline.verdict.statistics import resampled_sums
+from pipeline.statistics.bootstrap import resampled_sums
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
 

@@ -40,6 +40,7 @@ from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
+from pipeline.verdict.tracked import flat_metrics
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -108,7 +109,7 @@ def evaluate(run: Run) -> None:
             verdict=verdict.status,
             reasons=tuple(verdict.reasons),
             covered=verdict.covered,
-            metrics=report.flat_metrics(),
+            metrics=flat_metrics(report),
             engine=Cited(path=engine.path, digest=engine.digest),
             baseline=Cited(path=baseline.path, digest=baseline.digest),
             report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),

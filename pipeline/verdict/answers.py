@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.verdict import power
-from pipeline.verdict import statistics as st
-from pipeline.verdict.looks import Look
+from pipeline.statistics import paired as st
+from pipeline.statistics import power
+from pipeline.statistics.looks import Look
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Detectable, Gates, Status
 

@@ -9,11 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from pipeline.verdict.record import Number, Record
 from pipeline.verdict.thresholds import Check, Status, finite
-
-Number = float | None
 
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.
@@ -33,11 +30,7 @@ LEAST_KL = 1e-13
 """KL below which two float32 distributions are the same, in nats."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Distance(_Record):
+class Distance(Record):
     """How far one request is from the twin. A number that is not finite is null."""
 
     kl_mean: Number
@@ -52,7 +45,7 @@ class Distance(_Record):
     """The same, averaged over all stored vectors."""
 
 
-class ComparedRequest(_Record):
+class ComparedRequest(Record):
     """One request on an engine and on its twin, on the same forced tokens."""
 
     sample: str
@@ -83,7 +76,7 @@ def _times(error: Number, rounding: Number, step: float) -> float:
     return math.inf if error is None or rounding is None else error / (STORED_ALLOWED * max(rounding, 0.0) + step)
 
 
-class Deviation(_Record):
+class Deviation(Record):
     """The first place at which an engine deviates from its twin."""
 
     sample: str
@@ -115,7 +108,7 @@ class Deviation(_Record):
         return f"first {self.act} wrong at {where}"
 
 
-class Explanation(_Record):
+class Explanation(Record):
     """A near relative of the policy, under which the oracle is much closer to an engine than its twin is."""
 
     what: str
@@ -127,7 +120,7 @@ class Explanation(_Record):
         return f"{self.what} (KL {self.kl:.1e} from an oracle that does so)"
 
 
-class EngineConformance(_Record):
+class EngineConformance(Record):
     """An engine against its twin."""
 
     policy: str
@@ -148,7 +141,7 @@ class EngineConformance(_Record):
         return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
 
 
-class Conformance(_Record):
+class Conformance(Record):
     """Both engines against their twins."""
 
     compute_dtype: str | None
@@ -194,6 +187,11 @@ def conformance(record: Conformance | None) -> list[Check]:
     return [_check(where, engine, limits[where], judged=judged) for where, engine in engines.items()]
 
 
+def bounded(count: int, fault: str) -> str:
+    """Say how many requests may still have a fault that none of `count` compared ones has: the rule of three, exactly."""
+    return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
+
+
 def _check(where: str, engine: EngineConformance, limit: float, *, judged: bool) -> Check:
     ranked = engine.ranked(limit)
     status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
@@ -220,10 +218,9 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
         return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the oracle's, at most {largest:.1e}"
     deviating = sum(times > 1 for times in ranked)
     if not deviating:
-        bound = "" if count < 4 else f", so that fewer than {3 / count:.0%} of all requests deviate (95 %)"
         return (
             f"computes {engine.policy} as the oracle does: none of {count} requests is farther from its twin than rounding "
-            f"takes it (KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed){bound}"
+            f"takes it (KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
         )
     cost = "" if engine.twin_kl is None else f"; twin against FP16 {engine.twin_kl:.1e}"
     kl = "not finite" if engine.kl is None else f"{engine.kl:.1e}"

@@ -8,19 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from pipeline.core.kv import PAGE_TOKENS
+from pipeline.verdict.conformance import bounded
+from pipeline.verdict.record import Record
 from pipeline.verdict.thresholds import Check, Status
 
 FAILURES_SHOWN = 4
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Exercised(_Record):
+class Exercised(Record):
     """What went through the decode path. A row is one token of one sequence in one decode step."""
 
     samples: int
@@ -72,7 +68,7 @@ class Exercised(_Record):
         )
 
 
-class Cell(_Record):
+class Cell(Record):
     """What the samples of a workload in a context bin [low, high) exercised."""
 
     workload: str
@@ -80,7 +76,7 @@ class Cell(_Record):
     exercised: Exercised
 
 
-class Coverage(_Record):
+class Coverage(Record):
     """What the samples of an evaluation exercised, and its repetitions for the noise floor."""
 
     overall: Exercised
@@ -102,7 +98,7 @@ class Coverage(_Record):
         )
 
 
-class Allocation(_Record):
+class Allocation(Record):
     """Bytes of the cache while the probe held sequences: as allocated, and as the policy claims for what was allocated."""
 
     pages: int
@@ -130,7 +126,7 @@ class Allocation(_Record):
         return None
 
 
-class ProbePart(_Record):
+class ProbePart(Record):
     """One part of a probe."""
 
     name: str
@@ -142,7 +138,7 @@ class ProbePart(_Record):
     """Of any logit."""
 
 
-class Probe(_Record):
+class Probe(Record):
     """An engine beside its twin on random tokens. `failures` name the places at which it deviates."""
 
     tokens: int
@@ -177,7 +173,7 @@ class Probe(_Record):
         )
 
 
-class FreeAnswers(_Record):
+class FreeAnswers(Record):
     """What `generate` says to some samples, beside forced decode of its own words."""
 
     samples: int
@@ -186,7 +182,7 @@ class FreeAnswers(_Record):
     """The first of each sample that has any."""
 
 
-class EngineProbes(_Record):
+class EngineProbes(Record):
     """What random tokens and free answers say of both engines. Reports from before it lack it."""
 
     candidate: Probe | None
@@ -196,7 +192,7 @@ class EngineProbes(_Record):
     free_baseline: FreeAnswers
 
 
-class Limits(_Record):
+class Limits(Record):
     """How far a verdict holds, or how far a bundle lets its engine go; null is no limit."""
 
     tokens: int | None = None
@@ -259,6 +255,8 @@ def checks(probes: EngineProbes | None) -> list[Check]:
             problem = probe.allocation.problem
             lines.append(_line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy"))
         told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
+        if free.samples:
+            told += f", {bounded(free.samples, 'contradict themselves')}"
         lines.append(_line("free_answers", where, free.contradictions, told))
     return lines
 

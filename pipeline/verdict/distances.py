@@ -1,7 +1,7 @@
 """Gates on the distances between the two engines' next-token distributions, and the canary, which they have to fail.
 
 Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`. Means are tested by bets,
-and shares of rare events by exact bounds of counts, both of `pipeline.verdict.bounds`.
+and shares of rare events by exact bounds of counts, both of `pipeline.statistics.bounds`.
 """
 
 import math
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from pipeline.verdict import bounds
-from pipeline.verdict import statistics as st
+from pipeline.statistics import bounds
+from pipeline.statistics.bootstrap import pooled_slope
+from pipeline.statistics.looks import Look
 from pipeline.verdict.conformance import allowed
-from pipeline.verdict.looks import Look
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Gates, LineStatus, Status, finite
 
@@ -236,7 +236,7 @@ def slope_by_workload(rows: Sequence[SampleRow], gates: Gates, look: Look, lines
 
 def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, bounds.Array]:
     """Return the slope of the mean KL per 1,000 tokens of context within workloads, and its bootstrap by document."""
-    return st.pooled_slope(
+    return pooled_slope(
         np.array([row.context_tokens / 1000 for row in rows]),
         np.array([math.nan if row.mean_kl is None else row.mean_kl for row in rows]),
         np.array([row.scored_tokens for row in rows], dtype=np.float64),

@@ -3,23 +3,17 @@
 Units: KL and NLL in nats per token, probabilities as fractions. A float that was not finite is null.
 """
 
-from pydantic import BaseModel, ConfigDict
-
-Number = float | None
+from pipeline.verdict.record import Number, Record
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Estimate(_Figures):
+class Estimate(Record):
     """A figure with its standard error, which documents and not tokens decide; null for one document."""
 
     value: Number
     error: Number
 
 
-class Percentiles(_Figures):
+class Percentiles(Record):
     """Percentiles over tokens, by linear interpolation."""
 
     minimum: Number
@@ -37,7 +31,7 @@ class Percentiles(_Figures):
     maximum: Number
 
 
-class Divergence(_Figures):
+class Divergence(Record):
     """The figures that llama.cpp's `llama-perplexity --kl-divergence` prints, over the same tokens as the fidelity."""
 
     candidate_ppl: Estimate

@@ -1,11 +1,11 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
-The samples were run in rounds, and the gates look at all samples up to a round after each one (`pipeline.verdict.looks`: alpha
-spending, so that all looks together err with alpha). `decide` repeats every look up to the last round that it gets.
+The samples were run in rounds, and the gates look at all samples up to a round after each one (`pipeline.statistics.looks`:
+alpha spending, so that all looks together err with alpha). `decide` repeats every look up to the last round that it gets.
 `is_final` says whether another round would be run.
 
-Rules of each gate at a look (levels are one-sided and the look's own; the statistics are in `pipeline.verdict.statistics` and
-`pipeline.verdict.bounds`):
+Rules of each gate at a look (levels are one-sided and the look's own; the statistics are in `pipeline.statistics.paired` and
+`pipeline.statistics.bounds`):
 
 - Accuracy per workload, candidate - baseline, paired by sample: PASS when the exact non-inferiority test clears the level (its
   lower bound lies above -margin), FAIL when the exact inferiority test clears Holm's level over workloads (its upper bound lies
@@ -46,8 +46,8 @@ never passes.
 
 from collections.abc import Mapping, Sequence
 
+from pipeline.statistics.looks import Look, planned_looks
 from pipeline.verdict import answers, conformance, coverage, distances, validity
-from pipeline.verdict.looks import Look, planned_looks
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import RULES, Check, Detectable, Gates, LineStatus, Status, Verdict
 
@@ -65,7 +65,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     """
     checks = validity.completeness(report, rows)
     if any(check.status == "FAIL" for check in checks):
-        return _conclude(checks, {}, looks=0, detectable={})
+        return conclude(checks, {}, looks=0, detectable={})
     answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
     gates.check_margins(answered | {row.workload for row in rows if row.judged})
     rounds = max(row.round for row in rows)
@@ -79,7 +79,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     checks += distances.ladder(report, gates)
     checks += conformance.conformance(report.conformance)
     checks += coverage.checks(report.probes)
-    verdict = _conclude(
+    verdict = conclude(
         *_advised(checks, rows, gates, looks), len(looks), answers.detectable(rows, gates, looks[-1]) if looks else {}
     )
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
@@ -149,7 +149,7 @@ def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:
     return Check(gate="max_rounds", where="all", value=rounds, bound=None, threshold=None, status="INCONCLUSIVE", reason=reason)
 
 
-def _conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, detectable: Mapping[str, Detectable]) -> Verdict:
+def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, detectable: Mapping[str, Detectable]) -> Verdict:
     """The verdict is the worst status of its checks; its reasons are those of the checks with that status, and the
     ladder's."""
     failures = [check.reason for check in checks if check.status == "FAIL"]

@@ -4,15 +4,15 @@ Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or byt
 because JSON has no NaN; the gates treat null as a failure.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import Field, field_validator
 
-from pipeline.verdict.conformance import ComparedRequest, Conformance, conformance_numbers
+from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
 from pipeline.verdict.divergence import Divergence
+from pipeline.verdict.record import Number, Record
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -24,14 +24,8 @@ STEP_FLAG_KL = 0.15
 LEAST_STEP = 0.01
 """The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
 
-Number = float | None
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class SampleRow(_Record):
+class SampleRow(Record):
     """One sample, baseline and candidate side by side. Means are over its scored tokens."""
 
     id: str
@@ -67,7 +61,7 @@ class SampleRow(_Record):
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
 
 
-class Fidelity(_Record):
+class Fidelity(Record):
     """How far the candidate's next-token distributions are from the baseline's."""
 
     tokens: int
@@ -93,7 +87,7 @@ class Fidelity(_Record):
     """Of everything and of whole workloads. It is not tracked; `report.json` has it."""
 
 
-class Accuracy(_Record):
+class Accuracy(Record):
     """Answers, paired by sample."""
 
     judged: int
@@ -106,7 +100,7 @@ class Accuracy(_Record):
     candidate_valid: float | None
 
 
-class Slice(_Record):
+class Slice(Record):
     """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a
     difficulty."""
 
@@ -120,7 +114,7 @@ class Slice(_Record):
     difficulty: str | None = None
 
 
-class Slope(_Record):
+class Slope(Record):
     """Growth of the mean KL per 1,000 tokens of context, within workloads, with one-sided 95 % bounds by document."""
 
     per_1k_tokens: Number
@@ -128,7 +122,7 @@ class Slope(_Record):
     high: Number
 
 
-class NoiseFloor(_Record):
+class NoiseFloor(Record):
     """An engine against itself, sequence by sequence instead of batched."""
 
     samples: int
@@ -136,27 +130,27 @@ class NoiseFloor(_Record):
     answer_flips: int
 
 
-class Rung(_Record):
+class Rung(Record):
     """The candidate with one small fault, planted after the prefill, on a few samples."""
 
     fault: str
     """What is wrong, in words: `key scale x1.25 in one head of layer 2`."""
     rows: list[SampleRow]
     """Beside the baseline."""
-    requests: list[ComparedRequest] = []
+    requests: list[ComparedRequest] = Field(default=[])
     """Beside the twin, where there is one."""
 
 
-class Canary(_Record):
+class Canary(Record):
     """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
 
     factor: float
     rows: list[SampleRow]
-    ladder: list[Rung] = []
+    ladder: list[Rung] = Field(default=[])
     """Smaller faults; empty in older reports, and for engines that cannot be given any."""
 
 
-class SystemMetrics(_Record):
+class SystemMetrics(Record):
     """Times of the fixed load, and the cache's memory."""
 
     batch: int
@@ -184,7 +178,7 @@ class SystemMetrics(_Record):
     """What computes a decode step's attention, where the engine has a choice: "graph", or "native in 30 of 30 layers"."""
 
 
-class Compaction(_Record):
+class Compaction(Record):
     """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
 
     tokens: int
@@ -197,7 +191,7 @@ class Compaction(_Record):
     """kl_full - kl_head."""
 
 
-class Work(_Record):
+class Work(Record):
     """Tokens of forced decode and answers, as they went through the candidate."""
 
     prefilled_tokens: int
@@ -206,7 +200,7 @@ class Work(_Record):
     decoded_tokens: int
 
 
-class EvaluationReport(_Record):
+class EvaluationReport(Record):
     """Everything that was measured of one engine against one baseline."""
 
     schema_version: int
@@ -218,9 +212,9 @@ class EvaluationReport(_Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
-    planned_rounds: list[float] = [1.0]
+    planned_rounds: list[float] = Field(default=[1.0])
     """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
-    planned_workloads: dict[str, bool] = {}
+    planned_workloads: dict[str, bool] = Field(default={})
     """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
     slices: list[Slice]
     kl_slope: Slope
@@ -262,54 +256,6 @@ class EvaluationReport(_Record):
     def limits(self) -> Limits | None:
         """How far a verdict on this report holds; None for reports that do not say."""
         return covered(self.coverage, self.probes)
-
-    def flat_metrics(self) -> dict[str, float]:
-        """Return the finite numbers by the names under which they are tracked: `quality/kl_mean`, `perf/...`, `memory/...`."""
-        return dict(_flatten(self))
-
-
-_MEMORY = frozenset(
-    [
-        "kib_per_token",
-        "kib_per_token_allocated",
-        "pool_bytes",
-        "exact_bytes",
-        "window_bytes",
-        "static_scale_bytes",
-        "budget_gib",
-        "sequence_tokens",
-        "max_live_tokens",
-    ]
-)
-
-
-def _numbers(prefix: str, record: BaseModel | None) -> Iterator[tuple[str, float]]:
-    for name, value in record.model_dump().items() if record is not None else ():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{name}", float(value)
-
-
-def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
-    for part in report.slices:
-        if part.context is not None:
-            continue
-        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
-        prefix = f"quality/{where}/" if where else "quality/"
-        yield from _numbers(prefix, part.fidelity)
-        yield from _numbers(f"{prefix}accuracy_", part.accuracy)
-    yield "quality/samples", float(report.samples)
-    yield from _numbers("quality/compaction_", report.compaction)
-    yield from _numbers("quality/kl_slope_", report.kl_slope)
-    yield from _numbers("perf/", report.work)
-    yield from _numbers("noise/", report.noise.fidelity)
-    if report.conformance is not None:
-        yield from conformance_numbers(report.conformance)
-    for name, value in _numbers("covered_", report.limits):
-        yield "quality/" + name, value
-    for name, value in _numbers("", report.system):
-        yield ("memory/" if name in _MEMORY else "perf/") + name, value
-    yield "baseline/decode_tokens_per_s", report.baseline_system.decode_tokens_per_s
-    yield "baseline/kib_per_token", report.baseline_system.kib_per_token
 
 
 def jsonl_lines(path: Path) -> list[str]:

@@ -4,14 +4,16 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel
+from pipeline.verdict.record import Record
 
-RULES = 3
+RULES = 4
 """Version of the gates' rules. 1: one look at all samples, and Holm's procedure for PASS as well as for FAIL. 2: bootstraps of
-distances, a tail and a slope that passed where they did not fail, and flips of a document taken to be alike."""
+distances, a tail and a slope that passed where they did not fail, and flips of a document taken to be alike. 3: counts
+of samples that share documents were rounded against the candidate, and an INCONCLUSIVE asked for other numbers of samples."""
 
 RESERVED = 0.1
 """Share of alpha that is kept for candidates that are evaluated again after an INCONCLUSIVE."""
@@ -90,10 +92,8 @@ class Gates(StrictModel):
                 raise UserError(f"gates.margins.{name}={margin:g}: {name} has no answers to judge; {names} could have a margin")
 
 
-class Check(BaseModel):
+class Check(Record):
     """One line of the verdict's table."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     gate: str
     """Its key under `gates.` where it has a threshold there, else the name of the metric."""
@@ -107,10 +107,8 @@ class Check(BaseModel):
     reason: str
 
 
-class Detectable(BaseModel):
+class Detectable(Record):
     """What an evaluation of this size can tell of one workload, in accuracy lost, as a fraction; null where it cannot."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     fails_from: float | None
     """A true loss of this much or more fails with `gates.power`."""
@@ -125,18 +123,16 @@ class Detectable(BaseModel):
         return f"{passes}, {fails}"
 
 
-class Verdict(BaseModel):
+class Verdict(Record):
     """The decision of the gates, and its reasons."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     status: Status
     reasons: list[str]
     """Those of the failed checks, else of the inconclusive ones, else of the passed ones; answers first, then distances."""
     checks: list[Check]
-    warnings: list[str] = []
+    warnings: list[str] = Field(default=[])
     """What was not shown and keeps no candidate from passing."""
-    detectable: dict[str, Detectable] = {}
+    detectable: dict[str, Detectable] = Field(default={})
     """The minimum detectable effect of each workload that has answers. Evidence of rules before 3 lacks it."""
     samples_needed: dict[str, int]
     """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""

@@ -23,7 +23,7 @@ from pipeline.core.records import Engine
 from pipeline.run import chain as chain_module
 from pipeline.run import console, loading
 from pipeline.run.chain import Chain
-from pipeline.verdict.gates import _conclude, decide
+from pipeline.verdict.gates import conclude, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
 
@@ -137,7 +137,7 @@ def decide_without(without: str, report: EvaluationReport, rows: Sequence[Sample
     return (
         verdict
         if len(checks) == len(verdict.checks)
-        else _conclude(checks, verdict.samples_needed, verdict.round, verdict.detectable)
+        else conclude(checks, verdict.samples_needed, verdict.round, verdict.detectable)
     )
 
 

@@ -117,6 +117,8 @@ def test_each_of_the_gates_fails_by_itself() -> None:
     bad = a_probe(failures=["fork: fork at 65 tokens: KL 1"])
     assert statuses(probes(candidate=bad)) == {("probe", "candidate"): "FAIL"}
     assert statuses(probes(baseline=bad)) == {("probe", "baseline"): "FAIL"}
+    told = next(check.reason for check in verdicts.checks(probes()) if check.gate == "free_answers")
+    assert told.endswith("so that at most 78 % of requests contradict themselves (95 %)"), "1 - 0.05^(1/2)"
     assert statuses(probes(free=["sample a: ..."])) == {("free_answers", "candidate"): "FAIL"}
     larger = a_probe().allocation.model_copy(update={"pool_bytes": 256})
     assert statuses(probes(candidate=a_probe(allocation=larger))) == {("allocation", "candidate"): "FAIL"}

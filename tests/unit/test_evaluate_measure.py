@@ -19,6 +19,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate import measure_baseline
 from stages.evaluate.distance import REST_MASS
 from stages.evaluate.scores import BaselineHeads
@@ -139,7 +140,7 @@ def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(base
     assert ("copy", (6, 12), None, None) not in sizes
     assert [sizes["find", None, depth, None] for depth in ("early", "middle", "late")] == [27, 27, 26]
     assert {key[3]: size for key, size in sizes.items() if key[3] is not None} == {"easy": 50, "hard": 30}
-    assert report.flat_metrics()["quality/find/easy/accuracy_baseline"] == pytest.approx(49 / 50)
+    assert flat_metrics(report)["quality/find/easy/accuracy_baseline"] == pytest.approx(49 / 50)
 
 
 def test_a_noisy_cache_fails_at_the_distances(baseline: Path, tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Pa
 
 def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path: Path) -> None:
     report, _, _ = candidate(baseline, tmp_path)
-    metrics = report.flat_metrics()
+    metrics = flat_metrics(report)
     assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise", "baseline"}
     assert {"quality/kl_mean", "quality/find/accuracy_candidate", "perf/inter_token_p50_ms"} <= metrics.keys()
     assert {"memory/kib_per_token", "quality/find/early/kl_mean"} <= metrics.keys()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.gate_distances import SOUND, betting, passes, scaled
 from benchmarks.gate_shapes import load
-from pipeline.verdict import bounds
+from pipeline.statistics import bounds
+from pipeline.statistics.looks import planned_looks
 from pipeline.verdict.distances import OUTLIER, distance_by_workload, jointly_tested, rare, slope_by_workload
-from pipeline.verdict.looks import planned_looks
 from pipeline.verdict.report import SampleRow
 
 SHAPES = load()

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.verdict.power import decision_power, rejected_up_to, samples_to_decide
-from pipeline.verdict.statistics import EXACT_LIMIT, Pairs, inferiority_p, noninferiority_p
+from pipeline.statistics.paired import EXACT_LIMIT, Pairs, inferiority_p, noninferiority_p
+from pipeline.statistics.power import decision_power, rejected_up_to, samples_to_decide
 
 MARGIN = 0.05
 

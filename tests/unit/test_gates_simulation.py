@@ -14,8 +14,8 @@ import pytest
 from gate_reports import GATES, report, row
 
 from benchmarks.gate_characteristics import CASES, HARMLESS, Rates, Rule, holm_for_pass, main, sequential
+from pipeline.statistics import paired as st
 from pipeline.verdict import answers, distances, validity
-from pipeline.verdict import statistics as st
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Gates

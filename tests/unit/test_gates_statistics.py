@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.verdict.bounds import EVENT_CORRELATION
-from pipeline.verdict.statistics import (
+from pipeline.statistics.bootstrap import pooled_slope, resampled_sums
+from pipeline.statistics.bounds import EVENT_CORRELATION
+from pipeline.statistics.paired import (
     EXACT_LIMIT,
     Pairs,
     difference_bound,
@@ -17,8 +18,6 @@ from pipeline.verdict.statistics import (
     holm_levels,
     inferiority_p,
     noninferiority_p,
-    pooled_slope,
-    resampled_sums,
 )
 
 

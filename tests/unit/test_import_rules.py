@@ -17,6 +17,7 @@ ROOMS = (
     "pipeline.core",
     "pipeline.gguf",
     "pipeline.artifacts",
+    "pipeline.statistics",
     "pipeline.verdict",
     "pipeline.registry",
     "pipeline.config",

@@ -1,4 +1,4 @@
-"""Paired statistics of the gates. They are deterministic: every bootstrap has a fixed seed.
+"""The gates' test of paired answers, and what samples that share documents count as.
 
 Legend: of n samples the candidate `lost` some (baseline right, candidate wrong) and `gained` some (the reverse);
 difference = (gained - lost) / n, the candidate's accuracy minus the baseline's.
@@ -9,7 +9,8 @@ Medicine 17 (1998) 891-908; Hsueh, Liu and Chen, Biometrics 57 (2001) 478-483, w
 hypothesis suffices). McNemar's test does not fit, because its null hypothesis is "no difference". A paired bootstrap
 degenerates when nothing flipped, and Tango's asymptotic bound alone passes zero flips too early (it asks for 52 samples at a
 margin of 5 points where the exact bound 0.95^n <= 0.05 asks for 59). Above EXACT_LIMIT samples the asymptotic score test is
-used.
+used. Counts that were divided by a design effect are not whole: between whole ones the p-value is interpolated on a log scale.
+`python -m benchmarks.gate_clusters` shows up to which correlation within documents that holds its level.
 """
 
 import math
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtr, gammaln, ndtr, xlog1py, xlogy
 
-from pipeline.verdict.bounds import EVENT_CORRELATION, Array, design_effect
+from pipeline.statistics.bounds import EVENT_CORRELATION, Array, design_effect
 
 EXACT_LIMIT = 400
 """Samples up to which the exact test is used."""
@@ -29,18 +30,15 @@ NUISANCE_POINTS = 80
 """Grid points of the nuisance parameter in the exact test."""
 LEAST_CHANCE = 1e-30
 """Numbers of flips that are less probable add nothing to a p-value."""
-REPLICATES = 2000
-"""Replicates that every bootstrap draws."""
-SEED = 20_260_101
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Counts of a paired comparison; `effective` ones are smaller when samples share documents."""
+    """Counts of a paired comparison; where samples share documents they are smaller than those seen, and not whole."""
 
     n: int
-    lost: int
-    gained: int
+    lost: float
+    gained: float
 
     @property
     def difference(self) -> float:
@@ -55,15 +53,20 @@ def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pai
         differences: Per sample -1 (lost), 0 or 1 (gained).
         documents: Per sample its document; samples of one document depend on each other.
     """
-    d = np.asarray(differences, dtype=np.float64)
-    n, lost, gained = len(d), int((d < 0).sum()), int((d > 0).sum())
+    d = np.asarray(differences)
     _, index = np.unique(np.asarray(documents), return_inverse=True)
-    sums, squares, sizes = (np.bincount(index, weights=w).astype(np.float64) for w in (d, d * d, np.ones(n)))
-    effect = design_effect(sums, squares, sizes, EVENT_CORRELATION)
+    lost, gained, sizes = (np.bincount(index, weights=w).astype(np.float64) for w in (d < 0, d > 0, np.ones(len(d))))
+    return document_pairs(lost, gained, sizes)
+
+
+def document_pairs(lost: Array, gained: Array, sizes: Array) -> Pairs:
+    """Return what `effective_pairs` does, of each document's lost answers, gained answers and samples, shape (documents,)."""
+    n, all_lost, all_gained = (int(counts.sum()) for counts in (sizes, lost, gained))
+    effect = design_effect(gained - lost, gained + lost, sizes, EVENT_CORRELATION)
     if effect == 1:
-        return Pairs(n, lost, gained)
-    # rounded against the candidate
-    return Pairs(max(1, int(n / effect)), math.ceil(lost / effect), int(gained / effect))
+        return Pairs(n, all_lost, all_gained)
+    worth = max(1, int(n / effect))
+    return Pairs(worth, all_lost * worth / n, all_gained * worth / n)
 
 
 def binomial(counts: npt.NDArray[np.int64], n: int, rate: Array | float) -> Array:
@@ -139,17 +142,32 @@ def tail_chances(z: float, n: int, difference: float, better: bool, points: Sequ
     return np.minimum(tails, 1.0)
 
 
-@lru_cache(maxsize=4096)
-def _exact_p(pairs: Pairs, difference: float, better: bool) -> float:
-    observed = float(score_grid(pairs.n, difference)[pairs.lost + pairs.gained, pairs.lost])
-    return float(tail_chances(observed, pairs.n, difference, better, range(NUISANCE_POINTS)).max())
+@lru_cache(maxsize=65_536)
+def _exact_p(n: int, lost: int, gained: int, difference: float, better: bool) -> float:
+    observed = float(score_grid(n, difference)[lost + gained, lost])
+    return float(tail_chances(observed, n, difference, better, range(NUISANCE_POINTS)).max())
 
 
 def _p(pairs: Pairs, difference: float, better: bool) -> float:
-    if pairs.n <= EXACT_LIMIT:
-        return _exact_p(pairs, difference, better)
-    z = float(score_z(np.array([pairs.lost], float), np.array([pairs.gained], float), pairs.n, difference)[0])
-    return float(ndtr(-z if better else z))
+    if pairs.n > EXACT_LIMIT:
+        z = float(score_z(np.array([pairs.lost], float), np.array([pairs.gained], float), pairs.n, difference)[0])
+        return float(ndtr(-z if better else z))
+    corners = [
+        (weight_lost * weight_gained, lost, min(gained, pairs.n - lost))
+        for lost, weight_lost in _whole(pairs.lost)
+        for gained, weight_gained in _whole(pairs.gained)
+    ]
+    if len(corners) == 1:
+        return _exact_p(pairs.n, *corners[0][1:], difference, better)
+    logs = [weight * math.log(max(_exact_p(pairs.n, *counts, difference, better), 1e-300)) for weight, *counts in corners]
+    return math.exp(sum(logs))
+
+
+def _whole(count: float) -> list[tuple[int, float]]:
+    """Return the whole counts beside a count, with the weights of an interpolation between them."""
+    below = math.floor(count + 1e-9)
+    above = max(0.0, count - below)
+    return [(below, 1 - above), (below + 1, above)] if above > 1e-9 else [(below, 1.0)]
 
 
 def noninferiority_p(pairs: Pairs, margin: float) -> float:
@@ -189,42 +207,3 @@ def holm_levels(p_values: Sequence[float], alpha: float, nominal: Callable[[floa
         if p_values[i] > levels[i]:
             break
     return levels
-
-
-def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:
-    """Resample `sums`, shape (rows, columns), by document and return the column sums, shape (REPLICATES, columns)."""
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    weights = _draws(int(index.max()) + 1, seed)
-    clustered = np.zeros((weights.shape[1], sums.shape[1]))
-    np.add.at(clustered, index, sums)
-    return weights @ clustered
-
-
-@lru_cache(maxsize=16)
-def _draws(count: int, seed: int) -> Array:
-    drawn = np.random.default_rng(seed).integers(count, size=(REPLICATES, count))
-    drawn += np.arange(REPLICATES)[:, None] * count
-    return np.bincount(drawn.ravel(), minlength=REPLICATES * count).reshape(REPLICATES, count).astype(np.float64)
-
-
-def pooled_slope(x: Array, y: Array, weight: Array, group: Sequence[str], documents: Sequence[str]) -> tuple[float, Array]:
-    """Return the weighted least-squares slope of y on x within groups, and its bootstrap by document.
-
-    Each group has a level of its own. A slope is NaN where no group has two different x.
-    """
-    names = np.asarray(group)
-    moments = np.stack([weight, weight * x, weight * y, weight * x * x, weight * x * y], axis=1)
-    columns = [moments * (names == name)[:, None] for name in np.unique(names)]
-    stacked = np.concatenate(columns, axis=1)
-
-    def slope(sums: Array) -> Array:
-        parts = sums.reshape(sums.shape[0], -1, 5)
-        w, wx, wy, wxx, wxy = np.moveaxis(parts, 2, 0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            sxx, sxy = (np.where(w > 0, a - wx * b / w, 0.0) for a, b in ((wxx, wx), (wxy, wy)))
-            spread = sxx.sum(axis=1)
-            ratio = sxy.sum(axis=1) / spread
-        scale = wxx.sum(axis=1)
-        return np.asarray(np.where(spread > 1e-9 * scale, ratio, np.nan))
-
-    return float(slope(stacked.sum(axis=0, keepdims=True))[0]), slope(resampled_sums(stacked, documents))

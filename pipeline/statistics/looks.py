@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from pipeline.verdict.bounds import Array
+from pipeline.statistics.bounds import Array
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 """Gauss-Legendre quadrature of the recursive integration; a thousand nodes change no level by 1e-12."""

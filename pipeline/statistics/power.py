@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import bdtr, ndtri
 
-from pipeline.verdict.bounds import Array
-from pipeline.verdict.statistics import EXACT_LIMIT, NUISANCE_POINTS, binomial, null_variance, score_grid, score_z, tail_chances
+from pipeline.statistics.bounds import Array
+from pipeline.statistics.paired import EXACT_LIMIT, NUISANCE_POINTS, binomial, null_variance, score_grid, score_z, tail_chances
 
 
 def paired_samples(lost: float, gained: float, margin: float, alpha: float, power: float) -> float:

@@ -32,9 +32,11 @@ SHARES_FOR_PASS = (0.4, 0.9)
 """Mixture of the shares f that are bet on a mean below the limit: sound engines are far below it and vary little."""
 SHARES_FOR_FAIL = (0.05, 0.3, 0.9)
 """Those bet on a mean above the limit, where a few documents may have nearly all of it."""
-EVENT_CORRELATION = 0.2
+EVENT_CORRELATION = 0.15
 """What the correlation of flips, or of ruined requests, within a document is taken for before there are any. Questions about
-one page to SmolLM2 have 0.06 at most, and -0.05 to 0.06 over six policies: docs/trust.md."""
+one page to SmolLM2 have 0.06 at most, over six policies. `python -m benchmarks.gate_clusters` shows up to which correlation the
+gate on answers keeps its level with it; with 0.2 a harmless
+candidate of 40 documents of four passes too rarely."""
 PRIOR_DOCUMENTS = 10
 """That takes the place of as many documents with events."""
 HALVINGS = 14

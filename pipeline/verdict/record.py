@@ -1,0 +1,12 @@
+"""The base of the records that an evaluation writes: frozen, and without unknown keys or numbers that JSON lacks."""
+
+from pydantic import BaseModel, ConfigDict
+
+Number = float | None
+"""A measured number; null where it was not finite, because JSON has no NaN."""
+
+
+class Record(BaseModel):
+    """A part of a report or of a verdict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,0 +1,56 @@
+"""A report's numbers by the names under which they are tracked."""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from pipeline.verdict.conformance import conformance_numbers
+from pipeline.verdict.report import EvaluationReport
+
+_MEMORY = frozenset(
+    [
+        "kib_per_token",
+        "kib_per_token_allocated",
+        "pool_bytes",
+        "exact_bytes",
+        "window_bytes",
+        "static_scale_bytes",
+        "budget_gib",
+        "sequence_tokens",
+        "max_live_tokens",
+    ]
+)
+
+
+def _numbers(prefix: str, record: BaseModel | None) -> Iterator[tuple[str, float]]:
+    for name, value in record.model_dump().items() if record is not None else ():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
+
+
+def flat_metrics(report: EvaluationReport) -> dict[str, float]:
+    """Return the finite numbers of a report by name: `quality/kl_mean`, `perf/...`, `memory/...`."""
+    return dict(_flatten(report))
+
+
+def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
+    for part in report.slices:
+        if part.context is not None:
+            continue
+        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
+        prefix = f"quality/{where}/" if where else "quality/"
+        yield from _numbers(prefix, part.fidelity)
+        yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+    yield "quality/samples", float(report.samples)
+    yield from _numbers("quality/compaction_", report.compaction)
+    yield from _numbers("quality/kl_slope_", report.kl_slope)
+    yield from _numbers("perf/", report.work)
+    yield from _numbers("noise/", report.noise.fidelity)
+    if report.conformance is not None:
+        yield from conformance_numbers(report.conformance)
+    for name, value in _numbers("covered_", report.limits):
+        yield "quality/" + name, value
+    for name, value in _numbers("", report.system):
+        yield ("memory/" if name in _MEMORY else "perf/") + name, value
+    yield "baseline/decode_tokens_per_s", report.baseline_system.decode_tokens_per_s
+    yield "baseline/kib_per_token", report.baseline_system.kib_per_token
