@@ -41,7 +41,7 @@ WORKLOADS = (
     "workloads.canary_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
 )
-"""Less of everything than the default, at which every sound engine still passes."""
+"""Less of everything than the default, at which no sound engine of a cache that is fine enough fails."""
 
 SMALL_PROBE = "workloads.probe={max_tokens: 1152, decode_steps: 208, offset_steps: 4, max_batch: 20, requests: 40}"
 
