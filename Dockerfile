@@ -34,7 +34,7 @@ FROM ${PYTHON_IMAGE} AS cpu
 RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work /artifacts
 COPY --from=cpu-venv /opt/kvgate /opt/kvgate
 # `docker run --user` may name a user without an entry in /etc/passwd, who would have neither HOME nor USER.
-ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=kvgate
+ENV PATH=/opt/kvgate/bin:$PATH HOME=/tmp USER=kvgate
 USER 10001:10001
 WORKDIR /work
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["python", "-P", "-m", "pipeline", "--version"]
@@ -58,7 +58,7 @@ RUN PIP_CONSTRAINT='' /usr/bin/python3 -m pip install --target /build/virtualenv
     && rm -r /build
 RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work
 # backend.python is TensorRT-LLM's interpreter unless the command line says otherwise.
-ENV PATH=/opt/kvgate/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=kvgate KVGATE_TRTLLM_PYTHON=/usr/bin/python3
+ENV PATH=/opt/kvgate/bin:$PATH HOME=/tmp USER=kvgate KVGATE_TRTLLM_PYTHON=/usr/bin/python3
 USER 10001:10001
 WORKDIR /work
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["python", "-P", "-m", "pipeline", "--version"]

@@ -34,6 +34,12 @@ class WeightsConfig(StrictModel):
     format: WeightsFormat
 
 
+class QuantizeConfig(StrictModel):
+    """Where ModelOpt quantizes and calibrates; `auto` is a GPU where torch finds one."""
+
+    device: Literal["auto", "cpu", "cuda"]
+
+
 class CalibrationConfig(StrictModel):
     """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
 
@@ -55,6 +61,7 @@ class Config(StrictModel):
     stage: Stage
     model: ModelConfig
     weights: WeightsConfig
+    quantize: QuantizeConfig
     kv: KVPolicy
     backend: BackendConfig
     calibration: CalibrationConfig

@@ -95,7 +95,8 @@ class Chain:
         recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt"))
 
         def fill(out: Path, progress: Progress) -> None:
-            loading.quantization().quantize(self.checkpoint, out, **self._recipe_options(policy), progress=progress)
+            options, device = self._recipe_options(policy), self.config.quantize.device
+            loading.quantization().quantize(self.checkpoint, out, **options, device=device, progress=progress)
 
         return self.make(recipe, fill, policy)
 
@@ -120,7 +121,8 @@ class Chain:
     def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
         """Return what decides how ModelOpt quantizes, besides checkpoint and texts."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
-        return {"weights": self.config.weights.format, "kv": policy.model_dump(), "max_length": max_length, "seed": seed}
+        device, weights = self.config.quantize.device, self.config.weights.format
+        return {"weights": weights, "kv": policy.model_dump(), "max_length": max_length, "seed": seed, "device": device}
 
     def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
         """Return the same with the texts, as arguments of the stages."""

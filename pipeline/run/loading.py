@@ -63,6 +63,7 @@ class Quantization(Protocol):
         max_length: int,
         seed: int,
         progress: Progress,
+        device: str,
     ) -> None:
         """Write the quantized checkpoint and the cache's static scales."""
         ...

@@ -20,7 +20,7 @@ from stages.checkpoints import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype
 from stages.quantize.recipe import cache_quantizers
-from stages.quantize.run import dequantized_weights, quantized_model
+from stages.quantize.run import dequantized_weights, quantized_model, resolve_device
 from stages.quantize.tokens import tokenize
 from stages.quantize.validate import (
     validate_tensorrt_llm,
@@ -68,7 +68,8 @@ def export(
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     scales = KVScales.model_validate_json((quantized / SCALES_FILE).read_bytes())
-    model = quantized_model(info, weights, samples, seed, progress)
+    made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
+    model = quantized_model(info, weights, samples, seed, progress, resolve_device(made["device"]))
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE))

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
-from pipeline.core.errors import UserError
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, Side
 from pipeline.core.records import Progress
 from pipeline.core.weights import WeightsFormat
@@ -18,6 +18,8 @@ from stages.quantize.materialize import copy_checkpoint, source_dtype, write_deq
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 from stages.quantize.tokens import tokenize
+
+CPU = torch.device("cpu")
 
 
 def quantize(
@@ -30,6 +32,7 @@ def quantize(
     max_length: int,
     seed: int,
     progress: Progress,
+    device: str = "cpu",
 ) -> None:
     """Quantize a checkpoint's weights and measure the static scales of its KV cache.
 
@@ -37,7 +40,7 @@ def quantize(
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
-    - `quantizers.json`: which quantizers were enabled, and the calibration's size.
+    - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
 
     Args:
         checkpoint: Hugging Face checkpoint with safetensors weights.
@@ -48,24 +51,27 @@ def quantize(
         max_length: Longer texts are cut to this many tokens.
         seed: Seed of torch's random numbers.
         progress: Called with a label, the steps done, and the steps in all.
+        device: What runs the texts: `cpu`, `cuda`, or `auto` for a GPU where torch finds one.
 
     Raises:
         UserError: The checkpoint or the texts cannot be used.
+        MissingRequirement: There is no such device.
         RuntimeError: ModelOpt enabled other quantizers, or exported something else, than the recipe says: a defect.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
-    layers = info.shape.layers
+    layers, runs_on = info.shape.layers, resolve_device(device)
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
     # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
-    model = cache_model = quantized_model(info, weights, samples, seed, progress)
+    model = cache_model = quantized_model(info, weights, samples, seed, progress, runs_on)
     if weights == "none":
         copy_checkpoint(info, out / "checkpoint")
     else:
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
         cache_model = load_model(inspect_checkpoint(out / "checkpoint"))
-    measured = measure(cache_model, info, policy, _forward_loop("cache", samples, progress))
+    measured = measure(cache_model.to(runs_on), info, policy, _forward_loop("cache", samples, progress))
+    model = model.cpu()
     scales = static_scales(policy, info.shape, measured, info.path)
     quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
     adapter.add_cache_quantizers(model, quantizers)
@@ -79,6 +85,7 @@ def quantize(
     report = {
         "modelopt": adapter.VERSION,
         "transformers": transformers.__version__,
+        "device": runs_on.type,
         "weights": weights,
         "kv_policy": policy.name,
         "kv_expressed_by": [_expressed_by(policy, layer) for layer in range(layers)],
@@ -89,9 +96,16 @@ def quantize(
 
 
 def quantized_model(
-    info: CheckpointInfo, weights: WeightsFormat, samples: list[list[int]], seed: int, progress: Progress
+    info: CheckpointInfo,
+    weights: WeightsFormat,
+    samples: list[list[int]],
+    seed: int,
+    progress: Progress,
+    device: torch.device = CPU,
 ) -> torch.nn.Module:
-    """Load a checkpoint and quantize its weights, without the cache's quantizers: the same model at every call.
+    """Load a checkpoint and quantize its weights on a device, without the cache's quantizers: the same model at every call.
+
+    The model that is returned lies on the CPU.
 
     Raises:
         UserError: The checkpoint lacks a tensor.
@@ -99,7 +113,7 @@ def quantized_model(
     """
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)
-    model = load_model(info)
+    model = load_model(info).to(device)
     progress("loading the checkpoint", 1, 1)
     if weights != "none":
         layers = info.shape.layers
@@ -107,7 +121,19 @@ def quantized_model(
         # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
         adapter.fuse_shared_inputs(model, layers)
         adapter.cast_for_export(model, source_dtype(info))
-    return model
+    return model.cpu()
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device that `quantize.device` means here.
+
+    Raises:
+        MissingRequirement: It is a GPU, and torch finds none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise MissingRequirement("quantize.device=cuda: torch finds no NVIDIA GPU here; set quantize.device=auto")
+    return torch.device("cuda") if available and device != "cpu" else CPU
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:
@@ -142,7 +168,8 @@ def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) ->
         for done, ids in enumerate(samples):
             progress(f"calibrating the {subject}, pass {passes}", done, len(samples))
             # One text at a time, because padding would count in the maxima. No cache is kept; its quantizers still run.
-            model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+            input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+            model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
         progress(f"calibrating the {subject}, pass {passes}", len(samples), len(samples))
 
     return forward_loop
