@@ -96,6 +96,11 @@ class Backend(ABC):
         """
         return "float32"
 
+    @property
+    def measures_rounding(self) -> bool:
+        """Whether what a rounding costs is measured on the baseline, instead of assumed from `compute_dtype`."""
+        return False
+
     @abstractmethod
     def check_inputs(self, job: Job) -> None:
         """Refuse, before any work, what cannot be built or run here.

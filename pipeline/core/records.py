@@ -191,6 +191,47 @@ class RequestEngine(OnePassEngine, Protocol):
 
 
 @runtime_checkable
+class ReadableRequests(RequestEngine, Protocol):
+    """An engine that shows what it stored of its requests."""
+
+    prefill_chunk: int
+
+    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
+        """Return what the cache held of a request of the last `forced_together`, as `ReadableEngine.stored`.
+
+        Empty where the engine cannot tell how its cache lies in memory.
+        """
+        ...
+
+
+@runtime_checkable
+class ReusingEngine(RequestEngine, Protocol):
+    """An engine that serves with prefixes that earlier requests left in its cache."""
+
+    def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[npt.NDArray[np.float32]]:
+        """Return what `forced` returns of each (tokens, first), with every prefix taken from the cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerDelivery:
+    """Static scales of one layer: those that a checkpoint carries, and those that the loaded engine uses."""
+
+    carried: dict[Side, tuple[float, ...]]
+    """A side that has none is absent."""
+    used: dict[Side, tuple[float, ...]]
+
+
+@runtime_checkable
+class DeliveredScales(Engine, Protocol):
+    """An engine of another library, which loads the scales of its checkpoint by itself."""
+
+    def delivery(self) -> Sequence[LayerDelivery]:
+        """Return the scales of every layer."""
+        ...
+
+
+@runtime_checkable
 class BoundedEngine(Engine, Protocol):
     """An engine that was built for so many tokens and sequences and no more."""
 

@@ -193,6 +193,7 @@ class Chain:
                 progress=progress,
                 first=number == 1,
                 open_twin=self._twin_opener(twin),
+                allow_scale_changes=self.config.gates.allow_scale_changes,
             )
 
         inputs = {"engine": engine.digest, "answers": answers.digest, "twin": twin.digest}
@@ -351,5 +352,5 @@ class Chain:
 
     def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
         """Return a function that loads the oracle as the twin of this backend's engines."""
-        dtype = self.backend.compute_dtype
-        return lambda: loading.evaluation().Twin(loading.open_backend(self._twin_config).load(bundle.path), dtype)
+        dtype, measures = self.backend.compute_dtype, self.backend.measures_rounding
+        return lambda: loading.evaluation().Twin(loading.open_backend(self._twin_config).load(bundle.path), dtype, measures)

@@ -135,6 +135,7 @@ class Evaluation(Protocol):
         progress: Progress,
         first: bool,
         open_twin: Callable[[], Any] | None,
+        allow_scale_changes: Sequence[str],
     ) -> None:
         """Write how an engine compares with the baseline on a round's samples."""
         ...
@@ -154,7 +155,7 @@ class Evaluation(Protocol):
         """Write the report on the rounds that ran; `measured` are their `MeasuredRound`s."""
         ...
 
-    def Twin(self, engine: Engine, compute_dtype: str | None) -> Any:
+    def Twin(self, engine: Engine, compute_dtype: str | None, measures: bool) -> Any:
         """Return an oracle as the twin of an engine of some type."""
         ...
 

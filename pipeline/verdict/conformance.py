@@ -17,6 +17,13 @@ ALLOWED = 64.0
 Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are sixteen times as large as what they sum, above
 20: docs/trust.md."""
 
+MEASURED_ALLOWED = 4.0
+"""The same where a rounding is not assumed but measured, on the 16-bit engine beside its own twin: what is one there may be
+four in a candidate, 16 times the KL. The 16-bit engine itself may be off by as many assumed ones."""
+
+LAYER_ALLOWED = 2.0
+"""How many times as far off as the 16-bit engine's a layer's stored vectors may be, where a rounding is measured."""
+
 STORED_ALLOWED = 4.0
 """How many times the errors of stored vectors may be those of a rounding."""
 
@@ -43,6 +50,9 @@ class Distance(Record):
     the engine does not show what it stores."""
     stored_mean: Number = 0.0
     """The same, averaged over all stored vectors."""
+    stored_by_layer: tuple[float, ...] = ()
+    """The same, averaged over the vectors of each layer, where a rounding is measured: of the candidate, and as what a rounding
+    costs of the 16-bit engine. A sound quantizer of the same computed keys adds no more than these are off."""
 
 
 class ComparedRequest(Record):
@@ -69,7 +79,18 @@ class ComparedRequest(Record):
             _times(self.engine.stored_error, self.rounding.stored_error, SCALE_STEP),
             _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
         )
-        return math.inf if self.problem else max(self.roundings / limit, *stored)
+        return math.inf if self.problem else max(self.roundings / limit, *stored, *self.layers_times_allowed)
+
+    @property
+    def layers_times_allowed(self) -> list[float]:
+        """How many times what is allowed the stored vectors of each layer are off; empty where no rounding is measured."""
+        pairs = zip(self.engine.stored_by_layer, self.rounding.stored_by_layer, strict=False)
+        return [error / allowed_in_layer(rounding) for error, rounding in pairs]
+
+
+def allowed_in_layer(rounding: float) -> float:
+    """Return how far a layer's stored vectors may be off, where those of the 16-bit engine are `rounding` off."""
+    return LAYER_ALLOWED * rounding + MEAN_STEP
 
 
 def _times(error: Number, rounding: Number, step: float) -> float:
@@ -135,6 +156,10 @@ class EngineConformance(Record):
     """What the engine seems to compute instead; null where nothing that was tried fits."""
     seconds: float = 0.0
     """What the comparison took."""
+    limit: Number = None
+    """Roundings that were allowed, where the rounding is a measured one; null by the rule of assumed ones."""
+    rounding: Number = None
+    """The rounding: by how much the output of a layer is off, relative to its root mean square. Older reports lack it."""
 
     def ranked(self, limit: float) -> list[float]:
         """Return how many times as far from its twin each request is as `limit` roundings allow, the worst first."""
@@ -160,6 +185,13 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
+def limits(record: Conformance) -> dict[str, float]:
+    """Return how many roundings each engine may be off."""
+    usual = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
+    engines = {"baseline": record.baseline, "candidate": record.candidate}
+    return {name: usual[name] if engine.limit is None else engine.limit for name, engine in engines.items()}
+
+
 def conformance_numbers(record: Conformance) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers by the names under which they are tracked."""
     for name, engine in (("candidate", record.candidate), ("baseline", record.baseline)):
@@ -181,10 +213,10 @@ def conformance(record: Conformance | None) -> list[Check]:
     """
     if record is None:
         return []
-    limits = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
     engines = {"baseline": record.baseline, "candidate": record.candidate}
     judged = record.compute_dtype is not None
-    return [_check(where, engine, limits[where], judged=judged) for where, engine in engines.items()]
+    allowed_of = limits(record)
+    return [_check(where, engine, allowed_of[where], judged=judged) for where, engine in engines.items()]
 
 
 def bounded(count: int, fault: str) -> str:

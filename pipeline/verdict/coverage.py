@@ -182,6 +182,17 @@ class FreeAnswers(Record):
     """The first of each sample that has any."""
 
 
+class ReusedPrefixes(Record):
+    """What an engine answers over prefixes that earlier requests left in its cache, beside what it answers without them."""
+
+    samples: int
+    tokens: int
+    kl_max: float | None
+    """Largest KL of a token's distribution, nats."""
+    contradictions: list[str]
+    """Samples whose answers differ by more than a tie."""
+
+
 class EngineProbes(Record):
     """What random tokens and free answers say of both engines. Reports from before it lack it."""
 
@@ -190,6 +201,9 @@ class EngineProbes(Record):
     baseline: Probe | None
     free_candidate: FreeAnswers
     free_baseline: FreeAnswers
+    reused_candidate: ReusedPrefixes | None = None
+    """None for an engine that reuses no prefixes."""
+    reused_baseline: ReusedPrefixes | None = None
 
 
 class Limits(Record):
@@ -246,9 +260,9 @@ def checks(probes: EngineProbes | None) -> list[Check]:
     if probes is None:
         return []
     lines = []
-    for where, probe, free in (
-        ("candidate", probes.candidate, probes.free_candidate),
-        ("baseline", probes.baseline, probes.free_baseline),
+    for where, probe, free, reused in (
+        ("candidate", probes.candidate, probes.free_candidate, probes.reused_candidate),
+        ("baseline", probes.baseline, probes.free_baseline, probes.reused_baseline),
     ):
         if probe is not None:
             lines.append(_line("probe", where, probe.failures, str(probe)))
@@ -258,6 +272,9 @@ def checks(probes: EngineProbes | None) -> list[Check]:
         if free.samples:
             told += f", {bounded(free.samples, 'contradict themselves')}"
         lines.append(_line("free_answers", where, free.contradictions, told))
+        if reused is not None:
+            told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
+            lines.append(_line("reused_prefixes", where, reused.contradictions, f"{told}{reused.kl_max or 0.0:.1e}"))
     return lines
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.divergence import Divergence
 from pipeline.verdict.record import Number, Record
 
@@ -231,6 +232,8 @@ class EvaluationReport(Record):
     """`noise` is the baseline's."""
     coverage: Coverage | None = None
     probes: EngineProbes | None = None
+    scale_changes: list[ScaleChange] | None = None
+    """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
 
     @field_validator("planned_rounds")
     @classmethod

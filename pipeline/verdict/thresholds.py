@@ -21,6 +21,8 @@ RESERVED = 0.1
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
 """Of a line of the verdict's table. A WARNING is read, and decides nothing."""
+ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
+"""How a scale of a checkpoint can arrive in an engine: `pipeline.verdict.delivery`."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]
@@ -59,6 +61,8 @@ class Gates(StrictModel):
     """Root mean square change of the reference token's probability, per workload."""
     max_kl_slope: Positive
     """Growth of the mean KL per 1,000 tokens of context."""
+    allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
+    """What another library may do to the scales of a checkpoint. Anything else is refused before it is judged."""
 
     @property
     def pass_alpha(self) -> float:

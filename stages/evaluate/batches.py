@@ -37,6 +37,8 @@ class Step:
     """The row of each in the engine's decode step, among sequences that run free; None in a one-pass decode."""
     size: int = 1
     """Sequences of that decode step."""
+    request: int | None = None
+    """The number of the request among those that were in flight with it, on an engine of requests."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, Engine, ReadableEngine, StoredCopy
+from pipeline.core.records import PREFILL_CHUNK, Engine, ReadableEngine, ReadableRequests, StoredCopy
 from pipeline.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
@@ -38,6 +39,9 @@ from stages.evaluate.twin import Twin
 CLOSER = 4.0
 """How many times as close as the twin a relative of its policy must be to explain an engine."""
 
+FAR = 1e6
+"""The error of stored vectors that are not finite."""
+
 ROWS_AT_ONCE = 16
 """Rows of a KL over the whole vocabulary, which is computed in float64."""
 
@@ -55,6 +59,7 @@ class Comparison:
         batch_size: int,
         limit: float = ALLOWED,
         baseline: Callable[[int], SampleHeads] | None = None,
+        layers: tuple[float, ...] = (),
     ) -> None:
         """Prepare a comparison.
 
@@ -66,9 +71,11 @@ class Comparison:
             batch_size: Most sequences of a step, which decides whether prefixes are prefilled by themselves.
             limit: The roundings from which on a deviation is located.
             baseline: Gives the FP16 baseline's heads of a sample, for what the policy itself costs.
+            layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
         """
         self.engine, self.twin, self.encoded, self.chosen = engine, twin, encoded, set(chosen)
-        self.batch_size, self.limit, self.baseline = batch_size, limit, baseline
+        self.batch_size, self.limit, self.baseline, self.layers = batch_size, limit, baseline, layers
+        self.reads_itself: bool = getattr(engine, "reads_itself", False)
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
         """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
@@ -91,6 +98,8 @@ class Comparison:
                 looked = last or self._leaves_window(i, position)
                 if looked and step.sequences is not None and isinstance(self.engine, ReadableEngine):
                     _merge(request.layers, self.engine.stored(step.sequences[row]))
+                elif last and step.request is not None and isinstance(self.engine, ReadableRequests):
+                    request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
                 if last:
                     self._compare(i, self._requests.pop(i))
 
@@ -111,7 +120,13 @@ class Comparison:
         with self._timed():
             worst = {} if self._worst is None else self._described(*self._worst)
         return EngineConformance(
-            policy=self.engine.policy.name, requests=self.requests, deviation=self.deviation, seconds=self.seconds, **worst
+            policy=self.engine.policy.name,
+            requests=self.requests,
+            deviation=self.deviation,
+            seconds=self.seconds,
+            limit=self.limit if self.twin.measures else None,
+            rounding=self.twin.rounding,
+            **worst,
         )
 
     def _leaves_window(self, i: int, position: int) -> bool:
@@ -124,6 +139,8 @@ class Comparison:
         problem = _problem(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
         compared = _distances(item, np.stack(request.logits), replay, problem)
+        if self.twin.measures and any(compared.errors):
+            compared = _by_layer(compared, self.layers)
         self.records[i] = compared.record
         times = compared.record.times_allowed(self.limit)
         if times > self.worst:
@@ -136,16 +153,23 @@ class Comparison:
         item = self.encoded[i]
         alone = self._replay(item, []).logits
         kl = _finite(_kl(alone, logits_RV).mean())
-        explanation = _explained(self.twin, item, logits_RV, kl)
+        explanation = _explained(self.twin, item, logits_RV, kl, reads_itself=self.reads_itself)
         twin_kl = None if self.baseline is None else _finite(_kl_of_heads(self.baseline(i), alone, item))
         return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
     def _replay(self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]]) -> Replay:
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
-        chunk = self.engine.prefill_chunk if isinstance(self.engine, ReadableEngine) else PREFILL_CHUNK
+        chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
         tokens = [*item.prompt, *item.reference[:-1]]
-        return self.twin.engine.replay(tokens, pieces, layers, rounding=self.twin.rounding, prefill_chunk=chunk)
+        return self.twin.engine.replay(
+            tokens,
+            pieces,
+            layers,
+            rounding=self.twin.rounding,
+            prefill_chunk=chunk,
+            reads_itself=self.reads_itself,
+        )
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -250,6 +274,16 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
     return Compared(record, kl, replay.errors)
 
 
+def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
+    """Return a compared request with the mean errors of each layer, beside those of the 16-bit engine."""
+    joined = [torch.cat([copy.engine.flatten() for copy in layer.values()]) for layer in compared.errors]
+    means = tuple(float(errors.mean().nan_to_num(nan=FAR, posinf=FAR)) for errors in joined)
+    record = compared.record
+    engine = record.engine.model_copy(update={"stored_by_layer": means})
+    beside = record.rounding.model_copy(update={"stored_by_layer": rounding})
+    return replace(compared, record=record.model_copy(update={"engine": engine, "rounding": beside}))
+
+
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
@@ -264,10 +298,13 @@ def _kl(twin_RV: Logits, engine_RV: Logits) -> Array:
     return kl
 
 
-def _explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
+def _explained(
+    twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None, *, reads_itself: bool
+) -> Explanation | None:
     """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
     found = []
     for what, relative in relatives(twin.engine):
+        relative.reads_itself = reads_itself
         rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
         kl = _finite(_kl(rows, logits_RV).mean())
         if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):

@@ -100,11 +100,11 @@ def _in_requests(
         if stopping():
             return
         answers = engine.forced_together([_whole(encoded[i]) for i in group])
-        for i, logits_BV in zip(group, answers, strict=True):
+        for number, (i, logits_BV) in enumerate(zip(group, answers, strict=True)):
             item = encoded[i]
             trace = Trace([(len(item.prompt) + position, len(group)) for position in range(len(item.reference))])
             trace.prefilled(engine, len(item.prompt) - 1)
-            yield from _scored(i, item, logits_BV, trace)
+            yield from _scored(i, item, logits_BV, trace, number)
 
 
 def _whole(item: EncodedSample) -> tuple[list[int], int]:
@@ -112,13 +112,15 @@ def _whole(item: EncodedSample) -> tuple[list[int], int]:
     return [*item.prompt, *item.reference[:-1]], len(item.prompt) - 1
 
 
-def _scored(i: int, item: EncodedSample, logits_BV: Logits, trace: Trace) -> Iterator[Step | Finished]:
+def _scored(
+    i: int, item: EncodedSample, logits_BV: Logits, trace: Trace, request: int | None = None
+) -> Iterator[Step | Finished]:
     """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS, and the end of the sample."""
     count = len(item.reference)
     for first in range(0, count, STEP_ROWS):
         rows = range(first, min(first + STEP_ROWS, count))
         part = logits_BV[first : rows.stop]
-        yield Step([i] * len(rows), list(rows), most_likely(part), part)
+        yield Step([i] * len(rows), list(rows), most_likely(part), part, request=request)
     yield Finished(i, None, len(item.prompt) - 1, count, trace)
 
 

@@ -3,6 +3,7 @@
 Legend: R = decoded tokens of a request, V = vocab_size.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import StoredCopy
-from pipeline.verdict.conformance import LEAST_KL, MEAN_STEP, SCALE_STEP, STORED_ALLOWED, ComparedRequest, Deviation
+from pipeline.verdict.conformance import LEAST_KL, MEAN_STEP, SCALE_STEP, STORED_ALLOWED, ComparedRequest, Deviation, allowed_in_layer
 from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors
 from stages.evaluate.distance import Array
@@ -48,12 +49,12 @@ def first_deviation(item: EncodedSample, request: Request, compared: Compared, l
     that reads wrong moves its own logits, and what the layers above store of its token.
     """
     first = len(item.prompt) - 1
-    rows, least_error = _wrong_rows(compared, limit), _least_error(compared.record)
+    rows, least_errors = _wrong_rows(compared, limit), _least_errors(compared)
     wrong = [
         (copy.first + token, layer, side, head)
         for layer, copies in enumerate(compared.errors)
         for side, copy in copies.items()
-        for head, token in (copy.engine > least_error).nonzero().tolist()
+        for head, token in (copy.engine > least_errors[layer]).nonzero().tolist()
     ]
     position = min([first + row for row in rows[:1]] + [where[0] for where in wrong], default=first)
     here = sorted(where[1:] for where in wrong if where[0] == position)
@@ -75,6 +76,16 @@ def first_deviation(item: EncodedSample, request: Request, compared: Compared, l
         side=side,
         head=head,
     )
+
+
+def _least_errors(compared: Compared) -> list[float]:
+    """Return, by layer, the error of a stored vector that is above what is allowed."""
+    record, general = compared.record, _least_error(compared.record)
+    allowed = [allowed_in_layer(rounding) for rounding in record.rounding.stored_by_layer]
+    wrong = [times > 1 for times in record.layers_times_allowed]
+    if not any(wrong):
+        return [general] * len(compared.errors)
+    return [limit if over else math.inf for limit, over in zip(allowed, wrong, strict=True)]
 
 
 def _least_error(record: ComparedRequest) -> float:

@@ -95,6 +95,8 @@ def join_rounds(
         baseline=first_baseline.probe,
         free_candidate=_present(first.free_answers),
         free_baseline=_present(first_baseline.free_answers),
+        reused_candidate=first.reused,
+        reused_baseline=first_baseline.reused,
     )
     rows = make_rows(encoded, parts, before, after, numbers)
     report = EvaluationReport(
@@ -119,6 +121,7 @@ def join_rounds(
         candidate_noise=first.noise,
         coverage=Coverage.merged([record.coverage for record in records]),
         probes=probes,
+        scale_changes=first.scale_changes,
     )
     statistics = arrays(StepStatistics.joined(parts))
     save_file({name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in statistics.items()}, str(out / TOKENS))

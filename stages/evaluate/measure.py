@@ -5,7 +5,7 @@ of the rounds that ran. While a round runs, `unfinished/` in its directory holds
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,14 +14,16 @@ import numpy as np
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import EngineConformance, allowed
+from pipeline.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 from pipeline.verdict.coverage import FreeAnswers, Probe
 from pipeline.verdict.report import SystemMetrics, Work
+from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.batches import Step
 from stages.evaluate.canary import canary
 from stages.evaluate.conformance import Comparison, spread
 from stages.evaluate.coverage import coverage
 from stages.evaluate.decode import shares
+from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distance import StepStatistics
 from stages.evaluate.free import free_answers
 from stages.evaluate.interruption import interruption
@@ -35,6 +37,7 @@ from stages.evaluate.noise import (
 )
 from stages.evaluate.probe import probe
 from stages.evaluate.results import ResultFolder, SampleResult
+from stages.evaluate.reuse import reused_prefixes
 from stages.evaluate.rows import run_samples
 from stages.evaluate.scores import BaselineHeads
 from stages.evaluate.stored import (
@@ -136,6 +139,7 @@ def measure_baseline(
             free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
             system=_system(engine, config, named) if first else None,
             conformance=_conclude(comparison),
+            reused=reused_prefixes(engine, [encoded[i] for i in repeated]) if first else None,
         )
         write_record(out, record)
 
@@ -164,6 +168,7 @@ def evaluate_round(
     progress: Progress,
     first: bool = True,
     open_twin: OpenTwin | None = None,
+    allow_scale_changes: Collection[ScaleChangeKind] = (),
 ) -> None:
     """Run a candidate engine on a round's samples and compare it with the baseline.
 
@@ -180,9 +185,11 @@ def evaluate_round(
         first: Whether this is the first round, on which canary, noise floor and system metrics are measured, and the stress
             probe runs.
         open_twin: Loads the oracle that a first round's engine is compared with; None compares nothing, and runs no probe.
+        allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
 
     Raises:
         UserError: A sample has too few tokens.
+        GateRefusal: The engine uses other scales than its checkpoint carries.
         ValueError: The baseline was measured on other samples or has another vocabulary.
         KeyboardInterrupt: The user asked for an end; the samples that have finished are kept.
     """
@@ -195,8 +202,9 @@ def evaluate_round(
             f"workloads: {baseline_dir} was measured on other samples or another vocabulary than the candidate's "
             "(the chat template or the texts changed); delete that directory, so that the baseline is measured again"
         )
+    changes = audit_scales(engine, allow_scale_changes) if first else None
     heads = BaselineHeads(baseline_dir / LOGPROBS)
-    twin = open_twin() if first and open_twin is not None else None
+    twin = open_twin().beside(baseline.conformance) if first and open_twin is not None else None
     comparison = _comparison(engine, encoded, config, twin, (baseline, heads))
     with _unfinished(out, digest) as folder:
         with interruption() as noted:
@@ -232,6 +240,8 @@ def evaluate_round(
             free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
             system=_system(engine, config, progress) if first else None,
             conformance=_conclude(comparison),
+            scale_changes=changes,
+            reused=reused_prefixes(engine, [encoded[i] for i in repeated]) if first else None,
             compute_dtype=None if twin is None else twin.compute_dtype,
         )
         write_record(out, record)
@@ -249,7 +259,8 @@ def _comparison(
         return None
     chosen = spread(encoded, config.conformance_samples)
     if baseline is None:
-        return Comparison(engine, twin, encoded, chosen, batch_size=config.batch_size)
+        limit = MEASURED_ALLOWED if twin.measures else ALLOWED
+        return Comparison(engine, twin, encoded, chosen, batch_size=config.batch_size, limit=limit)
     record, heads = baseline
     requests = record.conformance.requests if record.conformance is not None else []
     return Comparison(
@@ -258,9 +269,17 @@ def _comparison(
         encoded,
         chosen,
         batch_size=config.batch_size,
-        limit=allowed(requests),
+        limit=MEASURED_ALLOWED if twin.measures else allowed(requests),
         baseline=lambda i: heads.sample(encoded[i].sample.id),
+        layers=_stored_by_layer(record),
     )
+
+
+def _stored_by_layer(record: BaselineRound) -> tuple[float, ...]:
+    """Return how far what the baseline stores is off, by layer: the worst of its requests."""
+    requests = record.conformance.requests if record.conformance is not None else []
+    shown = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+    return tuple(map(max, zip(*shown, strict=True)))
 
 
 def _observer(comparison: Comparison | None) -> Callable[[Step], None]:

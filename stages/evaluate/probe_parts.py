@@ -94,6 +94,7 @@ class Schedule:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
+        self.reads_itself = getattr(self.engine, "reads_itself", False)
 
     def parts(self) -> Iterator[str]:
         """Run the parts, and yield each one's name when it has ended."""
@@ -173,7 +174,9 @@ class Schedule:
                 self.failures[f"generate: {len(answer)} tokens instead of {limit}"] += 1
             if len(answer) < 2 or self.twin.compute_dtype is None:  # the first comes from the prompt
                 continue
-            exact = expected_rows(self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk)
+            exact = expected_rows(
+                self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk, reads_itself=self.reads_itself
+            )
             chosen = np.array(answer[1:])[:, None]
             behind = exact.max(-1) - np.take_along_axis(exact, chosen, -1)[:, 0]
             if (behind > 4 * self.largest_rounding + 1e-3).any():
@@ -241,9 +244,10 @@ class Schedule:
     def _with_rows(self, part: str, role: str, tokens: list[int], first: int, chunk: int) -> Live:
         if first == len(tokens):
             return Live(part, role, tokens, first, np.zeros((0, self.engine.vocab_size), np.float32))
+        itself = self.reads_itself
         if part == "decode":  # what a rounding costs is measured on short sequences, in which a flipped code weighs most
-            return Live(part, role, tokens, first, *rounded_rows(self.twin, tokens, first, chunk))
-        return Live(part, role, tokens, first, expected_rows(self.twin, tokens, first, chunk))
+            return Live(part, role, tokens, first, *rounded_rows(self.twin, tokens, first, chunk, reads_itself=itself))
+        return Live(part, role, tokens, first, expected_rows(self.twin, tokens, first, chunk, reads_itself=itself))
 
     def _start(self, lives: Sequence[Live]) -> None:
         if lives:

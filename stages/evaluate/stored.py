@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from safetensors.numpy import load_file, save_file
 
 from pipeline.verdict.conformance import EngineConformance
-from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe
+from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe, ReusedPrefixes
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.checks import Judgement
 from stages.evaluate.distance import StepStatistics
@@ -38,6 +39,7 @@ class BaselineRound(BaseModel):
     free_answers: FreeAnswers | None
     system: SystemMetrics | None
     conformance: EngineConformance | None = None
+    reused: ReusedPrefixes | None = None
 
 
 class CandidateRound(BaseModel):
@@ -55,6 +57,8 @@ class CandidateRound(BaseModel):
     free_answers: FreeAnswers | None
     system: SystemMetrics | None
     conformance: EngineConformance | None = None
+    scale_changes: list[ScaleChange] | None = None
+    reused: ReusedPrefixes | None = None
     compute_dtype: str | None = None
     """Type of the engine's activations, where it was compared with its twin."""
 

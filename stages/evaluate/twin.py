@@ -6,13 +6,19 @@ are a rounding off. The distance of the two is what a sound engine may differ by
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+
+from pipeline.verdict.conformance import EngineConformance
 from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine
 
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """By how much the output of a layer may be off in each type, relative to its root mean square: four units in the last place."""
+
+
+LEAST_MEASURED = 1 / 16
+"""A measured rounding is at least this part of the assumed one: a few samples may agree by luck."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +28,22 @@ class Twin:
     engine: OracleEngine
     compute_dtype: str | None
     """None: the engine's arithmetic differs by design."""
+    measures: bool = False
+    """Whether the baseline's distance from its own twin says what a rounding is: its library sums in an order of its own, in 16
+    bits, and four units in the last place of every layer would hide what its cache does wrong."""
+    measured: float | None = None
+    """That rounding, where it was measured."""
 
     @property
     def rounding(self) -> float:
-        return ROUNDING[self.compute_dtype or "float32"]
+        return ROUNDING[self.compute_dtype or "float32"] if self.measured is None else self.measured
+
+    def beside(self, baseline: EngineConformance | None) -> "Twin":
+        """Return the twin of a candidate, whose rounding is the one that the baseline shows where such is measured."""
+        if not self.measures or baseline is None or not baseline.requests:
+            return self
+        worst = max(request.roundings for request in baseline.requests)
+        return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
 
 
 OpenTwin = Callable[[], Twin]
@@ -37,7 +55,7 @@ def model_tokens(twin: Twin) -> int | None:
     return positions
 
 
-def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> Logits:
+def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int, *, reads_itself: bool = False) -> Logits:
     """Return the logits of forced decode of tokens[first:], (len(tokens) - first, V).
 
     Args:
@@ -45,16 +63,19 @@ def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> 
         tokens: A whole sequence.
         first: The tokens before it were prefilled.
         chunk: Tokens of one prefill run.
+        reads_itself: Whether the engine reads every token from its cache, the one that attends included.
     """
     oracle = twin.engine
-    configured, oracle.prefill_chunk = oracle.prefill_chunk, chunk
+    configured, oracle.prefill_chunk, oracle.reads_itself = oracle.prefill_chunk, chunk, reads_itself
     try:
         return oracle.forced(tokens, first)
     finally:
-        oracle.prefill_chunk = configured
+        oracle.prefill_chunk, oracle.reads_itself = configured, False
 
 
-def rounded_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int) -> tuple[Logits, Logits]:
+def rounded_rows(
+    twin: Twin, tokens: Sequence[int], first: int, chunk: int, *, reads_itself: bool = False
+) -> tuple[Logits, Logits]:
     """Return the logits of `expected_rows`, and the same with activations that are a rounding off."""
-    replay = twin.engine.replay(tokens, [first], [], rounding=twin.rounding, prefill_chunk=chunk)
+    replay = twin.engine.replay(tokens, [first], [], rounding=twin.rounding, prefill_chunk=chunk, reads_itself=reads_itself)
     return replay.logits, replay.disturbed

@@ -13,9 +13,10 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import BoundedEngine, OnePassEngine, RequestEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
-from stages.engines.trtllm.engine import LOOKAHEAD, TrtllmEngine
-from stages.engines.trtllm.protocol import RunAnswer
-from stages.engines.trtllm.tensors import read_tensors
+from stages.engines.interpreter.protocol import RunAnswer
+from stages.engines.interpreter.requests import LOOKAHEAD
+from stages.engines.interpreter.tensors import read_tensors
+from stages.engines.trtllm.engine import TrtllmEngine
 from stages.evaluate.system import measure_system
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]

@@ -246,7 +246,7 @@ def test_the_worker_needs_nothing_but_what_tensorrt_llm_brings() -> None:
     text = WORKER.read_text(encoding="utf-8")
     known = {*ENGINE["modules"], *PYTORCH["modules"]}
     assert set(re.findall(r"tensorrt_llm(?:\.\w+)+(?=[\"'. ])|(?<=from )tensorrt_llm(?:\.\w+)*", text)) <= known
-    brought = {"numpy", "tensorrt_llm", "kvgate_forcing", "torch"}
+    brought = {"numpy", "tensorrt_llm", "kvgate_channel", "kvgate_forcing", "torch"}
     for file in (WORKER, Path(kvgate_forcing.__file__)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -24,8 +24,8 @@ from pipeline.run.runner import run
 from pipeline.verdict.distances import canary
 from pipeline.verdict.report import load_report
 from pipeline.verdict.thresholds import Gates
+from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.tensors import read_tensors
 
 FACTS = Path(__file__).resolve().parent / "facts"
 FEW = [

@@ -16,8 +16,10 @@ from fake_interpreter import make_interpreter
 from trtllm_exports import make_bundle, make_exports, open_engine
 
 from pipeline.core.errors import UserError
-from stages.engines.trtllm.interpreter import WORKER, Worker
-from stages.engines.trtllm.protocol import Description, RunAnswer
+from stages.engines.interpreter.process import CHANNEL
+from stages.engines.interpreter.protocol import RunAnswer
+from stages.engines.trtllm.interpreter import Worker
+from stages.engines.trtllm.protocol import Description
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = [1, 2, 3, 4]
@@ -182,7 +184,7 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     code = (
         "import sys; from stages.engines.trtllm.interpreter import Worker; "
-        "from stages.engines.trtllm.protocol import EmptyAnswer; "
+        "from stages.engines.interpreter.protocol import EmptyAnswer; "
         "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
         "Worker(sys.argv[1]).call('build', 600, key='k', answer=EmptyAnswer, flags=flags)"
     )
@@ -197,8 +199,8 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
 
 
 def test_a_worker_below_a_script_that_outlives_kvgate_ends_when_its_input_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(WORKER.parent))
-    worker = importlib.import_module("kvgate_worker")
+    monkeypatch.syspath_prepend(str(CHANNEL))
+    worker = importlib.import_module("kvgate_channel")
     reading, writing = os.pipe()
     slept: list[bool] = []
     killed: list[int] = []
@@ -214,5 +216,4 @@ def test_a_worker_below_a_script_that_outlives_kvgate_ends_when_its_input_does(m
     os.close(reading)
     assert killed == [os.getpgid(0)]
     assert slept.count(False) == worker.CLOSED_SECONDS - 1, "an engine that is being freed is given its time"
-    for name in ("kvgate_worker", "kvgate_forcing"):
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "kvgate_channel")

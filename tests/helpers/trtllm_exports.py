@@ -9,9 +9,9 @@ import yaml
 
 from pipeline.core.backends import TrtllmConfig
 from pipeline.core.kv import SCALES_FILE, KVPolicy
+from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine
-from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344

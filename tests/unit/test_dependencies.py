@@ -20,6 +20,7 @@ ELSEWHERE = {
     "tensorrt_llm": "an interpreter of its own: backend.python",
     "kvgate_forcing": "beside stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
     "kvgate_worker": "likewise",
+    "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
     "openvino": "a peer of benchmarks/peers_cpu, in a folder of its own: its exporter needs another transformers",
     "onnxruntime_genai": "likewise, in a folder of its own",
     "llama_cpp": "likewise, compiled at installation",

@@ -56,6 +56,8 @@ class Span:
     begin: int
     end: int
     start: int | None
+    itself: bool = False
+    """Whether each row reads its own token, and all before it, from the cache too."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]
         for begin in range(span.begin, span.end, rows):
             end = min(begin + rows, span.end)
             row = torch.arange(begin, end)
-            starts = row if span.start is None else torch.full_like(row, span.start)
+            starts = row + 1 if span.itself else row if span.start is None else torch.full_like(row, span.start)
             plain = tuple(_pieces(_borders(policy, row, starts, windowed=False)))
             windowed = plain if policy.window is None else tuple(_pieces(_borders(policy, row, starts, windowed=True)))
             blocks.append(Block(begin, end, plain, windowed))

@@ -98,6 +98,9 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         self.model, self.storages = model, storages
         self.sequences: SequenceTable[list[LayerCache]] = SequenceTable()
         """Caches of all layers, by handle."""
+        self.reads_itself = False
+        """Whether `forced` reads every token from the cache, the one that attends included and those of a prompt, as engines do
+        that store first and then attend. Only where a whole sequence is computed at once."""
         self._gains: dict[tuple[Side, int], Tensor] = {}
         """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
 
@@ -150,8 +153,9 @@ class OracleEngine(ChunkedEngine, OnePassBase):
 
     @torch.inference_mode()
     def _forced(self, tokens: Sequence[int], first: int) -> Logits:
-        chunks = [Span(begin, min(begin + self.prefill_chunk, first), begin) for begin in range(0, first, self.prefill_chunk)]
-        view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None)]))
+        itself, chunk = self.reads_itself, self.prefill_chunk
+        chunks = [Span(begin, min(begin + chunk, first), begin, itself) for begin in range(0, first, chunk)]
+        view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None, itself)]))
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
         logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
         return logits
@@ -165,6 +169,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         *,
         rounding: float,
         prefill_chunk: int | None = None,
+        reads_itself: bool = False,
     ) -> Replay:
         """Compute a whole sequence at once over the cache that another engine stored of it; no sequence stays behind.
 
@@ -174,6 +179,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
             caches: What the engine shows of each layer, in this policy's formats; empty to read this engine's own codes.
             rounding: How far the output of a layer may be off, relative to its root mean square.
             prefill_chunk: Tokens of one prefill run of that engine.
+            reads_itself: Whether that engine reads every token from its cache, the one that attends included.
 
         Returns:
             Logits of the tokens after the pieces, without and with layers that are off; and the errors of what was stored.
@@ -182,9 +188,9 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         spans, first = [], 0
         for piece in pieces:
             end = first + piece
-            spans += [Span(begin, min(begin + chunk, end), begin) for begin in range(first, end, chunk)]
+            spans += [Span(begin, min(begin + chunk, end), begin, reads_itself) for begin in range(first, end, chunk)]
             first = end
-        blocks = self._plan([*spans, Span(first, len(tokens), None)])
+        blocks = self._plan([*spans, Span(first, len(tokens), None, reads_itself)])
         tape = Tape(self.policy, self.storages, caches)
         views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
         with disturbed(self.model, rounding):

@@ -15,11 +15,13 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
+from stages.engines.interpreter.process import WorkerError
+from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.bundle import BACKEND, CHECKPOINT, ENGINE, LIBRARY, LLM_ARGS_FILE, TrtllmBundle
-from stages.engines.trtllm.interpreter import Interpreter, Worker, WorkerError, files_below, probe
-from stages.engines.trtllm.protocol import EmptyAnswer, ValidatedArguments
+from stages.engines.trtllm.interpreter import Interpreter, Worker, files_below, probe
+from stages.engines.trtllm.protocol import ValidatedArguments
 from stages.engines.trtllm.targets import TARGETS, TargetName, resolve
 
 STEPS = 3

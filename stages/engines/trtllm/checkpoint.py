@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.artifacts.files import link_or_copy
-from stages.engines.trtllm.tensors import RawTensor, read_tensors, write_tensors
+from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"
 KV_SCALE = ".kv_cache_scaling_factor"

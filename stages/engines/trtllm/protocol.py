@@ -1,16 +1,10 @@
-"""The answers of the worker in TensorRT-LLM's interpreter: one strict record for each request."""
+"""What the worker in TensorRT-LLM's interpreter answers besides what every worker does."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pipeline.core.strict import StrictModel
-
-PROTOCOL = 1
-
-
-class EmptyAnswer(StrictModel):
-    """Answer to `build` and `open`."""
 
 
 class Gpu(StrictModel):
@@ -36,26 +30,3 @@ class ValidatedArguments(StrictModel):
     """Answer to `validate`."""
 
     llm_args: dict[str, Any]
-
-
-class Generation(StrictModel):
-    """The tokens and logits of one request of `run`."""
-
-    tokens: list[int]
-    logits: str
-    """A file of float32, little-endian."""
-    shape: Annotated[list[int], Field(min_length=2, max_length=2)]
-    """(rows, vocabulary)"""
-
-
-class RunAnswer(StrictModel):
-    """Answer to `run`."""
-
-    answers: list[Generation]
-
-
-class Loaded(StrictModel):
-    """Answer to `load`: milliseconds."""
-
-    first_token_ms: list[float]
-    step_ms: list[float]

@@ -1,30 +1,21 @@
-"""Runs in TensorRT-LLM's interpreter: answers one JSON object a line on stdin with one a line on stdout.
+"""Runs in TensorRT-LLM's interpreter, and answers the requests of `kvgate_channel`.
 
-A request is {"op": NAME, ...}, its answer {"ok": {...}} or {"error": TEXT}. Everything that TensorRT-LLM prints goes to
-stderr. Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 and 1.3; the names used
-here are recorded in tests/contract/facts/.
+Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 and 1.3; the names used here are
+recorded in tests/contract/facts/.
 """
 
 import asyncio
 import importlib
 import itertools
-import json
-import os
-import select
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kvgate_channel
 import kvgate_forcing
 
-PROTOCOL = 1
-CLOSED_SECONDS = 60
-"""Seconds to live after stdin was closed: twice as long as kvgate itself waits before it kills."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
@@ -43,7 +34,7 @@ def describe() -> dict[str, Any]:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
     return {
-        "protocol": PROTOCOL,
+        "protocol": kvgate_channel.PROTOCOL,
         "release": tensorrt_llm.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "gpus": [
@@ -76,6 +67,7 @@ class Model:
     """A loaded engine or checkpoint."""
 
     def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float | None) -> None:
+        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load}
         if target == "engine":
             self.llm = importlib.import_module("tensorrt_llm._tensorrt_engine").LLM(model=model, **llm_args)
             return
@@ -195,43 +187,5 @@ def _corrupt_attention(factor: float) -> list[object]:
     return faulted
 
 
-def end_with_parent(stdin: int) -> None:
-    """Kill this process group, a build and the ranks of a model included, when kvgate has ended.
-
-    A killed kvgate cannot end this process, and a running request does not read stdin. The parent is kvgate, or a script around
-    this interpreter that outlives kvgate: then only the end of stdin shows it.
-    """
-    parent, hang_up, seconds = os.getppid(), select.poll(), CLOSED_SECONDS
-    hang_up.register(stdin, 0)  # poll always reports a hang-up
-    while os.getppid() == parent and seconds:
-        time.sleep(1)
-        seconds -= bool(hang_up.poll(0))
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def main() -> None:
-    """Serve requests until stdin ends."""
-    channel = os.fdopen(os.dup(1), "w", buffering=1)
-    requests = os.fdopen(os.dup(0))
-    threading.Thread(target=end_with_parent, args=(requests.fileno(),), daemon=True).start()
-    os.dup2(2, 1)  # TensorRT-LLM and its children print to stdout
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    operations: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "build": build, "validate": validate}
-
-    def load_model(**request: Any) -> dict[str, Any]:
-        model = Model(**request)
-        operations.update(run=model.run, load=model.load)
-        return {}
-
-    operations["open"] = load_model
-    for line in requests:
-        request = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"ok": operations[request.pop("op")](**request)}
-        except Exception as error:  # the caller decides what it means
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        channel.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    kvgate_channel.serve({"describe": describe, "build": build, "validate": validate}, Model)

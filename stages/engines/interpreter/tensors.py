@@ -1,4 +1,4 @@
-"""Safetensors files as raw bytes: TensorRT-LLM's checkpoints hold FP8 and bfloat16, which numpy has no types for.
+"""Safetensors files as raw bytes: checkpoints hold FP8 and bfloat16, which numpy has no types for.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian header length, JSON header, data).
 """

@@ -1,0 +1,229 @@
+"""Another interpreter as a subprocess, which answers one request at a time and is killed when it does not."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.core.errors import MissingRequirement, UserError
+from stages.engines.interpreter.protocol import PROTOCOL
+from stages.engines.interpreter.worker import kvgate_channel
+
+CHANNEL = Path(kvgate_channel.__file__).parent
+EXIT_TIMEOUT_S = 30
+"""Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
+ANSWER_BYTES = 16 << 20
+"""The longest answer; logits come in files."""
+LOG_TAIL_BYTES = 8 << 10
+"""Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
+
+A = TypeVar("A", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A library that runs in an interpreter of its own."""
+
+    backend: str
+    """Name of the backend."""
+    library: str
+    """Title of the library: TensorRT-LLM."""
+    script: Path
+    """The worker's script; the modules beside it can be imported there."""
+    hint: str
+    """How to get the library."""
+
+
+def find_python(program: Program, python: str | None) -> str:
+    """Return the interpreter's path. Raises MissingRequirement when there is none."""
+    if python is None:
+        raise MissingRequirement(
+            f"backend.python=null: backend={program.backend} needs a Python that has {program.library}: {program.hint}"
+        )
+    found = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
+    if found is None:
+        raise MissingRequirement(f"backend.python={python}: there is no such program; {program.hint}")
+    return os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+
+
+class WorkerError(RuntimeError):
+    """An error that the library, or the script in its interpreter, answered a request with."""
+
+
+class Worker:
+    """A process in another interpreter, in a process group of its own: its children are killed with it."""
+
+    program: ClassVar[Program]
+
+    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+        """Start the process.
+
+        Args:
+            python: The interpreter.
+            environment: Variables that it gets besides this process's own.
+
+        Raises:
+            MissingRequirement: The interpreter cannot be started.
+        """
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"kvgate-{self.program.backend}-")
+        self.folder = Path(self._scratch.name)
+        """Directory for the worker's files, removed when it ends."""
+        self._log = self.folder / "log"
+        hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our libraries are of another Python
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+        modules = os.pathsep.join((str(self.program.script.parent), str(CHANNEL)))
+        self._python, self._buffer, self._ended = python, bytearray(), False
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [python, str(self.program.script)],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**inherited, **environment, "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1"},
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._scratch.cleanup()
+            raise MissingRequirement(
+                f"backend.python={python}: cannot be started ({error.strerror}); {self.program.hint}"
+            ) from error
+
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs does not read either
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, op: str, timeout_s: float, *, key: str, answer: type[A], **fields: object) -> A:
+        """Send a request and return its answer.
+
+        After any exception except WorkerError, an interrupt included, the worker and all its children are gone: otherwise a
+        later request could get the answer to this one.
+
+        Args:
+            op: Name of the request.
+            timeout_s: Seconds until the answer.
+            key: The configuration's key that gives `timeout_s`.
+            answer: The record of the answer.
+            fields: The request's fields.
+
+        Raises:
+            WorkerError: The worker answered with an error.
+            UserError: The worker died, took too long, or does not speak the protocol.
+        """
+        try:
+            line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
+        except (BrokenPipeError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_TIMEOUT_S)
+            code = self._process.poll()
+            ended = "closed its output" if code is None else f"ended with exit code {code}"
+            if code is not None and code < 0:
+                ended = f"was ended by {signal.Signals(-code).name}"
+            raise self._lost(f"backend.python={self._python}: {self.program.library} {ended} in {op}") from None
+        except TimeoutError:
+            raise self._lost(
+                f"{key}={timeout_s:g}: {self.program.library} did not answer {op} in time; give it longer"
+            ) from None
+        except BaseException:
+            self._kill()
+            raise
+        return self._read(op, line, answer)
+
+    def close(self) -> None:
+        """End the worker, by force if it does not end itself, and remove its files."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.stdin.close()
+                self._process.wait(EXIT_TIMEOUT_S)
+        self._kill()
+        self._scratch.cleanup()
+
+    def refusal(self, reason: str) -> UserError:
+        """Return the error that says what the library refused, in one line."""
+        return UserError(f"backend.python={self._python}: {self.program.library} {' '.join(reason.split())}")
+
+    def last_line(self) -> str:
+        """Return the last line that the library printed."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
+        """Write the request and read a line, before the deadline.
+
+        Raises TimeoutError after it, BrokenPipeError or EOFError when the worker is gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        unwritten = memoryview(request)
+        while unwritten or b"\n" not in self._buffer:
+            left = max(0.0, deadline - time.monotonic())
+            readable, writable, _ = select.select([stdout], [stdin] if unwritten else [], [], left)
+            if not readable and not writable:
+                raise TimeoutError
+            if writable:
+                unwritten = unwritten[os.write(stdin, unwritten) :]
+            if readable:
+                chunk = os.read(stdout, 1 << 16)
+                if not chunk:
+                    raise EOFError
+                self._buffer += chunk
+            if len(self._buffer) > ANSWER_BYTES:
+                raise self._lost(f"backend.python={self._python}: answered {op} with more than {ANSWER_BYTES >> 20} MiB")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return bytes(line)
+
+    def _read(self, op: str, line: bytes, answer: type[A]) -> A:
+        try:
+            response = json.loads(line)
+        except ValueError:
+            response = None
+        if isinstance(response, dict) and isinstance(response.get("error"), str):
+            raise WorkerError(response["error"])
+        if not isinstance(response, dict) or "ok" not in response:
+            raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
+        try:
+            return answer.model_validate(response["ok"])
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "ok"
+            raise self._lost(
+                f"backend.python={self._python}: does not speak protocol {PROTOCOL} of this kvgate, answered {op} with "
+                f"{line[:200]!r} ({where}: {first['msg']})"
+            ) from None
+
+    def _lost(self, text: str) -> UserError:
+        self._kill()
+        line = self.last_line()
+        return UserError(f"{text}{f'; it last said: {line}' if line else ''}")
+
+    def _kill(self) -> None:
+        if self._ended:  # its process id may be another's by now
+            return
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group outlives its leader while a child does
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()

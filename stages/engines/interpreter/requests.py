@@ -1,0 +1,179 @@
+"""pipeline.core.records.RequestEngine over a worker that serves requests and not steps.
+
+A request is a prompt, tokens that are forced, and tokens that are generated freely; its logits are those of decoding, from the
+cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens that were decoded
+so far and then continues greedily for LOOKAHEAD tokens. As long as the caller feeds the greedy token, the logits of the next
+steps are known; another token costs a new request. Nothing is approximated: each row is of a request with that history.
+"""
+
+import sys
+import tempfile
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from pipeline.core.kv import KVPolicy, KVShape
+from stages.engines.base import Logits, OnePassBase, SequenceTable
+from stages.engines.interpreter.process import A, Worker, WorkerError
+from stages.engines.interpreter.protocol import Generation, RunAnswer
+
+LOOKAHEAD = 32
+"""Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
+
+Request = tuple[list[int], list[int], int, int]
+"""Prompt, forced tokens, tokens in all, and the steps whose logits are left out."""
+
+
+@dataclass
+class _Sequence:
+    prompt: list[int]
+    decoded: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    """Greedy tokens after `decoded`, for which `rows` are known."""
+    rows: Logits | None = None
+    """Row r: logits after `decoded` and `ahead[:r]`."""
+
+
+class RequestEngineBase(OnePassBase):
+    """An engine over one worker, but for how its model is opened and what it may be asked.
+
+    The library takes most of the memory for its cache, so that only one engine of a process runs at a time: a request of
+    another engine ends this one's worker, and this one's next request starts it again.
+    """
+
+    _running: ClassVar["weakref.ref[RequestEngineBase] | None"] = None
+
+    def __init__(
+        self, policy: KVPolicy, shape: KVShape, vocab_size: int, *, max_tokens: int, max_batch: int, timeout_s: int
+    ) -> None:
+        super().__init__(policy, shape, vocab_size)
+        self.max_tokens, self.max_batch = max_tokens, max_batch
+        self._timeout_s = timeout_s
+        self._sequences: SequenceTable[_Sequence] = SequenceTable()
+        self._worker: Worker | None = None
+
+    @abstractmethod
+    def _open(self) -> Worker:
+        """Start a worker and load the model there. Raises UserError when that fails."""
+
+    @abstractmethod
+    def _check_fits(self, prompt: int, tokens: int) -> None:
+        """Raise UserError for a request of so many tokens of a prompt and after it that the engine cannot hold."""
+
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """As `prefill`, all prompts in one request."""
+        answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
+        handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
+        return handles, np.concatenate([rows for _, rows in answers])
+
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        states = [self._sequences[handle] for handle in sequences]
+        fetched = []
+        for state, token in zip(states, tokens, strict=True):
+            state.decoded.append(token)
+            if state.rows is not None and len(state.rows) > 1 and state.ahead[0] == token:
+                state.ahead, state.rows = state.ahead[1:], state.rows[1:]
+            else:
+                fetched.append(state)
+        requests = []
+        for state in fetched:
+            room = self.max_tokens - len(state.prompt) - len(state.decoded)
+            ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
+            requests.append((state.prompt, state.decoded, len(state.decoded) + ahead, len(state.decoded)))
+        for state, (generated, rows) in zip(fetched, self._run(requests), strict=True):
+            state.ahead, state.rows = generated[len(state.decoded) :], rows
+        return np.stack([state.rows[0] for state in states if state.rows is not None])
+
+    def _forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """As `forced`, in one request."""
+        ((_, rows),) = self._run([whole(tokens, first)])
+        return rows
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        """Return what `forced` returns of each (tokens, first); the library has these requests in flight at once."""
+        for tokens, first in requests:
+            self._check_forced(tokens, first)
+        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
+
+    def _release(self, sequence: int) -> None:
+        """Forget a sequence; the library freed its blocks when its request ended."""
+        del self._sequences[sequence]
+
+    def _lengths(self) -> list[int]:
+        """Tokens of each live sequence."""
+        return [len(state.prompt) + len(state.decoded) for state in self._sequences.values()]
+
+    def close(self) -> None:
+        """End the worker, which frees the memory; the next request starts it again."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def __del__(self) -> None:
+        # Not when __init__ failed; and a worker ends by itself with the interpreter that is ending.
+        if hasattr(self, "_worker") and not sys.is_finalizing():
+            self.close()
+
+    def _run(self, requests: Sequence[Request]) -> list[tuple[list[int], Logits]]:
+        """Run requests; return for each its tokens and the logits of the steps that are not left out."""
+        if not requests:
+            return []
+        for prompt, _, tokens, _ in requests:
+            self._check_fits(len(prompt), tokens)
+        with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
+            named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
+            answers = self._answers(named, folder)
+            return [(answer.tokens, self._rows(answer)) for answer in answers]
+
+    def _answers(self, requests: Sequence[dict[str, object]], folder: str) -> Sequence[Generation]:
+        """Let the worker run the requests; its files go to `folder`."""
+        return self._call("run", RunAnswer, requests=requests, folder=folder).answers
+
+    def _rows(self, answer: Generation) -> Logits:
+        """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
+        rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
+        return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
+
+    def _call(self, op: str, answer: type[A], **fields: object) -> A:
+        if self._worker is None:
+            self._worker = self._only_one()
+        library = self._worker.program.library
+        try:
+            return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", answer=answer, **fields)
+        except WorkerError as error:
+            raise RuntimeError(f"{library}: {op}: {error}") from error
+        except BaseException:  # the worker is gone, as Worker.call says
+            self.close()
+            raise
+
+    def _only_one(self) -> Worker:
+        """End the engine that runs, and open this one's worker."""
+        running = RequestEngineBase._running() if RequestEngineBase._running is not None else None
+        if running is not None:
+            running.close()
+        worker = self._open()
+        RequestEngineBase._running = weakref.ref(self)
+        return worker
+
+
+def open_model(worker: Worker, model: Path, timeout_s: int, answer: type[A], **fields: object) -> A:
+    """Let a worker load a model. Raises UserError, and ends the worker, when it cannot."""
+    try:
+        return worker.call("open", timeout_s, key="backend.request_timeout_s", answer=answer, model=str(model), **fields)
+    except WorkerError as error:
+        worker.close()
+        raise worker.refusal(f"cannot load {model}: {error}") from error
+    except BaseException:
+        worker.close()
+        raise
+
+
+def whole(tokens: Sequence[int], first: int) -> Request:
+    """Return the request that forces tokens[first:]. The prompt's logits are left out: decoding did not compute them."""
+    known = list(tokens[first:])
+    return list(tokens[:first]), known, len(known) + 1, 1

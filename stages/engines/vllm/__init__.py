@@ -1,0 +1,1 @@
+"""backend=vllm: vLLM in an interpreter of its own."""

@@ -1,0 +1,111 @@
+"""The checkpoint that vLLM loads: the weights as they are, with the cache's scales as compressed-tensors declares them.
+
+The scales are tensors `model.layers.N.self_attn.{k,v}_scale` (float32; one number, or one a KV head) in a file of their own,
+and config.json says so: without its `quantization_config`, vLLM drops the same tensors and reads with scale 1.0.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.artifacts.files import link_or_copy
+from pipeline.core.checkpoint import INDEX, CheckpointInfo
+from pipeline.core.kv import KVPolicy, KVScales, Side
+from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
+
+CONFIG = "config.json"
+SCALES = "kv_scales.safetensors"
+NAME = "model.layers.{layer}.self_attn.{side}_scale"
+SIDES = {Side.KEY: "k", Side.VALUE: "v"}
+
+
+def delivers_scales(policy: KVPolicy) -> bool:
+    """Whether the checkpoint carries scales; vLLM reads E5M2 without any, and refuses a checkpoint that has them."""
+    return policy.key.dtype == "fp8_e4m3"
+
+
+def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
+    """Write a checkpoint to the new directory `out`; weights are hard-linked.
+
+    Args:
+        info: The quantized checkpoint.
+        out: A directory that does not exist.
+        policy: How the cache is stored.
+        scales: Its static scales.
+    """
+    out.mkdir()
+    for name in info.weight_files:
+        link_or_copy(info.path / name, out / name)
+    for name in info.other_files:
+        if name not in (CONFIG, INDEX):
+            shutil.copyfile(info.path / name, out / name)
+    config: dict[str, Any] = json.loads((info.path / CONFIG).read_text(encoding="utf-8"))
+    if delivers_scales(policy):
+        config["quantization_config"] = quantization_config(policy)
+        _write_index(out, info.weight_files, write_scales(out, scales))
+    elif (info.path / INDEX).is_file():
+        shutil.copyfile(info.path / INDEX, out / INDEX)
+    (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def quantization_config(policy: KVPolicy) -> dict[str, Any]:
+    """Return what compressed-tensors says of a checkpoint whose cache alone is quantized."""
+    scheme = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "attn_head" if policy.key.granularity == "per_head" else "tensor",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+
+
+def write_faulted(checkpoint: Path, out: Path, scales: KVScales, key_fault: float) -> None:
+    """Write a checkpoint to the new directory `out` whose keys' scales are `key_fault` times the right ones."""
+    out.mkdir()
+    for path in sorted(checkpoint.iterdir()):
+        if path.name != SCALES:
+            link_or_copy(path, out / path.name)
+    write_scales(out, scales, key_fault)
+
+
+def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[str]:
+    """Write the scales' file and return the names of its tensors."""
+    tensors = {}
+    for layer, sides in enumerate(scales.layers):
+        for side, letter in SIDES.items():
+            numbers = np.array(sides[side].scale, "<f4") * np.float32(key_fault if side is Side.KEY else 1.0)
+            tensors[NAME.format(layer=layer, side=letter)] = RawTensor("F32", numbers.view("<u4"))
+    write_tensors(out / SCALES, tensors)
+    return list(tensors)
+
+
+def _write_index(out: Path, weight_files: tuple[str, ...], scales: list[str]) -> None:
+    """Write the index that names the scales' file beside those of the weights."""
+    places = {name: file for file in weight_files for name in read_tensors(out / file)}
+    places |= dict.fromkeys(scales, SCALES)
+    size = sum((out / file).stat().st_size for file in (*weight_files, SCALES))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
+    """Return the scales that a checkpoint carries, by layer; a side that has none is absent."""
+    tensors = read_tensors(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
+    found: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
+    for layer, sides in enumerate(found):
+        for side, letter in SIDES.items():
+            name = NAME.format(layer=layer, side=letter)
+            if name in tensors:
+                sides[side] = tuple(float(x) for x in tensors[name].values.view("<f4").reshape(-1))
+    return found

@@ -1,0 +1,135 @@
+"""Which policies vLLM's cache can hold, and as what: everything that can be refused before any work."""
+
+from pipeline.artifacts.backend import Job
+from pipeline.core.backends import VllmConfig
+from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.exports import describe_format
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy
+from stages.engines.vllm.interpreter import Interpreter, probe
+
+CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2"
+SAME = {
+    "fp8_e4m3 per_tensor": ("fp8_e4m3", "fp8"),
+    "fp8_e4m3 per_head": ("fp8_e4m3", "fp8"),
+    "fp8_e5m2 per_tensor": ("fp8_e5m2",),
+}
+"""A quantized format -> the types of vLLM's cache that mean the same arithmetic, the first of which is taken."""
+SIXTEEN = {"float16": "fp16", "bfloat16": "bf16"}
+"""A type of activations -> the format of a cache that is not quantized."""
+OTHERWISE = {
+    "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16",
+    "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16",
+    "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits",
+}
+"""Formats that vLLM has something like -> how that differs."""
+
+
+def check_inputs(config: VllmConfig, job: Job) -> None:
+    """Refuse a configuration that vLLM cannot build or run, before any artifact is made.
+
+    Raises:
+        UserError: naming the key that vLLM, or its installed release, cannot hold.
+        MissingRequirement: naming the interpreter or the GPU that is not here.
+    """
+    named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
+    if job.weights != "none":
+        raise UserError(
+            f"weights={job.weights}: backend=vllm is given 16-bit weights; set weights=none, or judge quantized weights with "
+            "backend=trtllm"
+        )
+    refusal = _refuse_shape(job.checkpoint, config)
+    if refusal is not None:
+        raise UserError(refusal)
+    interpreter = probe(config.python)
+    dtype = chosen(config, named)
+    refusal = refuse_dtype(config, job.policy, dtype, interpreter)
+    if refusal is not None:
+        raise UserError(refusal)
+    if job.judges:
+        _check_judging(config, interpreter)
+
+
+def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
+    """Return the types of vLLM's cache that hold a policy. Raises UserError when none does."""
+    reason = _other_than_two_formats(policy)
+    form = describe_format(policy.key)
+    held = ("auto",) if policy.key.exact else SAME.get(form, ())
+    if reason is None and not held:
+        reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
+    if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
+        reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
+    if reason is not None:
+        raise UserError(
+            f"kv={policy.name}: backend=vllm cannot hold it ({reason}); choose {CHOICES}, or backend=onnxruntime, which runs "
+            "every policy"
+        )
+    if policy.key.exact:
+        return (*held, config.dtype) if config.dtype in SIXTEEN else held
+    return held
+
+
+def chosen(config: VllmConfig, named: tuple[str, ...]) -> str:
+    """Return the type of the cache that is pinned: the configured one, if it means what the policy says."""
+    if config.kv_cache_dtype is None:
+        return named[0]
+    if config.kv_cache_dtype not in named:
+        raise UserError(
+            f"backend.kv_cache_dtype={config.kv_cache_dtype}: is not what the policy says, which is {' or '.join(named)}; "
+            "leave it at null, or choose the policy that it means"
+        )
+    return config.kv_cache_dtype
+
+
+def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> str | None:
+    """Return why the installed release or this machine cannot hold a type of the cache, None when it can."""
+    described = interpreter.description
+    if dtype not in described.cache_dtypes:
+        listed = ", ".join(described.cache_dtypes)
+        return f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}"
+    reason = described.refused.get(dtype)
+    if reason is not None:
+        return f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
+    if interpreter.on_cpu and config.block_size % 32:
+        return f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64"
+    return None
+
+
+def _other_than_two_formats(policy: KVPolicy) -> str | None:
+    """Return what of a policy is not one format for all keys and values of all tokens, None where it is."""
+    forms: dict[str, Format] = dict(policy.formats)
+    if policy.exact_tokens:
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
+    if policy.window is not None:
+        return f"other formats for the last {policy.window.tokens} tokens have no equal there"
+    described = {name: describe_format(form) for name, form in forms.items()}
+    if len(set(described.values())) > 1:
+        return f"{', '.join(f'{name} {text}' for name, text in described.items())}: its cache has one type"
+    return None
+
+
+def _refuse_shape(info: CheckpointInfo, config: VllmConfig) -> str | None:
+    ranks = config.tensor_parallel_size
+    if info.q_heads % ranks:
+        return f"backend.tensor_parallel_size={ranks}: does not divide the model's {info.q_heads} query heads; use a divisor"
+    if config.max_model_len > info.max_positions:
+        return (
+            f"backend.max_model_len={config.max_model_len}: the model was made for {info.max_positions} tokens; set at most "
+            "that"
+        )
+    return None
+
+
+def _check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
+    """Refuse what can be built and not evaluated here."""
+    if config.tensor_parallel_size > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={config.tensor_parallel_size}: an evaluation runs in one process, where known "
+            "tokens are forced and scales are read back: evaluate with 1, build with stage=build"
+        )
+    if interpreter.description.platform not in ("cpu", "cuda"):
+        raise MissingRequirement(
+            f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "
+            "a Python whose vLLM runs on a CPU or on CUDA"
+        )

@@ -1,0 +1,125 @@
+"""vLLM's KV cache as it lies in memory: types that a machine takes, scales of the loaded layers, codes of a request.
+
+Only the layout of the CPU's `vec` kernels is known here (vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_vec.hpp):
+a block of a head holds its keys channel by channel, then its values token by token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+LIBRARIES_16 = {"auto", "float16", "bfloat16"}
+
+
+def refusal(platform: str, dtype: str) -> str:
+    """Return why a type of the cache cannot be used on this machine; empty where it can, or where only loading tells."""
+    if platform != "cpu":
+        return ""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    held = CPUAttentionBackend.supported_kv_cache_dtypes
+    if dtype not in held:
+        return f"vLLM's attention on a CPU holds {', '.join(held)}"
+    fast = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    return "" if fast or not dtype.startswith("fp8") else "FP8 on a CPU needs AVX-512 or AMX, which this one lacks"
+
+
+class Cache:
+    """The cache of an engine that runs in this process."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        worker = core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        context = runner.vllm_config.compilation_config.static_forward_context
+        self.layers = {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
+        self.freed: dict[str, list[int]] = {}
+        """Blocks of requests that have ended, by their names; what they hold stays until the next step."""
+        manager = core.scheduler.kv_cache_manager
+        free = manager.free
+
+        def noted(request: Any) -> None:
+            # vLLM appends a random suffix to the name that it was given.
+            self.freed[request.request_id.rpartition("-")[0]] = list(manager.get_block_ids(request.request_id)[0])
+            free(request)
+
+        manager.free = noted
+
+    def facts(self) -> dict[str, Any]:
+        """Return the scales that the attention layers read, in their order, and the cache's blocks and bytes."""
+        tensors = [layer.kv_cache for layer in self.layers.values()]
+        first = next(iter(self.layers.values()))
+        return {
+            "scales": [
+                {"layer": name, "key": _numbers(layer, "k"), "value": _numbers(layer, "v")}
+                for name, layer in self.layers.items()
+            ],
+            "cache_dtype": str(first.kv_cache_dtype),
+            "block_tokens": int(self.core.vllm_config.cache_config.block_size),
+            "blocks": int(tensors[0].shape[0]),
+            "block_bytes": sum(t[0].numel() * t.element_size() for t in tensors),
+            "kernel": str(getattr(first, "isa", type(first.impl).__name__)),
+        }
+
+    def used_blocks(self) -> int:
+        """Return how many blocks hold tokens."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is never free
+
+    def corrupt_keys(self, factor: float) -> None:
+        """Let what is read be `factor` times what was written, of keys.
+
+        A layer with a scale was loaded with `factor` times the right one; its codes are written with the right one. A layer
+        without a scale stores `factor` times the key.
+        """
+        for layer in self.layers.values():
+            scaled = layer.kv_cache_dtype not in LIBRARIES_16 and "e5m2" not in layer.kv_cache_dtype
+            write = layer.impl.do_kv_cache_update
+            layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
+
+    def write(self, blocks: list[int], length: int, path: Path) -> bool:
+        """Write keys and then values of every layer as they are stored, (H, length, D) each; False without a known layout."""
+        import torch
+
+        if any(getattr(layer, "isa", None) != "vec" for layer in self.layers.values()):
+            return False
+        chosen = torch.tensor(blocks)
+        with path.open("wb") as stream:
+            for layer in self.layers.values():
+                cache = layer.kv_cache[chosen]
+                count, heads, tokens, width = cache.shape
+                channels = width // 2
+                keys, values = cache.reshape(count, heads, 2 * tokens, channels).chunk(2, dim=2)
+                keys = keys.reshape(count, heads, channels, tokens).transpose(2, 3)
+                for side in (keys, values):
+                    part = side.transpose(0, 1).reshape(heads, count * tokens, channels)[:, :length].contiguous()
+                    part = part.half() if part.dtype in (torch.bfloat16, torch.float32) else part
+                    stream.write(part.view(torch.uint8).numpy().tobytes())
+        return True
+
+
+def _numbers(layer: Any, side: str) -> list[float]:
+    """The scales that a layer's kernel is given: on a CPU one number, whatever the checkpoint has; else the tensor."""
+    scale = getattr(layer, f"_{side}_scale")
+    if scale.device.type == "cpu":
+        return [float(getattr(layer, f"_{side}_scale_float"))]
+    return [float(x) for x in scale.flatten().tolist()]
+
+
+def _scaled(write: Any, factor: float) -> Any:
+    def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
+        exact, number = layer._k_scale, layer._k_scale_float
+        layer._k_scale, layer._k_scale_float = exact / factor, number / factor
+        try:
+            return write(layer, key, value, kv_cache, slot_mapping)
+        finally:
+            layer._k_scale, layer._k_scale_float = exact, number
+
+    return update
+
+
+def _louder(write: Any, factor: float) -> Any:
+    def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
+        return write(layer, key * factor, value, kv_cache, slot_mapping)
+
+    return update

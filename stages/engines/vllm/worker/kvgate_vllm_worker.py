@@ -1,0 +1,204 @@
+"""Runs in vLLM's interpreter, and answers the requests of `kvgate_channel`.
+
+Needs what vLLM brings (numpy, torch) and nothing else. Read against release 0.32. The engine runs in this process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its steps, its scales and its cache can be looked at.
+"""
+
+import itertools
+import os
+import sys
+import time
+import typing
+from pathlib import Path
+from typing import Any
+
+import kvgate_channel
+import kvgate_vllm_cache
+
+
+def describe() -> dict[str, Any]:
+    """Return what is installed here, and which types of the cache this release and this machine take."""
+    import torch
+    import vllm
+    from vllm.config.cache import CacheDType
+    from vllm.platforms import current_platform
+
+    names = list(typing.get_args(CacheDType))
+    platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_type
+    return {
+        "protocol": kvgate_channel.PROTOCOL,
+        "release": vllm.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "platform": platform,
+        "devices": _devices(platform),
+        "cache_dtypes": names,
+        "refused": {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))},
+    }
+
+
+def _devices(platform: str) -> list[dict[str, str]]:
+    """The GPUs that CUDA shows this process, in its order."""
+    if platform != "cuda":
+        return []
+    import torch
+
+    return [
+        {"name": torch.cuda.get_device_name(i), "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i))}
+        for i in range(torch.cuda.device_count())
+    ]
+
+
+def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Return engine arguments as the release resolves them for this model and this machine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=model, **engine_args).create_engine_config()
+    resolved = {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "block_size": config.cache_config.block_size,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "trust_remote_code": config.model_config.trust_remote_code,
+    }
+    return {"engine_args": resolved}
+
+
+class Model:
+    """A loaded model."""
+
+    def __init__(self, model: str, engine_args: dict[str, Any], key_fault: float | None) -> None:
+        from kvgate_vllm_forcing import ForcedTokens
+        from vllm import LLM
+
+        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        self.llm = LLM(model=model, logits_processors=[ForcedTokens], **engine_args)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.cache = kvgate_vllm_cache.Cache(self.core)
+        if key_fault is not None:
+            self.cache.corrupt_keys(key_fault)
+        self.count = itertools.count()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the loaded engine uses: scales by layer, and how its cache lies in memory."""
+        facts: dict[str, Any] = self.cache.facts()
+        return facts
+
+    def run(self, requests: list[dict[str, Any]], folder: str, show: bool) -> dict[str, Any]:
+        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
+
+        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
+        little-endian. With `show`, the file `stored` holds what the cache has of the request when it ends.
+        """
+        import kvgate_vllm_forcing as forcing
+        from vllm import SamplingParams
+
+        places = {}
+        try:
+            for i, request in enumerate(requests):
+                name = f"kvgate-{next(self.count)}"
+                logits = str(Path(folder, f"logits-{i}"))
+                forcing.RECORDINGS[name] = forcing.Recording(request["forced"], request["tokens"], request["skip"], logits)
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=request["tokens"],
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=0,
+                    extra_args={forcing.KEY: name},
+                )
+                self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                places[name] = i
+            answers: list[dict[str, Any]] = [{} for _ in requests]
+            for name, output, blocks in self._finished():
+                i = places[name]
+                recording = forcing.RECORDINGS[name]
+                answers[i] = _answer(requests[i], recording, output)
+                if show:
+                    stored = Path(folder, f"stored-{i}")
+                    length = len(requests[i]["prompt"]) + requests[i]["tokens"] - 1
+                    answers[i]["stored"] = str(stored) if self.cache.write(blocks, length, stored) else ""
+        finally:
+            for name in places:
+                forcing.RECORDINGS.pop(name, None)
+        return {"answers": answers}
+
+    def _finished(self) -> Any:
+        """Step the engine; yield each request that has ended (name, output, its blocks) before its blocks are used again."""
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    yield output.request_id, output, self.cache.freed.pop(output.request_id, [])
+
+    def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Return the times of `tokens` tokens for each prompt, and the most blocks that the cache then holds.
+
+        They are vLLM's own times to the first token of one prompt after the other, and of every later step of all together.
+        """
+        from vllm import SamplingParams
+
+        def asked(count: int) -> Any:
+            return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+        first = []
+        for prompt in prompts:
+            self.engine.add_request(f"kvgate-{next(self.count)}", {"prompt_token_ids": prompt}, asked(1))
+            (output,) = [output for _, output, _ in self._finished()]
+            first.append(output.metrics.first_token_latency * 1e3)
+        for prompt in prompts:
+            self.engine.add_request(f"kvgate-{next(self.count)}", {"prompt_token_ids": prompt}, asked(tokens))
+        steps, used, arrived, began = [], 0, 0, time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            counts = [len(output.outputs[0].token_ids) for output in outputs]
+            if len(counts) == len(prompts) and min(counts) > arrived > 0:
+                steps.append((now - began) * 1e3)
+            arrived, began = (min(counts), now) if len(counts) == len(prompts) else (0, now)
+            used = max(used, self.cache.used_blocks())
+        if len(steps) < tokens - 1:
+            raise RuntimeError(
+                f"{len(steps)} steps of all {len(prompts)} prompts together were seen, {tokens - 1} were asked for"
+            )
+        return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": used}
+
+
+def _answer(request: dict[str, Any], recording: Any, output: Any) -> dict[str, Any]:
+    """Return the answer to a request.
+
+    Raises RuntimeError unless every row is of the step that it stands for: the raw log-probability that vLLM itself reports of
+    each token must be that of the row, and every known token must have been taken.
+    """
+    import numpy as np
+
+    completion = output.outputs[0]
+    tokens, forced = list(completion.token_ids), request["forced"]
+    if len(tokens) != request["tokens"] or tokens[: len(forced)] != forced:
+        raise RuntimeError(
+            f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
+        )
+    missing = set(range(request["skip"], request["tokens"])) - recording.seen
+    if missing:
+        raise RuntimeError(f"step {min(missing)}: no logits were seen")
+    for step in range(request["skip"], request["tokens"]):
+        row = np.asarray(recording.rows[step - request["skip"]], np.float64)
+        if not np.isfinite(row).all():
+            continue  # the caller counts them
+        high = row.max()
+        own = row[tokens[step]] - high - np.log(np.exp(row - high).sum())
+        said = completion.logprobs[step][tokens[step]].logprob
+        if abs(own - said) > 1e-2:
+            raise RuntimeError(f"step {step}: log-probability {said} was reported of token {tokens[step]}, its row has {own}")
+    recording.rows.flush()
+    return {"tokens": tokens, "logits": recording.path, "shape": list(recording.rows.shape)}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    kvgate_channel.serve({"describe": describe, "validate": validate}, Model)

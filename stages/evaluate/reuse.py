@@ -1,0 +1,45 @@
+"""An engine over prefixes that earlier requests left in its cache: it must say what it says without them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.core.records import Engine, ReusingEngine
+from pipeline.verdict.coverage import ReusedPrefixes
+from stages.evaluate.distance import kl_of_rows
+from stages.evaluate.free import TIE
+from stages.evaluate.tokens import EncodedSample
+
+
+def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedPrefixes | None:
+    """Force samples after prompts that are prefilled, and after the same prompts taken from the cache.
+
+    Args:
+        engine: The engine. No sequence is left in it.
+        encoded: The samples in tokens.
+
+    Returns:
+        How they differ; None for an engine that reuses no prefixes.
+    """
+    if not isinstance(engine, ReusingEngine) or not encoded:
+        return None
+    requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for item in encoded]
+    alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)
+    contradictions, largest = [], 0.0
+    for item, exact, again in zip(encoded, alone, reused, strict=True):
+        largest = max(largest, *(kl_of_rows(row, other[None])[0] for row, other in zip(exact, again, strict=True)))
+        chosen = again.argmax(axis=1)[:, None]
+        behind = exact.max(axis=1) - np.take_along_axis(exact, chosen, axis=1)[:, 0]
+        wrong = np.flatnonzero(~(behind <= TIE * exact.std(axis=1)))
+        if wrong.size:
+            first = int(wrong[0])
+            contradictions.append(
+                f"sample {item.sample.id}: over a reused prefix, token {first} is {int(chosen[first, 0])}, which is "
+                f"{behind[first]:.2g} less likely (logits) without it"
+            )
+    return ReusedPrefixes(
+        samples=len(encoded),
+        tokens=sum(map(len, alone)),
+        kl_max=float(largest) if np.isfinite(largest) else None,
+        contradictions=contradictions,
+    )
