@@ -51,9 +51,7 @@ class TowardsZero(Storage):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_cpu_fp8", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_cpu_fp8", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=os.environ.get("KVGATE_VLLM_PYTHON", ".venv-vllm/bin/python"))
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512)
@@ -190,10 +188,8 @@ def _table(rows: Sequence[dict[str, Any]], codes: dict[str, Any]) -> str:
     for case in codes["cases"]:
         for side in ("keys", "values"):
             found = case[side]
-            lines.append(
-                f"| {case['cache']} | {case['activations']} | {case['scale']} | {side} | {found['codes']} | {found['nearest']} | "
-                f"{found['towards_zero']} |"
-            )
+            counted = f"{found['codes']} | {found['nearest']} | {found['towards_zero']}"
+            lines.append(f"| {case['cache']} | {case['activations']} | {case['scale']} | {side} | {counted} |")
     return "\n".join(lines)
 
 
