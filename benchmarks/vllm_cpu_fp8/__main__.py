@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.documentation import MODEL, Tokens, all_tokens, converted, starts
 from benchmarks.recording import ROOT, log, results_record, write_json
 from pipeline.core.backends import VllmConfig
-from pipeline.core.checkpoint import locate_checkpoint
+from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import Logits
@@ -88,7 +88,7 @@ def _policy(kv: str) -> KVPolicy:
 def _ones(policy: KVPolicy, shape: KVShape) -> KVScales:
     """Scales of 1.0 wherever the policy is static."""
     sides = {side: {"scale": [1.0]} for side, form in policy.formats if form.static}
-    return KVScales.model_validate({"layers": [sides] * shape.layers})
+    return KVScales.model_validate_json(json.dumps({"layers": [sides] * shape.layers}))
 
 
 def _vllm(given: argparse.Namespace, checkpoint: Path, kv: str, texts: Sequence[Sequence[int]]) -> list[Logits]:
@@ -99,8 +99,6 @@ def _vllm(given: argparse.Namespace, checkpoint: Path, kv: str, texts: Sequence[
     )
     policy, bundle = _policy(kv), given.work / f"bundle-{kv}"
     if not (bundle / "bundle.json").is_file():
-        from pipeline.core.checkpoint import inspect_checkpoint
-
         bundle.mkdir(exist_ok=True)
         scales = given.work / f"{kv}.json"
         scales.write_text(_ones(policy, inspect_checkpoint(checkpoint).shape).model_dump_json(), encoding="utf-8")

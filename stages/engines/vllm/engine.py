@@ -107,9 +107,14 @@ class VllmEngine(RequestEngineBase):
             self._restart(reuse=False)
 
     def delivery(self) -> list[LayerDelivery]:
-        """Return, by layer, the scales of the checkpoint and those that the loaded layers read."""
+        """Return, by layer, the scales of the checkpoint and those that the loaded layers read.
+
+        A policy whose scales are all 1.0 needs none in the checkpoint: vLLM takes 1.0 by itself.
+        """
         used = self._loaded().scales
-        carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
+        carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
+        if self._described.kv_scales_in_checkpoint:
+            carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
         return [
             LayerDelivery(dict(given), {Side.KEY: tuple(layer.key), Side.VALUE: tuple(layer.value)})
             for given, layer in zip(carried, used, strict=True)

@@ -56,6 +56,8 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     reason = _other_than_two_formats(policy)
     form = describe_format(policy.key)
     held = ("auto",) if policy.key.exact else SAME.get(form, ())
+    if reason is None and policy.key.dtype == "fp8_e5m2" and policy.key.scale != "uncalibrated":
+        reason = "it reads E5M2 at scale 1.0 alone"
     if reason is None and not held:
         reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
     if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":

@@ -1,0 +1,208 @@
+"""The backend on vLLM's CPU build with the tiny model: what it computes, which scales it reads, and what its codes are."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trtllm_exports import conf
+from vllm_bundles import KEY_SCALE, VALUE_SCALE, make_vllm_bundle, open_vllm
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.core.errors import GateRefusal
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.verdict.thresholds import ScaleChangeKind
+from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.engines.bundle import read_scales
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.vllm.engine import VllmEngine
+from stages.engines.vllm.interpreter import probe
+from stages.evaluate.delivery import audit_scales
+from stages.evaluate.distance import kl_of_rows
+from stages.workloads import generate
+
+FIRST = 60
+"""Tokens of a prompt; the others are forced."""
+BFLOAT16 = 2.0**-8
+"""What a rounding of an activation is."""
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_checkpoint: Path) -> list[list[int]]:
+    """Two stories, of 160 and 100 tokens."""
+    tokenizer = load_tokenizer(tiny_checkpoint)
+    stories = [tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0)]
+    long = [story for story in stories if len(story) >= 160]
+    return [long[0][:160], long[1][:100]]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vllm_python: str) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("vllm")
+    return {
+        kv: make_vllm_bundle(tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
+    }
+
+
+@pytest.fixture(scope="module")
+def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
+    engine = open_vllm(bundles["fp8"], vllm_python)
+    yield engine
+    engine.close()
+
+
+def oracle_of(bundle: Path, checkpoint: Path, kv: str) -> OracleEngine:
+    policy = KVPolicy.model_validate(conf("kv", kv))
+    model = load_causal_lm(checkpoint, dtype=torch.float32)
+    bare = OracleEngine.from_model(model, KVPolicy.model_validate(conf("kv", "fp16")))
+    return OracleEngine.from_model(model, policy, read_scales(bundle / "kv_scales.json", policy, bare.shape))
+
+
+def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
+    described = probe(vllm_python).description
+    assert described.platform == "cpu"
+    assert described.torch.startswith("2.13.0")
+    assert {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "nvfp4"} <= set(described.cache_dtypes)
+    assert "fp8_per_token_head" in described.refused
+    assert "vLLM's attention on a CPU holds" in described.refused["nvfp4"]
+
+
+def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python: str) -> None:
+    parse = (
+        "import sys; from vllm.entrypoints.openai.cli_args import make_arg_parser; "
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P; "
+        "a = make_arg_parser(P(prog='vllm serve')).parse_args(['serve', '--config', sys.argv[1]]); "
+        "print('parsed', a.kv_cache_dtype, a.block_size, a.enable_prefix_caching, a.trust_remote_code, a.max_model_len)"
+    )
+    command = [vllm_python, "-c", parse, str(bundles["fp8"] / "engine_args.yaml")]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert "parsed fp8_e4m3 64 True False 512" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
+    bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
+) -> None:
+    engine = open_vllm(bundles["fp16"], vllm_python)
+    rows = engine.forced_together([(text, FIRST) for text in texts])
+    oracle = oracle_of(bundles["fp16"], tiny_checkpoint, "fp16")
+    for number, text in enumerate(texts):
+        replay = oracle.replay(text, [FIRST], engine.stored_request(number), rounding=BFLOAT16, reads_itself=True)
+        assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+        assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.1
+    engine.close()
+
+
+def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
+    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
+
+
+def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
+    fp8: VllmEngine, bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    """The finding of docs/findings/vllm-cpu-fp8.md. Truncated codes are 1/40 of a vector farther away than the nearest ones."""
+    rows = fp8.forced_together([(text, FIRST) for text in texts])
+    oracle = oracle_of(bundles["fp8"], tiny_checkpoint, "fp8")
+    replay = oracle.replay(texts[0], [FIRST], fp8.stored_request(0), rounding=BFLOAT16, reads_itself=True)
+    rounding = mean_kl(replay.logits, replay.disturbed)
+    assert mean_kl(replay.logits, rows[0]) < 10 * rounding + 1e-6, "what it reads is what it stored"
+    for copy in replay.errors[0].values():
+        assert 0.015 < float(copy.engine.mean()) < 0.04
+    assert fp8._loaded().kernel == "vec"
+
+
+def test_batches_steps_and_reused_prefixes_agree(fp8: VllmEngine, texts: list[list[int]]) -> None:
+    together = fp8.forced_together([(text, FIRST) for text in texts])
+    for rows, text in zip(together, texts, strict=True):
+        assert mean_kl(rows, fp8.forced(text, FIRST)) < 1e-3
+    (handle,), _ = fp8.prefill([texts[0][:FIRST]])
+    stepped = np.stack([fp8.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
+    assert mean_kl(together[0][:3], stepped) < 1e-3
+    memory = fp8.memory()
+    assert memory.pool_bytes == fp8.policy.pool_bytes(fp8.shape, memory.pages) > 0
+    fp8.release([handle])
+    ((said),) = fp8.generate([texts[1][:FIRST]], 12, None)
+    assert fp8.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
+    times = fp8.timed([text[:FIRST] for text in texts], 6)
+    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
+    assert times.memory.pool_bytes == fp8.policy.pool_bytes(fp8.shape, 4)
+    reused = fp8.forced_reusing([(text, FIRST) for text in texts])
+    assert max(mean_kl(a, b) for a, b in zip(together, reused, strict=True)) < 1e-3
+
+
+def test_the_loaded_engine_reads_the_scales_of_its_checkpoint(fp8: VllmEngine) -> None:
+    assert audit_scales(fp8, ()) == []
+    for layer in fp8.delivery():
+        assert layer.used[Side.KEY] == pytest.approx((KEY_SCALE,))
+        assert layer.used[Side.VALUE] == pytest.approx((VALUE_SCALE,))
+
+
+def test_the_canarys_scale_arrives_and_changes_what_is_read(
+    bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
+) -> None:
+    engine = open_vllm(bundles["fp8"], vllm_python)
+    before = engine.forced(texts[0], FIRST)
+    engine.corrupt_key_scale(0.1)
+    assert mean_kl(before, engine.forced(texts[0], FIRST)) > 0.05
+    assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE / 10,))
+    engine.close()
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("without quantization_config", "defaulted"), ("one layer left out", "defaulted")])
+def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
+    bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, kind: ScaleChangeKind
+) -> None:
+    """vLLM loads both without an error: it drops the tensors, or reads 1.0 in the place of those that do not come."""
+    bundle = shutil.copytree(bundles["fp8"], tmp_path / "bundle")
+    if fault == "without quantization_config":
+        changed = "checkpoint/config.json"
+        config = json.loads((bundle / changed).read_text())
+        (bundle / changed).unlink()
+        del config["quantization_config"]
+        (bundle / changed).write_text(json.dumps(config))
+    else:
+        changed = "checkpoint/model.safetensors.index.json"
+        index = json.loads((bundle / changed).read_text())
+        (bundle / changed).unlink()
+        rename(bundle / "checkpoint" / "kv_scales.safetensors", "layers.2.self_attn.k_scale", "layers.2.self_attn.k_sc4le")
+        name = "model.layers.2.self_attn.k_sc4le"
+        places = index["weight_map"]
+        places[name] = places.pop("model.layers.2.self_attn.k_scale")
+        (bundle / changed).write_text(json.dumps(index))
+    record = json.loads((bundle / "bundle.json").read_text())
+    for name in (changed, "checkpoint/kv_scales.safetensors"):
+        record["files"][name] = file_digest(bundle / name)
+    (bundle / "bundle.json").write_text(json.dumps(record))
+    engine = open_vllm(bundle, vllm_python)
+    with pytest.raises(GateRefusal, match="the engine does not use the scales of its checkpoint") as raised:
+        audit_scales(engine, ())
+    print(raised.value)
+    assert kind in str(raised.value)
+    engine.close()
+
+
+def rename(file: Path, old: str, new: str) -> None:
+    """Rename a tensor to a name of the same length."""
+    data = file.read_bytes()
+    file.unlink()
+    file.write_bytes(data.replace(old.encode(), new.encode()))
+
+
+def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:
+    """Its kernels take one number a layer: the largest of its heads."""
+    engine = open_vllm(bundles["fp8_head"], vllm_python)
+    merged = r"8 merged \(layer 0 keys: \[0\.04, 0\.06\] was merged with others to the largest, 0\.06"
+    with pytest.raises(GateRefusal, match=merged):
+        audit_scales(engine, ())
+    engine.close()
+
+
+def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int]], vllm_python: str) -> None:
+    engine = open_vllm(bundles["fp8_e5m2"], vllm_python)
+    assert audit_scales(engine, ()) == []
+    assert np.isfinite(engine.forced(texts[0], FIRST)).all()
+    engine.close()
