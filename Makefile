@@ -63,7 +63,7 @@ $(VLLM)/ready: .ci/vllm-constraints.txt
 
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
 test-vllm: $(VENV)/for-test vllm
-	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/vllm
+	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/real_vllm
 
 # Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
 faults: $(VENV)/for-test

@@ -27,3 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_checkpoint() -> Path:
     """The trained checkpoint that ships with kvgate."""
     return ROOT / "stages" / "tiny" / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """vLLM's interpreter, which `make test-vllm` installs. Tests are skipped without it; REQUIRE_VLLM=1: they fail."""
+    python = Path(os.environ.get("KVGATE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")).absolute()
+    if not python.is_file():
+        reason = f"{python} is missing: make vllm installs vLLM there, make test-vllm runs these tests"
+        if os.environ.get("REQUIRE_VLLM") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return str(python)

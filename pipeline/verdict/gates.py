@@ -39,7 +39,7 @@ Rules that spend nothing, of the report as it stands:
 - Stress probe of both engines: FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its
   policy claims, or generates what its forced decode contradicts (`pipeline.verdict.coverage`).
 - Delivered scales: FAIL where an engine of another library uses other scales than its checkpoint carries
-  (`pipeline.verdict.delivery`), a WARNING where `gates.allow_scale_changes` accepts it.
+  (`pipeline.core.delivery`), a WARNING where `gates.allow_scale_changes` accepts it.
 - Compact storage of the baseline: INCONCLUSIVE where what it misses of the mean KL is over a hundredth of the threshold.
 
 Everything else is INCONCLUSIVE, with the number of samples that would decide the answers. A value that is missing or not finite
@@ -49,7 +49,7 @@ never passes.
 from collections.abc import Mapping, Sequence
 
 from pipeline.statistics.looks import Look, planned_looks
-from pipeline.verdict import answers, conformance, coverage, delivery, distances, validity
+from pipeline.verdict import answers, conformance, coverage, distances, validity
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import RULES, Check, Detectable, Gates, LineStatus, Status, Verdict
 
@@ -81,7 +81,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     checks += distances.ladder(report, gates)
     checks += conformance.conformance(report.conformance)
     checks += coverage.checks(report.probes)
-    checks += delivery.checks(report.scale_changes, gates.allow_scale_changes)
+    checks += validity.delivered_scales(report.scale_changes, gates.allow_scale_changes)
     verdict = conclude(
         *_advised(checks, rows, gates, looks), len(looks), answers.detectable(rows, gates, looks[-1]) if looks else {}
     )

@@ -1,14 +1,15 @@
-"""Gates on the evaluation itself: completeness, what was asked so far, the noise floor, and compact storage.
+"""Gates on the evaluation itself: completeness, what was asked so far, the noise floor, compact storage, delivered scales.
 
 Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`; they are of the report as it stands, so
 that looking at them again costs nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from pipeline.core.delivery import ScaleChange, ScaleChangeKind, describe_changes
 from pipeline.verdict.report import EvaluationReport, NoiseFloor, SampleRow
-from pipeline.verdict.thresholds import Check, Gates, finite
+from pipeline.verdict.thresholds import Check, Gates, LineStatus, finite
 
 REQUIRED_NUMBERS = (
     "mean_kl",
@@ -154,3 +155,30 @@ def compaction(report: EvaluationReport, gates: Gates) -> list[Check]:
 
 def _rounded(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.3g}"
+
+
+def delivered_scales(changes: Sequence[ScaleChange] | None, allowed: Collection[ScaleChangeKind]) -> list[Check]:
+    """Return the gate's line: FAIL where a scale arrived as something else, a WARNING where that is allowed.
+
+    Args:
+        changes: What differs; None for an engine that loads no scales by itself.
+        allowed: The kinds that `gates.allow_scale_changes` accepts.
+    """
+    if changes is None:
+        return []
+    refused = [change for change in changes if change.kind not in allowed]
+    status: LineStatus = "FAIL" if refused else "WARNING" if changes else "PASS"
+    reason = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
+    if changes and not refused:
+        reason += ", as gates.allow_scale_changes accepts"
+    return [
+        Check(
+            gate="scale_delivery",
+            where="candidate",
+            value=float(len(changes)),
+            bound=None,
+            threshold=0.0,
+            status=status,
+            reason=f"candidate: scales: {reason}",
+        )
+    ]

@@ -2,10 +2,9 @@
 
 from collections.abc import Collection
 
+from pipeline.core.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
 from pipeline.core.errors import GateRefusal
 from pipeline.core.records import DeliveredScales, Engine
-from pipeline.verdict.delivery import ScaleChange, describe, scale_changes
-from pipeline.verdict.thresholds import ScaleChangeKind
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
@@ -25,7 +24,7 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
     if refused:
         kinds = ",".join(sorted({change.kind for change in changes}))
         raise GateRefusal(
-            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe(refused)}; deliver them as it "
-            f"reads them, or judge it as it is with gates.allow_scale_changes=[{kinds}]"
+            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe_changes(refused)}; deliver "
+            f"them as it reads them, or judge it as it is with gates.allow_scale_changes=[{kinds}]"
         )
     return changes

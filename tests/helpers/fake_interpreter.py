@@ -39,10 +39,11 @@ def _script(path: Path, text: str) -> None:
 def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "sound", says: str | None = None) -> str:
     """The path of a new one that has the fake vLLM, and a torch of its own."""
     folder.mkdir(parents=True)
+    (folder / "torch.py").write_text("from vllm.cpu_torch import __version__, cpu, tensor\n", encoding="utf-8")
     command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
     lines = [
         f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
-        f'export PYTHONPATH="{VLLM_PACKAGE}:$PYTHONPATH" FAKE_FOLDER="{folder}"',
+        f'export PYTHONPATH="{folder}:{VLLM_PACKAGE}:$PYTHONPATH"',
         command,
     ]
     _script(folder / "python", "\n".join(lines))

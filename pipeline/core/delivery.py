@@ -1,4 +1,4 @@
-"""Scales on their way from a checkpoint into a loaded engine: which of them arrived as something else, and the gate on that.
+"""Scales on their way from a checkpoint into a loaded engine: which of them arrived as something else.
 
 Another library loads them by itself. It may not find them, take 1.0 in their place, or merge what it has room for once; an
 evaluation would then judge something that nobody asked for.
@@ -6,12 +6,15 @@ evaluation would then judge something that nobody asked for.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
-from pipeline.verdict.thresholds import Check, LineStatus, ScaleChangeKind
+
+ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
+"""How a scale of a checkpoint can arrive in an engine."""
 
 SAME = 1e-6
 """Relative difference of float32 scales that are the same."""
@@ -59,7 +62,7 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
     return changes
 
 
-def describe(changes: Sequence[ScaleChange]) -> str:
+def describe_changes(changes: Sequence[ScaleChange]) -> str:
     """Say in a line how many scales of which kind differ, with the first of each kind."""
     counts = Counter(change.kind for change in changes)
     parts = []
@@ -67,33 +70,6 @@ def describe(changes: Sequence[ScaleChange]) -> str:
         first = next(change for change in changes if change.kind == kind)
         parts.append(f"{count} {kind} ({first})")
     return "; ".join(parts)
-
-
-def checks(changes: Sequence[ScaleChange] | None, allowed: Collection[ScaleChangeKind]) -> list[Check]:
-    """Return the gate's line: FAIL where a scale arrived as something else, a WARNING where that is allowed.
-
-    Args:
-        changes: What differs; None for an engine that loads no scales by itself.
-        allowed: The kinds that `gates.allow_scale_changes` accepts.
-    """
-    if changes is None:
-        return []
-    refused = [change for change in changes if change.kind not in allowed]
-    status: LineStatus = "FAIL" if refused else "WARNING" if changes else "PASS"
-    reason = describe(refused or changes) or "the engine uses the scales that its checkpoint carries"
-    if changes and not refused:
-        reason += ", as gates.allow_scale_changes accepts"
-    return [
-        Check(
-            gate="scale_delivery",
-            where="candidate",
-            value=float(len(changes)),
-            bound=None,
-            threshold=0.0,
-            status=status,
-            reason=f"candidate: scales: {reason}",
-        )
-    ]
 
 
 def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:

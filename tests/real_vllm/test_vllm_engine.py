@@ -13,9 +13,9 @@ from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.core.delivery import ScaleChangeKind
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
-from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
 from stages.engines.oracle.engine import OracleEngine
