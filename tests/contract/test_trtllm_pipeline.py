@@ -51,7 +51,12 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     work = tmp_path_factory.mktemp("trtllm") / "work"
     python = make_interpreter(work.parent / "bin")
     # as the command line does it, in this process: torch and ModelOpt are loaded here already
-    (job,) = plan(arguments(work, "kv=fp8", f"backend.python={python}", "stage=evaluate"), multirun=False).jobs
+    given = arguments(work, "kv=fp8", f"backend.python={python}", "stage=evaluate")
+    (strict,) = plan(given, multirun=False).jobs
+    refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
+    with pytest.raises(GateRefusal, match=refused):
+        run(strict, "sweep", sweeping=False, changed=[])  # ModelOpt's export has no FP8 scale below 1
+    (job,) = plan([*given, "gates.allow_scale_changes=[defaulted]"], multirun=False).jobs
     check_inputs(job)
     with pytest.raises(GateRefusal, match="fp8 is not good enough: INCONCLUSIVE"):
         run(job, "sweep", sweeping=False, changed=[])
@@ -72,6 +77,7 @@ def test_an_engine_of_tensorrt_llm_is_judged_like_any_other(judged: tuple[Path, 
     assert report.system.kib_per_token == report.system.kib_per_token_allocated == 1.0
     gates = Gates.model_validate(conf("gates", "default"))
     assert canary(report, gates)[0].status == "PASS"
+    assert {change.kind for change in report.scale_changes or []} == {"defaulted"}
 
 
 def names_in(path: Path) -> set[str]:
