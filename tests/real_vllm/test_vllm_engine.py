@@ -13,12 +13,15 @@ from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.core.delivery import ScaleChangeKind
+from pipeline.core.checkpoint import INDEX
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
+from stages.engines.interpreter.tensors import read_tensors, write_tensors
 from stages.engines.oracle.engine import OracleEngine
+from stages.engines.vllm.bundle import CHECKPOINT
+from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.interpreter import probe
 from stages.evaluate.delivery import audit_scales
@@ -73,7 +76,7 @@ def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
 
 def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python: str) -> None:
     parse = (
-        "import sys; from vllm.entrypoints.openai.cli_args import make_arg_parser; "
+        "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser as P; "
         "a = make_arg_parser(P(prog='vllm serve')).parse_args(['serve', '--config', sys.argv[1]]); "
         "print('parsed', a.kv_cache_dtype, a.block_size, a.enable_prefix_caching, a.trust_remote_code, a.max_model_len)"
@@ -152,44 +155,38 @@ def test_the_canarys_scale_arrives_and_changes_what_is_read(
     engine.close()
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("without quantization_config", "defaulted"), ("one layer left out", "defaulted")])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("a file that the index does not name", r"8 defaulted \(layer 0 keys: 0\.04 became the default, 1\.0\)"),
+        ("a layer without its key scale", r"1 missing \(layer 2 keys: the checkpoint has none, and 1 is used\)"),
+    ],
+)
 def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
-    bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, kind: ScaleChangeKind
+    bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, expected: str
 ) -> None:
-    """vLLM loads both without an error: it drops the tensors, or reads 1.0 in the place of those that do not come."""
+    """vLLM loads both without an error, and reads scale 1.0 in the place of those that do not come."""
     bundle = shutil.copytree(bundles["fp8"], tmp_path / "bundle")
-    if fault == "without quantization_config":
-        changed = "checkpoint/config.json"
-        config = json.loads((bundle / changed).read_text())
-        (bundle / changed).unlink()
-        del config["quantization_config"]
-        (bundle / changed).write_text(json.dumps(config))
+    index_file, scales_file = bundle / CHECKPOINT / INDEX, bundle / CHECKPOINT / SCALES
+    index = json.loads(index_file.read_text())
+    places: dict[str, str] = index["weight_map"]
+    tensors = dict(read_tensors(scales_file))
+    if fault == "a layer without its key scale":
+        del tensors["model.layers.2.self_attn.k_scale"], places["model.layers.2.self_attn.k_scale"]
     else:
-        changed = "checkpoint/model.safetensors.index.json"
-        index = json.loads((bundle / changed).read_text())
-        (bundle / changed).unlink()
-        rename(bundle / "checkpoint" / "kv_scales.safetensors", "layers.2.self_attn.k_scale", "layers.2.self_attn.k_sc4le")
-        name = "model.layers.2.self_attn.k_sc4le"
-        places = index["weight_map"]
-        places[name] = places.pop("model.layers.2.self_attn.k_scale")
-        (bundle / changed).write_text(json.dumps(index))
+        index["weight_map"] = {name: file for name, file in places.items() if file != SCALES}
+    index_file.unlink()
+    index_file.write_text(json.dumps(index))
+    write_tensors(tmp_path / "scales", tensors)
+    (tmp_path / "scales").replace(scales_file)
     record = json.loads((bundle / "bundle.json").read_text())
-    for name in (changed, "checkpoint/kv_scales.safetensors"):
-        record["files"][name] = file_digest(bundle / name)
+    for file in (index_file, scales_file):
+        record["files"][f"{CHECKPOINT}/{file.name}"] = file_digest(file)
     (bundle / "bundle.json").write_text(json.dumps(record))
     engine = open_vllm(bundle, vllm_python)
-    with pytest.raises(GateRefusal, match="the engine does not use the scales of its checkpoint") as raised:
+    with pytest.raises(GateRefusal, match=f"the engine does not use the scales of its checkpoint: {expected}"):
         audit_scales(engine, ())
-    print(raised.value)
-    assert kind in str(raised.value)
     engine.close()
-
-
-def rename(file: Path, old: str, new: str) -> None:
-    """Rename a tensor to a name of the same length."""
-    data = file.read_bytes()
-    file.unlink()
-    file.write_bytes(data.replace(old.encode(), new.encode()))
 
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:

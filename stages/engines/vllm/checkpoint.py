@@ -1,7 +1,7 @@
 """The checkpoint that vLLM loads: the weights as they are, with the cache's scales as compressed-tensors declares them.
 
 The scales are tensors `model.layers.N.self_attn.{k,v}_scale` (float32; one number, or one a KV head) in a file of their own,
-and config.json says so: without its `quantization_config`, vLLM drops the same tensors and reads with scale 1.0.
+and config.json says so. vLLM reads scale 1.0, without a word, in the place of a scale that no file of the index has.
 """
 
 import json
