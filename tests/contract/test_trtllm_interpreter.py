@@ -1,7 +1,9 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
+import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from stages.engines.trtllm.interpreter import probe
+from stages.engines.interpreter.process import CHANNEL
+from stages.engines.trtllm.interpreter import WORKER, probe
 from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
 
 
@@ -82,6 +85,28 @@ def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, 
     here = probe(make_interpreter(tmp_path / "bin", release=release))
     with pytest.raises(MissingRequirement, match=rf"has TensorRT-LLM {release}, backend\.target={asked} needs 1\.[23]"):
         resolve(asked, here)
+
+
+def test_a_release_that_was_not_read_is_a_warning_that_says_what_may_differ(tmp_path: Path) -> None:
+    assert probe(make_interpreter(tmp_path / "read", release="1.3.0rc20")).unread is None
+    warning = probe(make_interpreter(tmp_path / "later", release="1.4.0rc1")).unread
+    assert str(warning).startswith("warning: TensorRT-LLM 1.4.0rc1 was not read, 1.2 and 1.3 were: LLM arguments")
+
+
+@pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
+def test_the_canary_finds_the_attention_where_a_release_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    module = tmp_path / "tensorrt_llm" / "_torch" / place / "trtllm.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("class TrtllmAttention: pass\n")
+    for folder in (tmp_path, WORKER.parent, CHANNEL):
+        monkeypatch.syspath_prepend(str(folder))
+    worker = importlib.import_module("kvgate_worker")
+    assert worker._attention_module().__file__ == str(module)
+    loaded = [name for name in sys.modules if name.startswith(("tensorrt_llm", "kvgate_"))]
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
     parse = (
         "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser as P; "
-        "a = make_arg_parser(P(prog='vllm serve')).parse_args(['serve', '--config', sys.argv[1]]); "
+        "a = make_arg_parser(P(prog='vllm serve')).parse_args(['serve', 'checkpoint', '--config', sys.argv[1]]); "
         "print('parsed', a.kv_cache_dtype, a.block_size, a.enable_prefix_caching, a.trust_remote_code, a.max_model_len)"
     )
     command = [vllm_python, "-c", parse, str(bundles["fp8"] / "engine_args.yaml")]

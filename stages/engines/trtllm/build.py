@@ -60,6 +60,8 @@ def build_bundle(
     assert (interpreter.release, target) == (release, resolve(target, interpreter)), (
         "the interpreter changed since it was probed"
     )
+    if interpreter.unread is not None:
+        progress(interpreter.unread, 0, 0)
     export = exports / TARGETS[target].export
     if not export.is_dir():
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {_missing_export(exports, export.name)}")

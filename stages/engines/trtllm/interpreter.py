@@ -22,6 +22,9 @@ INSTALL_HINT = (
 )
 """Says how to get TensorRT-LLM. PyPI itself has only a stub."""
 
+READ = ((1, 2), (1, 3))
+"""Releases whose sources were read (tests/contract/facts). Another one is warned about."""
+
 PROGRAM = Program("trtllm", "TensorRT-LLM", WORKER, INSTALL_HINT)
 
 
@@ -41,6 +44,17 @@ class Interpreter:
         """(major, minor) of the release."""
         major, minor = self.release.split(".")[:2]
         return int(major), int(minor)
+
+    @property
+    def unread(self) -> str | None:
+        """What may differ in a release that was not read; None for one that was."""
+        if self.number in READ:
+            return None
+        listed = " and ".join(f"{major}.{minor}" for major, minor in READ)
+        return (
+            f"warning: TensorRT-LLM {self.release} was not read, {listed} were: LLM arguments, where the cache's scales are, and "
+            "what a logits processor is given may differ; the build and each row of logits are checked all the same"
+        )
 
     def compute_capabilities(self, ranks: int) -> list[str]:
         """Return the compute capability of the GPUs that `ranks` ranks run on: one, or none without a GPU.

@@ -55,6 +55,8 @@ def build_bundle(
     assert (interpreter.release, interpreter.description.platform) == (release, platform), (
         "the interpreter changed since it was probed"
     )
+    if interpreter.unread is not None:
+        progress(interpreter.unread, 0, 0)
     info = inspect_checkpoint(checkpoint)
     measured = read_scales(scales, policy, info.shape)
     write_policy(out, policy, measured)

@@ -12,8 +12,8 @@ from stages.engines.vllm.protocol import Description
 
 PROBE_SECONDS = 300
 """Importing vLLM from a cold disk takes a minute."""
-OLDEST = (0, 30)
-"""The worker was read against 0.32; earlier releases lack names that it uses."""
+OLDEST, READ = (0, 30), (0, 32)
+"""The worker was read against 0.32; releases before 0.30 lack names that it uses."""
 
 INSTALL_HINT = (
     "make vllm installs vLLM's CPU build into .venv-vllm: backend.python=.venv-vllm/bin/python; on a GPU machine run kvgate in "
@@ -46,6 +46,16 @@ class Interpreter:
     @property
     def release(self) -> str:
         return self.description.release
+
+    @property
+    def unread(self) -> str | None:
+        """What may differ in a release that was not read; None for the one that was."""
+        if self.release.startswith(f"{READ[0]}.{READ[1]}."):
+            return None
+        return (
+            f"warning: vLLM {self.release} was not read, {READ[0]}.{READ[1]} was: engine arguments, and where scales and codes "
+            "lie, may differ; arguments, scales and each row of logits are checked all the same"
+        )
 
     @property
     def on_cpu(self) -> bool:

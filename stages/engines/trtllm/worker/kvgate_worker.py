@@ -16,6 +16,8 @@ from typing import Any
 import kvgate_channel
 import kvgate_forcing
 
+ATTENTION = ("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt_llm._torch.attention.backends.trtllm")
+"""Where releases from 1.3 on have had the attention of the PyTorch runtime, the earlier place first."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
@@ -168,14 +170,24 @@ def _finite(row: Any) -> bool:
     return high == high and high != float("inf")  # noqa: PLR0124  (NaN)
 
 
+def _attention_module() -> Any:
+    """The module of the PyTorch runtime's attention, wherever this release has it. Raises RuntimeError when it is elsewhere."""
+    for name in ATTENTION:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # the module is there, and lacks something itself
+    raise RuntimeError(f"this release has none of {', '.join(ATTENTION)}: the canary cannot reach its attention layers")
+
+
 def _corrupt_attention(factor: float) -> list[object]:
     """Let attention layers read the cache with a scale `factor` times the right one; the codes stay right.
 
     The PyTorch runtime keeps both scales of the cache, to and from its codes, in every attention layer and takes neither
-    from the checkpoint (tensorrt_llm/_torch/attention_backend/trtllm.py). Returns a list to which every layer is added when
-    it is constructed.
+    from the checkpoint. Returns a list to which every layer is added when it is constructed.
     """
-    kind = importlib.import_module("tensorrt_llm._torch.attention_backend.trtllm").TrtllmAttention
+    kind = _attention_module().TrtllmAttention
     original, faulted = kind.__init__, []
 
     def corrupted(self: Any, *args: Any, **kwargs: Any) -> None:

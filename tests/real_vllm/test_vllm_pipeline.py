@@ -1,0 +1,109 @@
+"""`python -m pipeline backend=vllm` on vLLM's CPU build, from a checkpoint to a verdict: the tiny model, SmolLM2 briefly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trtllm_exports import conf
+
+from pipeline.config.compose import plan
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.run.inputs import check_inputs
+from pipeline.run.runner import run
+from pipeline.verdict.conformance import conformance
+from pipeline.verdict.distances import canary
+from pipeline.verdict.report import EvaluationReport, load_report
+from pipeline.verdict.thresholds import Gates
+
+FEW = [
+    "workloads.max_scored_tokens=32",
+    "workloads.noise_samples=1",
+    "workloads.canary_samples=1",
+    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "calibration.samples=2",
+    "tracking.enabled=false",
+    "backend.max_model_len=2048",
+    "backend.kv_cache_gib=0.5",
+]
+
+
+def judge(work: Path, python: str, *given: str) -> tuple[EvaluationReport, dict[str, Any]]:
+    """Evaluate kv=fp8 and return the report with the candidate of summary.json."""
+    asked = [f"workdir={work}", "backend=vllm", f"backend.python={python}", "kv=fp8", "stage=evaluate", *FEW, *given]
+    (job,) = plan(asked, multirun=False).jobs
+    check_inputs(job)
+    with pytest.raises(GateRefusal, match="fp8 is not good enough: FAIL"):
+        run(job, "sweep", sweeping=False, changed=[])
+    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    return load_report(Path(candidate["report"]["path"]).parent), candidate
+
+
+def check(report: EvaluationReport) -> None:
+    """What any evaluation of this build's FP8 cache shows."""
+    baseline, candidate = conformance(report.conformance)
+    assert baseline.status == "PASS", baseline.reason
+    assert "computes fp16 as the oracle does" in baseline.reason
+    assert candidate.status == "FAIL", candidate.reason
+    assert "does not compute fp8" in candidate.reason
+    assert "first stored wrong at position 0 (page offset 0)" in candidate.reason
+    assert report.scale_changes == []
+    assert report.noise.fidelity is not None
+    assert report.noise.fidelity.kl_max is not None
+    assert report.noise.fidelity.kl_max < 1e-3, "a request alone and among others"
+    probes = report.probes
+    assert probes is not None
+    for free, reused in (
+        (probes.free_candidate, probes.reused_candidate),
+        (probes.free_baseline, probes.reused_baseline),
+    ):
+        assert free.contradictions == []
+        assert reused is not None
+        assert reused.contradictions == []
+        assert reused.tokens > 0
+    assert report.system.kib_per_token_allocated == report.system.kib_per_token
+    assert report.system.time_to_first_token_ms > 0
+
+
+def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
+    samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
+    report, summary = judge(tmp_path / "work", vllm_python, samples, "calibration.max_length=64", "backend.threads=1")
+    check(report)
+    assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
+    assert report.overall.fidelity.kl_mean is not None
+    assert report.overall.fidelity.kl_mean < 0.01
+    gates = Gates.model_validate(conf("gates", "default"))
+    assert canary(report, gates)[0].status == "PASS"
+
+
+def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> None:
+    report, _ = judge(
+        tmp_path / "work",
+        vllm_python,
+        "model=smollm2",
+        "calibration=chat",
+        "workloads=chat",
+        "workloads.samples={documentation: 3, lookup: 2, extraction: 0, quotation: 0, recall: 0}",
+        "calibration.samples=3",
+    )
+    check(report)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("kv=int4", "kv=int4: backend=vllm cannot hold it"),
+        ("kv=fp8_token", "kv=fp8_token: backend=vllm cannot hold it .*fp8_per_token_head keeps float32 scales"),
+        ("weights=fp8", "weights=fp8: backend=vllm is given 16-bit weights"),
+        ("backend.kv_cache_dtype=nvfp4", "backend.kv_cache_dtype=nvfp4: is not what the policy says, which is fp8_e4m3 or fp8"),
+        ("backend.block_size=16", "backend.block_size=16: vLLM's attention on a CPU takes multiples of 32"),
+        ("backend.tensor_parallel_size=2", "backend.tensor_parallel_size=2: an evaluation runs in one process"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, vllm_python: str, given: str, expected: str) -> None:
+    asked = [f"workdir={tmp_path / 'work'}", "backend=vllm", f"backend.python={vllm_python}", "stage=evaluate", "kv=fp8", *FEW]
+    (job,) = plan([*asked, given], multirun=False).jobs
+    with pytest.raises(UserError, match=expected):
+        check_inputs(job)
+    assert not (tmp_path / "work").exists()
