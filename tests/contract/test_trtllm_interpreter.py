@@ -104,9 +104,8 @@ def test_the_canary_finds_the_attention_where_a_release_has_it(
         monkeypatch.syspath_prepend(str(folder))
     worker = importlib.import_module("kvgate_worker")
     assert worker._attention_module().__file__ == str(module)
-    loaded = [name for name in sys.modules if name.startswith(("tensorrt_llm", "kvgate_"))]
-    for name in loaded:
-        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith(("tensorrt_llm", "kvgate_"))]:
+        del sys.modules[name]
 
 
 def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:

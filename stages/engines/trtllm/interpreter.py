@@ -52,8 +52,8 @@ class Interpreter:
             return None
         listed = " and ".join(f"{major}.{minor}" for major, minor in READ)
         return (
-            f"warning: TensorRT-LLM {self.release} was not read, {listed} were: LLM arguments, where the cache's scales are, and "
-            "what a logits processor is given may differ; the build and each row of logits are checked all the same"
+            f"warning: TensorRT-LLM {self.release} was not read, {listed} were: LLM arguments, where the cache's scales are, "
+            "and what a logits processor is given may differ; the build and each row of logits are checked all the same"
         )
 
     def compute_capabilities(self, ranks: int) -> list[str]:
