@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch import Tensor
 
 from benchmarks.documentation import MODEL, Tokens, all_tokens, converted, starts
 from benchmarks.recording import ROOT, log, results_record, write_json
@@ -29,25 +28,15 @@ from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import Logits
-from stages.engines.oracle.cache import LayerStorage, Storage
+from stages.engines.oracle.cache import LayerStorage
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import Stored
+from stages.engines.oracle.relatives import TowardsZero
 from stages.engines.vllm.backend import VllmBackend
 from stages.engines.vllm.engine import VllmEngine, load_engine
 from stages.evaluate.distance import kl_of_rows
 
 POLICIES = ("fp16", "fp8_uncalibrated", "fp8_e5m2")
 CODES = Path(__file__).with_name("kvgate_vllm_codes.py")
-
-
-class TowardsZero(Storage):
-    """Keeps the code below the nearest one wherever that is larger than the number."""
-
-    def write(self, x: Tensor) -> Stored:
-        nearest = super().write(x)
-        larger = self.read(nearest).abs() > x.abs()
-        below = nearest.codes.view(torch.uint8) - larger.to(torch.uint8)
-        return Stored(below.view(nearest.codes.dtype), nearest.scale, nearest.zero)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -39,7 +39,7 @@ Rules that spend nothing, of the report as it stands:
 - Stress probe of both engines: FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its
   policy claims, or generates what its forced decode contradicts (`pipeline.verdict.coverage`).
 - Delivered scales: FAIL where an engine of another library uses other scales than its checkpoint carries
-  (`pipeline.core.delivery`), a WARNING where `gates.allow_scale_changes` accepts it.
+  (`pipeline.verdict.delivery`), a WARNING where `gates.allow_scale_changes` accepts it.
 - Compact storage of the baseline: INCONCLUSIVE where what it misses of the mean KL is over a hundredth of the threshold.
 
 Everything else is INCONCLUSIVE, with the number of samples that would decide the answers. A value that is missing or not finite

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from pipeline.core.delivery import ScaleChange
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.divergence import Divergence
 from pipeline.verdict.record import Number, Record
 

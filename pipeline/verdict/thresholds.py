@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.core.delivery import ScaleChangeKind
 from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.record import Record
@@ -22,6 +21,8 @@ RESERVED = 0.1
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
 """Of a line of the verdict's table. A WARNING is read, and decides nothing."""
+ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
+"""How a scale of a checkpoint can arrive in an engine: `pipeline.verdict.delivery`."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]

@@ -7,9 +7,9 @@ that looking at them again costs nothing.
 import math
 from collections.abc import Collection, Sequence
 
-from pipeline.core.delivery import ScaleChange, ScaleChangeKind, describe_changes
+from pipeline.verdict.delivery import ScaleChange, describe_changes
 from pipeline.verdict.report import EvaluationReport, NoiseFloor, SampleRow
-from pipeline.verdict.thresholds import Check, Gates, LineStatus, finite
+from pipeline.verdict.thresholds import Check, Gates, LineStatus, ScaleChangeKind, finite
 
 REQUIRED_NUMBERS = (
     "mean_kl",

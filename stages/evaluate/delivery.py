@@ -2,9 +2,10 @@
 
 from collections.abc import Collection
 
-from pipeline.core.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
 from pipeline.core.errors import GateRefusal
 from pipeline.core.records import DeliveredScales, Engine
+from pipeline.verdict.delivery import ScaleChange, describe_changes, scale_changes
+from pipeline.verdict.thresholds import ScaleChangeKind
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:

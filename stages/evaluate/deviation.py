@@ -11,7 +11,15 @@ import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import StoredCopy
-from pipeline.verdict.conformance import LEAST_KL, MEAN_STEP, SCALE_STEP, STORED_ALLOWED, ComparedRequest, Deviation, allowed_in_layer
+from pipeline.verdict.conformance import (
+    LEAST_KL,
+    MEAN_STEP,
+    SCALE_STEP,
+    STORED_ALLOWED,
+    ComparedRequest,
+    Deviation,
+    allowed_in_layer,
+)
 from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors
 from stages.evaluate.distance import Array

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core.delivery import ScaleChangeKind
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 from pipeline.verdict.coverage import FreeAnswers, Probe
 from pipeline.verdict.report import SystemMetrics, Work
+from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.batches import Step
 from stages.evaluate.canary import canary
 from stages.evaluate.conformance import Comparison, spread

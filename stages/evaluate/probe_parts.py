@@ -174,9 +174,7 @@ class Schedule:
                 self.failures[f"generate: {len(answer)} tokens instead of {limit}"] += 1
             if len(answer) < 2 or self.twin.compute_dtype is None:  # the first comes from the prompt
                 continue
-            exact = expected_rows(
-                self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk, reads_itself=self.reads_itself
-            )
+            exact = expected_rows(self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk, reads_itself=self.reads_itself)
             chosen = np.array(answer[1:])[:, None]
             behind = exact.max(-1) - np.take_along_axis(exact, chosen, -1)[:, 0]
             if (behind > 4 * self.largest_rounding + 1e-3).any():

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from safetensors.numpy import load_file, save_file
 
-from pipeline.core.delivery import ScaleChange
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe, ReusedPrefixes
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.checks import Judgement
 from stages.evaluate.distance import StepStatistics

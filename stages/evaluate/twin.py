@@ -8,7 +8,6 @@ are a rounding off. The distance of the two is what a sound engine may differ by
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-
 from pipeline.verdict.conformance import EngineConformance
 from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine

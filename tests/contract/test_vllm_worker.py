@@ -12,11 +12,11 @@ from fake_interpreter import make_vllm_interpreter
 from trtllm_exports import conf
 from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 
-from pipeline.core.delivery import ScaleChangeKind
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import BoundedEngine, DeliveredScales, ReusingEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
+from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.engines.vllm.interpreter import probe
 from stages.engines.vllm.targets import refuse_dtype
 from stages.evaluate.delivery import audit_scales

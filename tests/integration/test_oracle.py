@@ -249,3 +249,22 @@ def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
         engine.decode([0, 0], [1, 1])
     with pytest.raises(ValueError, match="of kv policy fp8 has static scales, which are missing"):
         OracleEngine.from_model(model, BY_NAME["fp8"])
+
+
+def test_an_oracle_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:
+    """As engines do that store a token before they attend: a prompt in any chunks is the same, and FP16 costs what it costs."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 256, 150).tolist()
+    engine = make_oracle(model, BY_NAME["fp8"], SHAPE)
+    engine.reads_itself = True
+    rows = engine.forced(tokens, 100)
+    engine.prefill_chunk = 7
+    np.testing.assert_allclose(engine.forced(tokens, 100), rows, atol=ROUNDING)
+    replay = engine.replay(tokens, [100], [], rounding=0.0, prefill_chunk=64, reads_itself=True)
+    np.testing.assert_allclose(replay.logits, rows, atol=ROUNDING)
+    engine.reads_itself = False
+    assert np.abs(engine.forced(tokens, 100) - rows).max() > 100 * ROUNDING
+    exact = make_oracle(model, BY_NAME["fp16"], SHAPE)
+    plain = exact.forced(tokens, 100)
+    exact.reads_itself = True
+    np.testing.assert_allclose(exact.forced(tokens, 100), plain, atol=1e-2)

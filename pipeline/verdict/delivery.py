@@ -6,15 +6,11 @@ evaluation would then judge something that nobody asked for.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
-
-ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
-"""How a scale of a checkpoint can arrive in an engine."""
+from pipeline.verdict.record import Record
+from pipeline.verdict.thresholds import ScaleChangeKind
 
 SAME = 1e-6
 """Relative difference of float32 scales that are the same."""
@@ -28,10 +24,8 @@ WORDS: dict[ScaleChangeKind, str] = {
 }
 
 
-class ScaleChange(BaseModel):
+class ScaleChange(Record):
     """A scale that an engine does not use as the checkpoint carries it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
 
     layer: int
     side: Side

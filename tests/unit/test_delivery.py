@@ -1,0 +1,83 @@
+"""Scales that arrive in an engine as something else: what they are called, and what the gate makes of them."""
+
+import pytest
+
+from pipeline.core.kv import Side
+from pipeline.core.records import LayerDelivery
+from pipeline.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
+from pipeline.verdict.delivery import describe_changes, scale_changes
+from pipeline.verdict.thresholds import ScaleChangeKind
+from pipeline.verdict.validity import delivered_scales
+from stages.evaluate.twin import LEAST_MEASURED, ROUNDING, Twin
+
+BOTH = {0: [Side.KEY, Side.VALUE]}
+
+
+def layer(carried: dict[Side, tuple[float, ...]], key: tuple[float, ...], value: tuple[float, ...]) -> list[LayerDelivery]:
+    return [LayerDelivery(carried, {Side.KEY: key, Side.VALUE: value})]
+
+
+@pytest.mark.parametrize(
+    ("carried", "key", "value", "kinds"),
+    [
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.25,), (0.5,), []),
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.25 * (1 + 1e-7),), (0.5,), []),
+        ({Side.VALUE: (0.5,)}, (1.0,), (0.5,), ["missing"]),
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (1.0,), (1.0,), ["defaulted", "defaulted"]),
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.5,), ["merged"]),
+        ({Side.KEY: (0.25, 0.75), Side.VALUE: (0.5, 0.5)}, (0.75,), (0.5,), ["merged", "merged"]),
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.25,), ["swapped", "swapped"]),
+        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.3,), (0.5,), ["changed"]),
+    ],
+)
+def test_what_became_of_a_scale_has_a_name(
+    carried: dict[Side, tuple[float, ...]], key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
+) -> None:
+    assert [change.kind for change in scale_changes(layer(carried, key, value), BOTH)] == kinds
+
+
+def test_sides_without_static_scales_are_not_looked_at() -> None:
+    assert scale_changes(layer({}, (1.0,), (1.0,)), {0: []}) == []
+
+
+def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is() -> None:
+    assert delivered_scales(None, ()) == []
+    (sound,) = delivered_scales([], ())
+    assert (sound.status, sound.reason) == ("PASS", "candidate: scales: the engine uses the scales that its checkpoint carries")
+    changes = scale_changes(layer({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.5,)), BOTH)
+    (failed,) = delivered_scales(changes, ("defaulted",))
+    assert failed.status == "FAIL"
+    assert failed.reason == f"candidate: scales: {describe_changes(changes)}"
+    assert "1 merged (layer 0 keys: 0.25 was merged with others to the largest, 0.5)" in failed.reason
+    (warned,) = delivered_scales(changes, ("merged",))
+    assert warned.status == "WARNING"
+    assert warned.reason.endswith("as gates.allow_scale_changes accepts")
+
+
+def distance(kl: float, layers: tuple[float, ...] = ()) -> Distance:
+    return Distance(kl_mean=kl, kl_max=kl, logit_difference=0.1, stored_error=0.0, stored_by_layer=layers)
+
+
+def request(engine: Distance, rounding: Distance) -> ComparedRequest:
+    return ComparedRequest(sample="a", prompt_tokens=4, decoded_tokens=2, engine=engine, rounding=rounding)
+
+
+def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
+    """Its KL is a sixteenth of an assumed one's: its rounding is a quarter."""
+    compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
+    baseline = EngineConformance(policy="fp16", requests=compared)
+    twin = Twin(None, "bfloat16", measures=True)  # type: ignore[arg-type]
+    assert twin.rounding == ROUNDING["bfloat16"]
+    assert twin.beside(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
+    nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
+    assert twin.beside(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
+    assumed = Twin(None, "bfloat16")  # type: ignore[arg-type]
+    assert assumed.beside(baseline) is assumed
+
+
+def test_a_layer_that_stores_farther_off_than_twice_the_16_bit_engines_deviates() -> None:
+    beside = distance(1e-4, (0.004, 0.010))
+    sound, truncating = (request(distance(1e-4, layers), beside) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
+    assert sound.times_allowed(4.0) < 1
+    assert truncating.times_allowed(4.0) == pytest.approx(0.0255 / allowed_in_layer(0.004))
+    assert truncating.times_allowed(4.0) > 3
