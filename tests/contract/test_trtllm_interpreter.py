@@ -1,8 +1,9 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
-import importlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,14 @@ def test_a_release_that_was_not_read_is_a_warning_that_says_what_may_differ(tmp_
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
-def test_the_canary_finds_the_attention_where_a_release_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_the_canary_finds_the_attention_where_a_release_has_it(tmp_path: Path, place: str) -> None:
     module = tmp_path / "tensorrt_llm" / "_torch" / place / "trtllm.py"
     module.parent.mkdir(parents=True)
     module.write_text("class TrtllmAttention: pass\n")
-    for folder in (tmp_path, WORKER.parent, CHANNEL):
-        monkeypatch.syspath_prepend(str(folder))
-    worker = importlib.import_module("kvgate_worker")
-    assert worker._attention_module().__file__ == str(module)
-    for name in [name for name in sys.modules if name.startswith(("tensorrt_llm", "kvgate_"))]:
-        del sys.modules[name]
+    path = os.pathsep.join(map(str, (tmp_path, WORKER.parent, CHANNEL)))
+    command = [sys.executable, "-c", "import kvgate_worker; print(kvgate_worker._attention_module().__file__)"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert found.stdout.strip() == str(module)
 
 
 def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:
