@@ -76,15 +76,16 @@ def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
 
 def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python: str) -> None:
     parse = (
-        "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P; "
-        "a = make_arg_parser(P(prog='vllm serve')).parse_args(['serve', 'checkpoint', '--config', sys.argv[1]]); "
-        "print('parsed', a.kv_cache_dtype, a.block_size, a.enable_prefix_caching, a.trust_remote_code, a.max_model_len)"
+        "import sys; from vllm.entrypoints.cli.serve import ServeSubcommand as Serve; "
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser; p = FlexibleArgumentParser(); "
+        "Serve().subparser_init(p.add_subparsers(dest='subparser')); "
+        "a = p.parse_args(['serve', 'checkpoint', '--config', sys.argv[1]]); "
+        "print('parsed', a.model_tag, a.kv_cache_dtype, a.block_size, a.enable_prefix_caching, a.trust_remote_code)"
     )
     command = [vllm_python, "-c", parse, str(bundles["fp8"] / "engine_args.yaml")]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert "parsed fp8_e4m3 64 True False 512" in done.stdout, done.stderr[-2000:]
+    assert "parsed checkpoint fp8_e4m3 64 True False" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
