@@ -24,26 +24,17 @@ from pipeline.verdict.conformance import (
     Deviation,
     Distance,
     EngineConformance,
-    Explanation,
 )
-from stages.engines.oracle.relatives import relatives
+from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.batches import Logits, Step
 from stages.evaluate.decode import decode, shares
 from stages.evaluate.deviation import Compared, Request, first_deviation
-from stages.evaluate.distance import Array, Distributions, compare_head, log_softmax
+from stages.evaluate.distance import Array, Distributions, compare_head
+from stages.evaluate.explanation import FAR, explained, explained_by_codes, finite, kl_of_logits
 from stages.evaluate.scores import SampleHeads
 from stages.evaluate.tokens import EncodedSample
 from stages.evaluate.twin import Twin
-
-CLOSER = 4.0
-"""How many times as close as the twin a relative of its policy must be to explain an engine."""
-
-FAR = 1e6
-"""The error of stored vectors that are not finite."""
-
-ROWS_AT_ONCE = 16
-"""Rows of a KL over the whole vocabulary, which is computed in float64."""
 
 
 class Comparison:
@@ -80,8 +71,8 @@ class Comparison:
         self.worst = 1.0
         """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
         self.deviation: Deviation | None = None
-        self._worst: tuple[int, Logits] | None = None
-        """Its index, and the engine's logits (R, V)."""
+        self._worst: tuple[int, Logits, list[dict[Side, StoredCopy]]] | None = None
+        """Its index, the engine's logits (R, V), and what it shows of its cache."""
         self.seconds = 0.0
         self._requests: dict[int, Request] = {}
 
@@ -146,23 +137,31 @@ class Comparison:
         if times > self.worst:
             self.worst = times
             self.deviation = first_deviation(item, request, compared, self.limit)
-            self._worst = i, np.stack(request.logits)
+            self._worst = i, np.stack(request.logits), [] if problem else request.layers
 
-    def _described(self, i: int, logits_RV: Logits) -> dict[str, Any]:
+    def _described(self, i: int, logits_RV: Logits, layers: list[dict[Side, StoredCopy]]) -> dict[str, Any]:
         """Return how far a request is from the twin over its own cache, the twin from FP16, and what the engine may compute."""
         item = self.encoded[i]
         alone = self._replay(item, []).logits
-        kl = _finite(_kl(alone, logits_RV).mean())
-        explanation = _explained(self.twin, item, logits_RV, kl, reads_itself=self.reads_itself)
-        twin_kl = None if self.baseline is None else _finite(_kl_of_heads(self.baseline(i), alone, item))
+        kl = finite(kl_of_logits(alone, logits_RV).mean())
+        itself = self.reads_itself
+        explanation = explained(self.twin, item, logits_RV, kl, reads_itself=itself)
+        if explanation is None and self.twin.measures and layers:
+            explanation = explained_by_codes(
+                self.twin, item, logits_RV, lambda oracle: self._replay(item, layers, oracle), reads_itself=itself
+            )
+        twin_kl = None if self.baseline is None else finite(_kl_of_heads(self.baseline(i), alone, item))
         return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
-    def _replay(self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]]) -> Replay:
+    def _replay(
+        self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]], oracle: OracleEngine | None = None
+    ) -> Replay:
+        """Replay a request on the twin, or on another oracle."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
         chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
         tokens = [*item.prompt, *item.reference[:-1]]
-        return self.twin.engine.replay(
+        return (oracle or self.twin.engine).replay(
             tokens,
             pieces,
             layers,
@@ -251,16 +250,16 @@ def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shap
 
 
 def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: str) -> Compared:
-    kl, rounding_kl = _kl(replay.logits, logits_RV), _kl(replay.logits, replay.disturbed)
+    kl, rounding_kl = kl_of_logits(replay.logits, logits_RV), kl_of_logits(replay.logits, replay.disturbed)
     errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
 
     def distance(kl_R: Array, others_RV: Logits, stored: Sequence[Tensor]) -> Distance:
         return Distance(
-            kl_mean=_finite(kl_R.mean()),
-            kl_max=_finite(kl_R.max()),
-            logit_difference=_finite(float(np.abs(others_RV - replay.logits).max())),
-            stored_error=_finite(max((float(part.max()) for part in stored), default=0.0)),
-            stored_mean=_finite(float(torch.cat([part.flatten() for part in stored]).mean())) if stored else 0.0,
+            kl_mean=finite(kl_R.mean()),
+            kl_max=finite(kl_R.max()),
+            logit_difference=finite(float(np.abs(others_RV - replay.logits).max())),
+            stored_error=finite(max((float(part.max()) for part in stored), default=0.0)),
+            stored_mean=finite(float(torch.cat([part.flatten() for part in stored]).mean())) if stored else 0.0,
         )
 
     record = ComparedRequest(
@@ -282,34 +281,6 @@ def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
     engine = record.engine.model_copy(update={"stored_by_layer": means})
     beside = record.rounding.model_copy(update={"stored_by_layer": rounding})
     return replace(compared, record=record.model_copy(update={"engine": engine, "rounding": beside}))
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _kl(twin_RV: Logits, engine_RV: Logits) -> Array:
-    """KL(twin || engine) of every row in nats (R), infinite where a logit of either is not finite."""
-    rows = []
-    for first in range(0, len(twin_RV), ROWS_AT_ONCE):
-        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (twin_RV, engine_RV))
-        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
-    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
-    return kl
-
-
-def _explained(
-    twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None, *, reads_itself: bool
-) -> Explanation | None:
-    """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
-    found = []
-    for what, relative in relatives(twin.engine):
-        relative.reads_itself = reads_itself
-        rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
-        kl = _finite(_kl(rows, logits_RV).mean())
-        if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
-            found.append(Explanation(what=what, kl=kl))
-    return min(found, key=lambda explanation: explanation.kl, default=None)
 
 
 def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:

@@ -47,6 +47,7 @@ def check(report: EvaluationReport) -> None:
     assert "computes fp16 as the oracle does" in baseline.reason
     assert candidate.status == "FAIL", candidate.reason
     assert "does not compute fp8" in candidate.reason
+    assert "it is as if codes are rounded towards zero" in candidate.reason
     assert "first stored wrong at position 0 (page offset 0)" in candidate.reason
     assert report.scale_changes == []
     assert report.noise.fidelity is not None

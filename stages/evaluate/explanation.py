@@ -1,0 +1,93 @@
+"""What an engine that misses its policy computes instead: the near relative of the policy that fits it.
+
+Legend: R = decoded tokens of a request, V = vocab_size.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pipeline.verdict.conformance import Explanation
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.relatives import relatives
+from stages.engines.oracle.replay import Replay
+from stages.evaluate.batches import Logits
+from stages.evaluate.distance import Array, log_softmax
+from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.twin import Twin
+
+CLOSER = 4.0
+"""How many times as close as the twin a relative of its policy must be to explain an engine."""
+
+FAR = 1e6
+"""The error of stored vectors that are not finite."""
+
+ROWS_AT_ONCE = 16
+"""Rows of a KL over the whole vocabulary, which is computed in float64."""
+
+
+def explained(
+    twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None, *, reads_itself: bool
+) -> Explanation | None:
+    """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
+    found = []
+    for what, relative in relatives(twin.engine):
+        kl = finite(_kl_of_relative(relative, item, logits_RV, reads_itself=reads_itself))
+        if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
+            found.append(Explanation(what=what, kl=kl))
+    return min(found, key=lambda explanation: explanation.kl, default=None)
+
+
+def explained_by_codes(
+    twin: Twin, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay], *, reads_itself: bool
+) -> Explanation | None:
+    """Return the relative that stores what an engine stores, where 16-bit logits cannot tell; None where none does.
+
+    Args:
+        twin: The engine's twin.
+        item: The request.
+        logits_RV: What the engine gave.
+        replayed: Replays the request on an oracle over the engine's codes.
+        reads_itself: Whether the engine reads every token from its cache, the one that attends included.
+    """
+    found = []
+    least = _stored(replayed(twin.engine)) / CLOSER
+    for what, relative in relatives(twin.engine):
+        if relative.policy != twin.engine.policy:
+            continue  # its codes have another width
+        stored = _stored(replayed(relative))
+        if stored < least:
+            found.append((stored, what, relative))
+    if not found:
+        return None
+    _, what, relative = min(found, key=lambda part: part[0])
+    kl = finite(_kl_of_relative(relative, item, logits_RV, reads_itself=reads_itself))
+    return None if kl is None else Explanation(what=what, kl=kl)
+
+
+def _kl_of_relative(relative: OracleEngine, item: EncodedSample, logits_RV: Logits, *, reads_itself: bool) -> float:
+    relative.reads_itself = reads_itself
+    rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
+    return float(kl_of_logits(rows, logits_RV).mean())
+
+
+def _stored(replay: Replay) -> float:
+    """Return how far what an engine stores is from what an oracle stores of the same numbers, in the mean, either way."""
+    errors = [copy.engine.flatten() for layer in replay.errors for copy in layer.values()]
+    return abs(float(torch.cat(errors).mean().nan_to_num(nan=FAR, posinf=FAR)))
+
+
+def finite(value: float) -> float | None:
+    """Return a number, None for one that is not finite."""
+    return float(value) if np.isfinite(value) else None
+
+
+def kl_of_logits(twin_RV: Logits, engine_RV: Logits) -> Array:
+    """KL(twin || engine) of every row in nats (R), infinite where a logit of either is not finite."""
+    rows = []
+    for first in range(0, len(twin_RV), ROWS_AT_ONCE):
+        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (twin_RV, engine_RV))
+        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
+    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
+    return kl
