@@ -52,7 +52,7 @@ def check(report: EvaluationReport) -> None:
     assert report.scale_changes == []
     assert report.noise.fidelity is not None
     assert report.noise.fidelity.kl_max is not None
-    assert report.noise.fidelity.kl_max < 1e-3, "a request alone and among others"
+    assert report.noise.fidelity.kl_max < 0.02, "a request alone and among others, in bfloat16"
     probes = report.probes
     assert probes is not None
     for free, reused in (

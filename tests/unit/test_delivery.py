@@ -45,11 +45,13 @@ def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is() -> None:
     (sound,) = delivered_scales([], ())
     assert (sound.status, sound.reason) == ("PASS", "candidate: scales: the engine uses the scales that its checkpoint carries")
     changes = scale_changes(layer({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.5,)), BOTH)
-    (failed,) = delivered_scales(changes, ("defaulted",))
+    other: ScaleChangeKind = "defaulted"
+    (failed,) = delivered_scales(changes, (other,))
     assert failed.status == "FAIL"
     assert failed.reason == f"candidate: scales: {describe_changes(changes)}"
     assert "1 merged (layer 0 keys: 0.25 was merged with others to the largest, 0.5)" in failed.reason
-    (warned,) = delivered_scales(changes, ("merged",))
+    same: ScaleChangeKind = "merged"
+    (warned,) = delivered_scales(changes, (same,))
     assert warned.status == "WARNING"
     assert warned.reason.endswith("as gates.allow_scale_changes accepts")
 
