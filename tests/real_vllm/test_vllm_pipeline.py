@@ -85,8 +85,9 @@ def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> 
         "model=smollm2",
         "calibration=chat",
         "workloads=chat",
-        "workloads.samples={documentation: 3, lookup: 2, extraction: 0, quotation: 0, recall: 0}",
-        "calibration.samples=3",
+        "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}",
+        "workloads.max_scored_tokens=16",
+        "calibration.samples=2",
     )
     check(report)
 
