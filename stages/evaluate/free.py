@@ -43,7 +43,7 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
         logits_BV = _forced(engine, item.prompt, said[:-1])
         chosen = np.array(said[1:])[:, None]
         behind = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, chosen, axis=1)[:, 0]
-        wrong = np.flatnonzero(~(behind <= TIE * logits_BV.std(axis=1)))
+        wrong = np.flatnonzero(~(behind <= tie(engine, logits_BV)))
         if wrong.size:
             first = int(wrong[0])
             contradictions.append(
@@ -51,6 +51,13 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
                 f"{behind[first]:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
             )
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
+
+
+def tie(engine: Engine, logits_BV: Logits) -> Logits:
+    """Return how far behind the largest logit another one of each row may be and change places with it by rounding, (B)."""
+    step: float = getattr(engine, "logit_step", 0.0)
+    largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), step * np.abs(logits_BV).max(axis=1))
+    return largest
 
 
 def _forced(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:

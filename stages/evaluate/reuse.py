@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.core.records import Engine, ReusingEngine
 from pipeline.verdict.coverage import ReusedPrefixes
 from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.free import TIE
+from stages.evaluate.free import tie
 from stages.evaluate.tokens import EncodedSample
 
 
@@ -30,7 +30,7 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
         largest = max(largest, *(kl_of_rows(row, other[None])[0] for row, other in zip(exact, again, strict=True)))
         chosen = again.argmax(axis=1)[:, None]
         behind = exact.max(axis=1) - np.take_along_axis(exact, chosen, axis=1)[:, 0]
-        wrong = np.flatnonzero(~(behind <= TIE * exact.std(axis=1)))
+        wrong = np.flatnonzero(~(behind <= tie(engine, exact)))
         if wrong.size:
             first = int(wrong[0])
             contradictions.append(

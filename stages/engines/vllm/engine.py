@@ -19,6 +19,8 @@ from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.interpreter import Interpreter, Worker, probe
 from stages.engines.vllm.protocol import Facts, LoadedInBlocks, ShownRunAnswer
 
+LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
+
 
 def load_engine(bundle: Path, *, python: str | None, timeout_s: int, threads: int | None) -> "VllmEngine":
     """Load a bundle that build_bundle wrote; vLLM itself starts with the first request.
@@ -69,6 +71,8 @@ class VllmEngine(RequestEngineBase):
         self._bundle, self._described, self._scales = bundle, described, scales
         self._python, self._threads_asked = interpreter.python, threads
         self.prefill_chunk = int(described.engine_args["max_num_batched_tokens"])
+        self.logit_step = LOGIT_STEP[str(described.engine_args["dtype"])]
+        """Two units in the last place of a logit, relative to it: the model's last product is rounded to its type."""
         self._fault = 1.0
         self._reuse = False
         self._facts: Facts | None = None
