@@ -15,7 +15,5 @@ def test_auto_is_a_gpu_where_there_is_one(device: str, found: bool, means: str, 
 
 def test_a_gpu_that_is_missing_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        MissingRequirement, match=r"no NVIDIA GPU here; set quantize\.device=auto"
-    ):
+    with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU here; set quantize\.device=auto"):
         resolve_device("cuda")
