@@ -33,7 +33,7 @@ def check_weights(info: CheckpointInfo) -> None:
             if name in found:
                 raise UserError(f"model.path={info.path}: {name} is in both {found[name]} and {file}; keep one of them")
             found[name] = file
-            if _is_unused(info, name):
+            if name not in expected and _is_computed(name):
                 continue
             if name not in expected:
                 raise UserError(
@@ -88,11 +88,9 @@ def expected_tensors(info: CheckpointInfo) -> Iterator[tuple[str, Shape]]:
         yield "lm_head.weight", (info.vocab_size, hidden)
 
 
-def _is_unused(info: CheckpointInfo, name: str) -> bool:
-    """Whether transformers computes a tensor itself: older files hold the rotary frequencies and a tied output matrix."""
-    if name.endswith(".rotary_emb.inv_freq"):
-        return True
-    return name == "lm_head.weight" and bool(read_json(info.path, "config.json").get("tie_word_embeddings", False))
+def _is_computed(name: str) -> bool:
+    """Whether transformers makes a tensor that the model has no place for: rotary frequencies, a tied output matrix."""
+    return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
 def _size(info: CheckpointInfo, config: dict[str, object], key: str) -> int:

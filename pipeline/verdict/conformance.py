@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pipeline.verdict.record import Number, Record
-from pipeline.verdict.thresholds import Check, Status, finite
+from pipeline.verdict.record import Number, Record, finite
+from pipeline.verdict.thresholds import Check, Status
 
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.

@@ -15,8 +15,9 @@ from pipeline.statistics import bounds
 from pipeline.statistics.bootstrap import pooled_slope
 from pipeline.statistics.looks import Look
 from pipeline.verdict.conformance import allowed
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, Gates, LineStatus, Status, finite
+from pipeline.verdict.thresholds import Check, Gates, LineStatus, Status
 
 OUTLIER = 4.0
 """A document counts at most as this many times the limit where a mean has to pass, and a request whose KL is beyond that is

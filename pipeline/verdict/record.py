@@ -1,5 +1,7 @@
 """The base of the records that an evaluation writes: frozen, and without unknown keys or numbers that JSON lacks."""
 
+import math
+
 from pydantic import BaseModel, ConfigDict
 
 Number = float | None
@@ -10,3 +12,8 @@ class Record(BaseModel):
     """A part of a report or of a verdict."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def finite(value: Number) -> Number:
+    """Return a number as a record holds it."""
+    return float(value) if value is not None and math.isfinite(value) else None

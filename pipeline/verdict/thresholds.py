@@ -1,6 +1,5 @@
 """The gates' thresholds (`gates.*` on the command line) and the record of a verdict. `pipeline.verdict.gates` decides."""
 
-import math
 from collections.abc import Collection
 from typing import Annotated, Literal
 
@@ -146,8 +145,3 @@ class Verdict(Record):
     """How far it holds: `up to 1,024 tokens, batch 16`. Evidence from before it was recorded lacks it."""
     rules: int = 1
     """`RULES` of the gates that decided. Evidence from before it was recorded lacks it."""
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value, None for one that JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None

@@ -8,8 +8,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from pipeline.verdict.delivery import ScaleChange, describe_changes
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import EvaluationReport, NoiseFloor, SampleRow
-from pipeline.verdict.thresholds import Check, Gates, LineStatus, ScaleChangeKind, finite
+from pipeline.verdict.thresholds import Check, Gates, LineStatus, ScaleChangeKind
 
 REQUIRED_NUMBERS = (
     "mean_kl",

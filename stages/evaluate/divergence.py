@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.verdict.divergence import Divergence, Estimate, Percentiles
+from pipeline.verdict.record import finite
 from stages.evaluate.distance import Array, StepStatistics
 
 PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
@@ -34,12 +35,8 @@ class _Clusters:
         return _estimate(float(values.mean()), self.error(values))
 
 
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _estimate(value: float, error: float) -> Estimate:
-    return Estimate(value=_number(value), error=_number(error))
+    return Estimate(value=finite(value), error=finite(error))
 
 
 def _exp(value: float) -> float:
@@ -48,7 +45,7 @@ def _exp(value: float) -> float:
 
 def _percentiles(values: Array) -> Percentiles:
     found = np.percentile(values, PERCENTILES).tolist()
-    return Percentiles(**{name: _number(value) for name, value in zip(Percentiles.model_fields, found, strict=True)})
+    return Percentiles(**{name: finite(value) for name, value in zip(Percentiles.model_fields, found, strict=True)})
 
 
 def divergence(steps: StepStatistics, tokens: Sequence[int], documents: Sequence[str]) -> Divergence:
@@ -72,7 +69,7 @@ def divergence(steps: StepStatistics, tokens: Sequence[int], documents: Sequence
     return Divergence(
         candidate_ppl=_estimate(quantized_ppl, quantized_ppl * clusters.error(quantized)),
         baseline_ppl=_estimate(base_ppl, base_ppl * clusters.error(base)),
-        nll_correlation=_number(correlation),
+        nll_correlation=finite(correlation),
         log_ppl_ratio=clusters.mean(quantized - base),
         ppl_ratio=_estimate(ratio, ratio * clusters.error(quantized - base)),
         ppl_difference=_estimate(quantized_ppl - base_ppl, difference_error),

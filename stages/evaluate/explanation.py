@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.verdict.conformance import Explanation
+from pipeline.verdict.record import finite
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.relatives import relatives
 from stages.engines.oracle.replay import Replay
@@ -76,11 +77,6 @@ def _stored(replay: Replay) -> float:
     """Return how far what an engine stores is from what an oracle stores of the same numbers, in the mean, either way."""
     errors = [copy.engine.flatten() for layer in replay.errors for copy in layer.values()]
     return abs(float(torch.cat(errors).mean().nan_to_num(nan=FAR, posinf=FAR)))
-
-
-def finite(value: float) -> float | None:
-    """Return a number, None for one that is not finite."""
-    return float(value) if np.isfinite(value) else None
 
 
 def kl_of_logits(twin_RV: Logits, engine_RV: Logits) -> Array:

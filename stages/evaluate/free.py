@@ -41,19 +41,31 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
         if len(said) < 2:  # the first token comes from the prompt, which reads no cache
             continue
         logits_BV = _forced(engine, item.prompt, said[:-1])
-        chosen = np.array(said[1:])[:, None]
-        behind = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, chosen, axis=1)[:, 0]
-        wrong = np.flatnonzero(~(behind <= tie(engine, logits_BV)))
-        if wrong.size:
-            first = int(wrong[0])
+        found = contradiction(engine, logits_BV, said[1:])
+        if found is not None:
+            first, gap = found
             contradictions.append(
                 f"sample {item.sample.id}: after {first + 1} free tokens it said {said[first + 1]}, which forced decode finds "
-                f"{behind[first]:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
+                f"{gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
             )
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
 
 
-def tie(engine: Engine, logits_BV: Logits) -> Logits:
+def behind(logits_BV: Logits, chosen: Sequence[int]) -> Logits:
+    """Return how far the logit of each row's chosen token lies behind its largest, (B)."""
+    of_chosen = np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
+    gaps: Logits = logits_BV.max(axis=1) - of_chosen
+    return gaps
+
+
+def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> tuple[int, float] | None:
+    """Return the first row whose chosen token is not the most likely but for rounding, and how far behind; None without one."""
+    gaps = behind(logits_BV, chosen)
+    wrong = np.flatnonzero(~(gaps <= _tie(engine, logits_BV)))
+    return (int(wrong[0]), float(gaps[wrong[0]])) if wrong.size else None
+
+
+def _tie(engine: Engine, logits_BV: Logits) -> Logits:
     """Return how far behind the largest logit another one of each row may be and change places with it by rounding, (B)."""
     step: float = getattr(engine, "logit_step", 0.0)
     largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), step * np.abs(logits_BV).max(axis=1))

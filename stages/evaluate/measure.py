@@ -16,6 +16,7 @@ from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 from pipeline.verdict.coverage import FreeAnswers, Probe
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import SystemMetrics, Work
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.batches import Step
@@ -226,13 +227,13 @@ def evaluate_round(
         traced = [(item, result.trace) for item, result in zip(encoded, results, strict=True)]
         noise = None
         if first and repeated:
-            noise, again = candidate_noise(engine, encoded, answers, tokenizer, config, progress)
+            noise, again = candidate_noise(engine, encoded, repeated, answers, tokenizer, config, progress)
             traced += [(encoded[i], result.trace) for i, result in zip([*repeated, *repeated], again, strict=True)]
         record = CandidateRound(
             samples_digest=digest,
             policy=engine.policy.name,
             work=_work(encoded, results, shared=shares(engine, config.batch_size)),
-            checks=[(_number(full), _number(head)) for result in results for full, head in result.checks.tolist()],
+            checks=[(finite(full), finite(head)) for result in results for full, head in result.checks.tolist()],
             canary=canary(open_engine(), encoded, heads, config, progress, twin) if first else None,
             coverage=coverage(traced, engine.policy, config.context_bins),
             noise=noise,
@@ -292,10 +293,6 @@ def _conclude(comparison: Comparison | None) -> EngineConformance | None:
         return None
     comparison.decode_missing()
     return comparison.result()
-
-
-def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def _work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, shared: bool) -> Work:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.verdict.distances import kl_slope
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
 from stages.evaluate.divergence import divergence
@@ -34,10 +35,6 @@ def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
     return edges[position], edges[position + 1] if position + 1 < len(edges) else None
 
 
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _exp(value: float) -> float | None:
     return math.exp(value) if value < 700 else None  # NaN compares false
 
@@ -53,25 +50,25 @@ def fidelity(steps: StepStatistics) -> Fidelity:
 
     baseline_nll, candidate_nll = mean(steps.baseline_nll), mean(steps.candidate_nll)
     percentiles = np.percentile(steps.kl, [50, 95, 99, 99.9, 100]).tolist()
-    median, p95, p99, p999, largest = (_number(value) for value in percentiles)
+    median, p95, p99, p999, largest = (finite(value) for value in percentiles)
     flagged = np.where(np.isfinite(steps.kl), steps.kl > STEP_FLAG_KL, np.nan)
     return Fidelity(
         tokens=len(steps.kl),
-        baseline_nll=_number(baseline_nll),
-        candidate_nll=_number(candidate_nll),
+        baseline_nll=finite(baseline_nll),
+        candidate_nll=finite(candidate_nll),
         baseline_ppl=_exp(baseline_nll),
         candidate_ppl=_exp(candidate_nll),
         ppl_ratio=_exp(candidate_nll - baseline_nll),
-        kl_mean=_number(mean(steps.kl)),
+        kl_mean=finite(mean(steps.kl)),
         kl_median=median,
         kl_p95=p95,
         kl_p99=p99,
         kl_p999=p999,
         kl_max=largest,
-        flagged_steps=_number(mean(flagged)),
-        top1_agreement=_number(mean(steps.top1)),
-        top10_overlap=_number(mean(steps.top10)),
-        rms_delta_p=_number(math.sqrt(mean(steps.delta_p**2))),
+        flagged_steps=finite(mean(flagged)),
+        top1_agreement=finite(mean(steps.top1)),
+        top10_overlap=finite(mean(steps.top10)),
+        rms_delta_p=finite(math.sqrt(mean(steps.delta_p**2))),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
     )
 
@@ -176,4 +173,4 @@ def compaction(checks: Sequence[tuple[float | None, float | None]]) -> Compactio
     if not checks:
         return None
     full, head = np.array(checks, np.float64).mean(axis=0).tolist()
-    return Compaction(tokens=len(checks), kl_full=_number(full), kl_head=_number(head), difference=_number(full - head))
+    return Compaction(tokens=len(checks), kl_full=finite(full), kl_head=finite(head), difference=finite(full - head))

@@ -63,13 +63,13 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
 def candidate_noise(
     engine: Engine,
     encoded: Sequence[EncodedSample],
+    indices: Sequence[int],
     answers: Sequence[Answer | None],
     tokenizer: Tokenizer,
     config: WorkloadsConfig,
     progress: Progress,
 ) -> tuple[NoiseFloor, list[SampleResult]]:
     """Measure the candidate's noise as the baseline's: its distributions on the repeated samples are made for that."""
-    indices = repeated_samples(encoded, config)
     with tempfile.TemporaryDirectory() as scratch:
         folder, path = ResultFolder(Path(scratch) / "results"), Path(scratch) / LOGPROBS
         subset = [encoded[i] for i in indices]

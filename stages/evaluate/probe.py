@@ -16,6 +16,7 @@ from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import BoundedEngine, Engine, Progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe, ProbePart
+from pipeline.verdict.record import finite
 from stages.evaluate.probe_parts import Row, Schedule
 from stages.evaluate.system import allocation
 from stages.evaluate.twin import Twin, model_tokens
@@ -145,13 +146,9 @@ def _parts(rows: Sequence[Row]) -> list[ProbePart]:
             ProbePart(
                 name=name,
                 rows=len(members),
-                kl_median=_number(median),
-                kl_max=_number(largest),
-                largest_difference=_number(difference),
+                kl_median=finite(median),
+                kl_max=finite(largest),
+                largest_difference=finite(difference),
             )
         )
     return parts
-
-
-def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None

@@ -16,6 +16,7 @@ from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Allocation
 from stages.engines.base import Logits
 from stages.evaluate.distance import kl_of_rows
+from stages.evaluate.free import behind
 from stages.evaluate.system import allocation
 from stages.evaluate.twin import Twin, expected_rows, rounded_rows
 
@@ -175,9 +176,7 @@ class Schedule:
             if len(answer) < 2 or self.twin.compute_dtype is None:  # the first comes from the prompt
                 continue
             exact = expected_rows(self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk, reads_itself=self.reads_itself)
-            chosen = np.array(answer[1:])[:, None]
-            behind = exact.max(-1) - np.take_along_axis(exact, chosen, -1)[:, 0]
-            if (behind > 4 * self.largest_rounding + 1e-3).any():
+            if (behind(exact, answer[1:]) > 4 * self.largest_rounding + 1e-3).any():
                 self.failures["generate: tokens that forced decode of the same answer does not find most likely"] += 1
 
     def _fork(self) -> None:

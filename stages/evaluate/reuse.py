@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from pipeline.core.records import Engine, ReusingEngine
 from pipeline.verdict.coverage import ReusedPrefixes
+from pipeline.verdict.record import finite
 from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.free import tie
+from stages.evaluate.free import contradiction
 from stages.evaluate.tokens import EncodedSample
 
 
@@ -28,18 +27,17 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
     contradictions, largest = [], 0.0
     for item, exact, again in zip(encoded, alone, reused, strict=True):
         largest = max(largest, *(kl_of_rows(row, other[None])[0] for row, other in zip(exact, again, strict=True)))
-        chosen = again.argmax(axis=1)[:, None]
-        behind = exact.max(axis=1) - np.take_along_axis(exact, chosen, axis=1)[:, 0]
-        wrong = np.flatnonzero(~(behind <= tie(engine, exact)))
-        if wrong.size:
-            first = int(wrong[0])
+        chosen = again.argmax(axis=1).tolist()
+        found = contradiction(engine, exact, chosen)
+        if found is not None:
+            first, gap = found
             contradictions.append(
-                f"sample {item.sample.id}: over a reused prefix, token {first} is {int(chosen[first, 0])}, which is "
-                f"{behind[first]:.2g} less likely (logits) without it"
+                f"sample {item.sample.id}: over a reused prefix, token {first} is {chosen[first]}, which is {gap:.2g} less "
+                "likely (logits) without it"
             )
     return ReusedPrefixes(
         samples=len(encoded),
         tokens=sum(map(len, alone)),
-        kl_max=float(largest) if np.isfinite(largest) else None,
+        kl_max=finite(largest),
         contradictions=contradictions,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.core.records import Engine
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.batches import Finished, Greedy, Step
 from stages.evaluate.checks import Judgement
@@ -160,8 +161,7 @@ def run_samples(
 
 
 def _mean(values: Array) -> float | None:
-    mean = float(values.mean())
-    return mean if np.isfinite(mean) else None
+    return finite(float(values.mean()))
 
 
 def make_row(

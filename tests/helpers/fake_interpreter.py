@@ -21,13 +21,18 @@ def make_interpreter(
     # It is asked for the driver alone, and knows no CUDA_VISIBLE_DEVICES.
     _script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
     (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
-    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
-    lines = [
+    return _python(
+        folder,
         f"export FAKE_TRTLLM_RELEASE='{release}' FAKE_TRTLLM_MODE='{mode}' FAKE_TRTLLM_GPUS='{json.dumps(gpus)}'",
         f'export PYTHONPATH="{folder}:{PACKAGE}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1',
-        command,
-    ]
-    _script(folder / "python", "\n".join(lines))
+        says=says,
+    )
+
+
+def _python(folder: Path, *environment: str, says: str | None) -> str:
+    """The path of a new `python`: this one after lines that set its environment, or one that says a line and no more."""
+    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
+    _script(folder / "python", "\n".join([*environment, command]))
     return str(folder / "python")
 
 
@@ -40,11 +45,9 @@ def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "so
     """The path of a new one that has the fake vLLM, and a torch of its own."""
     folder.mkdir(parents=True)
     (folder / "torch.py").write_text("from vllm.cpu_torch import __version__, cpu, tensor\n", encoding="utf-8")
-    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
-    lines = [
+    return _python(
+        folder,
         f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
         f'export PYTHONPATH="{folder}:{VLLM_PACKAGE}:$PYTHONPATH"',
-        command,
-    ]
-    _script(folder / "python", "\n".join(lines))
-    return str(folder / "python")
+        says=says,
+    )
