@@ -20,10 +20,17 @@ from pydantic import ValidationError
 
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
 from pipeline.core.redaction import redact_text
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """The folder conf/ beside the packages, in a checkout and in a wheel. A folder `conf` in the current directory is not it."""
+
+
+def shipped_policies() -> list[KVPolicy]:
+    """Return the policies of conf/kv, by name."""
+    files = sorted((CONF / "kv").glob("*.yaml"))
+    return [KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(file))) for file in files]
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -19,6 +19,7 @@ ROOMS = (
     "pipeline.artifacts",
     "pipeline.statistics",
     "pipeline.verdict",
+    "pipeline.planning",
     "pipeline.registry",
     "pipeline.config",
     "stages.checkpoints",
