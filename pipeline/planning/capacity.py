@@ -1,6 +1,6 @@
 """The capacity of every policy for one model and one use: bytes, live tokens, requests, break-even lengths. `capacity.json`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pipeline.core.errors import UserError
@@ -173,6 +173,12 @@ def measure(
     if use.tensor_parallel > model.kv.kv_heads:
         copies = use.tensor_parallel // model.kv.kv_heads
         notes.append(f"{model.kv.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")
+    rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
+    # A sequence that shares nothing and lies on the GPU: what break-even lengths compare.
+    alone = {
+        label: SequenceCost(policy, rank, model.windows, eviction=use.eviction)
+        for label, policy in [(FP16_POLICY.name, FP16_POLICY), *fitting]
+    }
     return Capacity(
         model=name,
         layers=model.kv.layers,
@@ -186,7 +192,7 @@ def measure(
         ceiling_bytes=use.below_ceiling(budget.cache),
         block_waste=1 - held / slots,
         notes=notes,
-        policies=[_policy_capacity(label, policy, model, use, budget, fitting) for label, policy in fitting],
+        policies=[_policy_capacity(label, policy, model, rank, use, budget, alone) for label, policy in fitting],
         unfit=unfit,
     )
 
@@ -195,19 +201,16 @@ def _policy_capacity(
     name: str,
     policy: KVPolicy,
     model: ModelShape,
+    rank: KVShape,
     use: CapacityConfig,
     budget: Budget,
-    policies: Sequence[tuple[str, KVPolicy]],
+    alone: Mapping[str, SequenceCost],
 ) -> PolicyCapacity:
-    rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
     limit, cycle = use.below_ceiling(budget.cache), use.cycle
     cost = _cost(policy, model, rank, use)
     admitted = admit(cost, cycle, limit)
     fit = budget.cache // policy.bytes_per_token(rank)
-    plain = _plain(policy, model, rank, use)
-    others = {label: _plain(other, model, rank, use) for label, other in policies if label != name}
-    if name != FP16_POLICY.name:
-        others.setdefault(FP16_POLICY.name, _plain(FP16_POLICY, model, rank, use))
+    plain = alone[name]
     bytes_of_a_mix = sum(cost.own(tokens).gpu for tokens in cycle)
     return PolicyCapacity(
         policy=policy,
@@ -226,7 +229,7 @@ def _policy_capacity(
         requests_without={
             what: admit(other, cycle, limit).requests for what, other in _without(policy, model, rank, use).items()
         },
-        smaller_than={label: _smaller_from(plain, other) for label, other in others.items()},
+        smaller_than={label: _smaller_from(plain, other) for label, other in alone.items() if label != name},
         outweighs_weights_from=holds_from(
             lambda tokens: use.concurrency * plain.alone(tokens) - budget.weights,
             plain.borders,
@@ -257,11 +260,6 @@ def _cost(policy: KVPolicy, model: ModelShape, rank: KVShape, use: CapacityConfi
         eviction=use.eviction,
         offload_share=use.offload_share,
     )
-
-
-def _plain(policy: KVPolicy, model: ModelShape, rank: KVShape, use: CapacityConfig) -> SequenceCost:
-    """The cost of a sequence that shares nothing and lies on the GPU: what break-even lengths compare."""
-    return SequenceCost(policy, rank, model.windows, eviction=use.eviction)
 
 
 def _smaller_from(ours: SequenceCost, theirs: SequenceCost) -> int | None:

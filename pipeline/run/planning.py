@@ -220,7 +220,7 @@ def _other_use(
 ) -> str | None:
     """Say what the engine was judged as, where that is not what is asked; None where it is."""
     identity, engine = evidence.identity, evidence.identity.link("engine").parts["config"]
-    weights = identity.link("quantized").parts["config"].get("weights", config.weights.format)
+    weights = identity.link("quantized").parts["config"].get("weights")
     ranks = engine.get("tensor_parallel_size", 1)
     for name, digest in checkpoint.items():
         if identity.binds.get(name) != digest:
