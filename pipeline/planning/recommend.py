@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.strict import StrictModel
-from pipeline.planning.capacity import Capacity, PolicyCapacity
 from pipeline.planning.labels import overrides_of
+from pipeline.planning.records import Capacity, PolicyCapacity
 from pipeline.planning.use import CapacityConfig
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.thresholds import Status
+
+NO_EVIDENCE = "no evidence"
 
 SAMPLES = "SAMPLES.jsonl"
 """Stands in commands for a file of the user's own samples."""
@@ -168,7 +170,7 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     counting = sorted((one for one in judged if one.problem is None), key=lambda one: one.made)
     if not counting:
         others = sorted(judged, key=lambda one: one.made)
-        reason = f"no evidence that counts: {others[-1].problem}" if others else "no evidence"
+        reason = f"no evidence that counts: {others[-1].problem}" if others else NO_EVIDENCE
         return passed_over(reason, None)
     of_engine = [one for one in counting if one.engine_digest == counting[-1].engine_digest]
     failed = next((one for one in reversed(of_engine) if one.status == "FAIL"), None)

@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.planning.capacity import Capacity
-from pipeline.planning.recommend import SAMPLES, Recommendation
+from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
+from pipeline.planning.records import Capacity
 from pipeline.planning.use import GIB
 
 KIB, MIB = 1024, 1024**2
@@ -117,7 +117,7 @@ def remark_lines(capacity: Capacity) -> list[str]:
     return lines + [f"{escape(name)} does not fit: {escape(reason)}" for name, reason in capacity.unfit.items()]
 
 
-def command_line(base: Sequence[str], arguments: Sequence[str]) -> str:
+def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
     """Return the command with these arguments in place of those of the same keys.
 
     Other samples than those of `base` take their options away too.
@@ -126,7 +126,7 @@ def command_line(base: Sequence[str], arguments: Sequence[str]) -> str:
     kept = [one for one in base if _key(one) not in changed]
     if "workloads" in changed:
         kept = [one for one in kept if not _key(one).startswith("workloads.")]
-    return "python -m pipeline " + shlex.join([*kept, *arguments])
+    return "python -m pipeline " + shlex.join([*(["-m"] if sweep else []), *kept, *arguments])
 
 
 def _key(override: str) -> str:
@@ -136,7 +136,7 @@ def _key(override: str) -> str:
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
     """Say which policy to take and why not the others.
 
-    Of those without evidence, only policies that would hold more than the chosen one are named one by one.
+    Of those without evidence, only policies that would hold as much as the chosen one are named; one command judges them all.
 
     Args:
         recommendation: What was found.
@@ -152,16 +152,21 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
             f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
         )
         lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
-    fewer = 0
-    for one in recommendation.passed_over:
-        if chosen is not None and one.evidence is None and one.live_tokens < chosen.live_tokens:
-            fewer += 1
-            continue
+    least = 0 if chosen is None else chosen.live_tokens
+    unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]
+    more = [one for one in unjudged if one.live_tokens >= least]
+    for one in (one for one in recommendation.passed_over if one not in unjudged):
         lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
         if one.command is not None:
             lines.append(f"    {escape(command_line(base, one.command))}")
-    if fewer:
-        lines.append(f"  and {fewer} without evidence that would hold fewer live tokens")
+    if more:
+        lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
+        shipped = [one.name for one in more if " " not in one.name]
+        commands = [["stage=evaluate", f"kv={','.join(shipped)}"]] if shipped else []
+        commands += [list(one.command or ()) for one in more if " " in one.name]
+        lines += [f"    {escape(command_line(base, command, sweep=',' in command[1]))}" for command in commands]
+    if len(more) < len(unjudged):
+        lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
     if any(SAMPLES in " ".join(one.command or ()) for one in recommendation.passed_over):
         lines.append(f"  {SAMPLES}: questions of your own (docs/cli.md) as long as the contexts that are asked")
     return lines

@@ -19,7 +19,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from pipeline.planning.capacity import Capacity
+from pipeline.planning.records import Capacity
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
 

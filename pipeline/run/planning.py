@@ -11,16 +11,17 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.store import MANIFEST, Store
+from pipeline.artifacts.store import Store
 from pipeline.config.compose import shipped_policies
 from pipeline.config.config import Config
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.planning import tables
-from pipeline.planning.capacity import Capacity, measure
+from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
+from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry.promotion import ORACLE
 from pipeline.registry.tracking import locate
@@ -105,7 +106,7 @@ def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
 
 def _require_room(capacity: Capacity) -> None:
     asked = capacity.use.concurrency
-    most = max(capacity.policies, key=lambda entry: entry.requests)
+    most = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
     if most.requests < asked:
         raise GateRefusal(
             f"capacity.concurrency={asked}: no policy admits as many requests, {most.name} {most.requests} as the most; give "
@@ -133,7 +134,7 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     known = set()
     for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
         known.add(file_digest(path))
-        yield from _read(config, path.parent, str(path.parent), (path.parent / MANIFEST).stat().st_mtime, None)
+        yield from _read(config, path.parent, str(path.parent), path.stat().st_mtime, None)
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)

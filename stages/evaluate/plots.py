@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.planning.capacity import Capacity
+from pipeline.planning.records import Capacity
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 

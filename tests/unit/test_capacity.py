@@ -9,8 +9,9 @@ import pytest
 from pipeline.config.compose import plan, shipped_policies
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.planning.capacity import Capacity, PolicyCapacity, measure, memory_budget
+from pipeline.planning.capacity import measure, memory_budget
 from pipeline.planning.labels import labelled, overrides_of
+from pipeline.planning.records import Capacity, PolicyCapacity
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
 

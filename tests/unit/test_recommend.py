@@ -12,9 +12,10 @@ from judged_engine import config_of, judged_engine
 from pipeline.config.compose import plan, shipped_policies
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVShape
-from pipeline.planning.capacity import Capacity, measure
+from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
+from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.tables import command_line, recommendation_lines
 from pipeline.run.planning import recommend_policy
@@ -153,7 +154,10 @@ def test_among_policies_of_the_same_bytes_the_oracle_comes_last_and_then_the_low
 
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
     lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
-    assert "python -m pipeline seed=1 stage=evaluate kv=int4_g32" in lines
+    (command,) = [line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=int4_tensor,int4," in line]
+    jobs = plan(shlex.split(command)[4:], multirun=True).jobs
+    assert {"int4_g32", "fp8k_int4v", "fp8_head"} <= {job.kv.name for job in jobs}
+    assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}
     assert "not fp16" not in lines
     assert "without evidence that would hold fewer live tokens" in lines
 
