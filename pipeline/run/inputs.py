@@ -11,6 +11,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
+from pipeline.run.tuning import tuned_policies
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
@@ -34,6 +35,8 @@ def check_inputs(config: Config) -> None:
         return
     checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    if config.stage == "tune":
+        tuned_policies(config, checkpoint.shape)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
