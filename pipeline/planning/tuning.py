@@ -36,7 +36,7 @@ class TuneConfig(StrictModel):
     workloads: Annotated[list[Workload], Field(min_length=1)]
     """What the texts are, in equal parts, unless `calibration.jsonl` names a file."""
     texts: Annotated[int, Field(ge=4, le=10_000)]
-    """How many: the first half is searched on, the second half is held out."""
+    """How many: half are searched on, a quarter checks what is proposed, a quarter is held out."""
     max_length: Annotated[int, Field(ge=64, le=131_072)]
     """Longer texts are cut, in tokens."""
     points: Annotated[int, Field(ge=0, le=100)]
@@ -112,9 +112,9 @@ class MeasuredPolicy(Record):
     origin: Literal["uniform", "tuned", "modelopt"]
     bytes_per_token: int
     kl_sum: Number
-    """Sum of what its layers and sides cost alone, None where they were not measured."""
-    kl_search: Number
-    """Mean KL on the texts that were searched on."""
+    """Sum of what its layers and sides cost alone, on the texts searched on; None where they were not measured."""
+    kl_check: Number
+    """Mean KL of all of it on the texts that check proposals."""
     kl_held_out: Number
     """Mean KL on the texts that were held out."""
     kl_held_out_upper: Number
@@ -132,12 +132,12 @@ class TuneReport(Record):
     policies: list[str]
     unit: str
     max_kl: float
-    search_tokens: int
-    held_out_tokens: int
+    tokens: dict[str, int]
+    """Scored tokens of each part of the texts."""
     sensitivities: list[UnitSensitivity]
     measured: list[MeasuredPolicy]
     chosen: str | None
-    """The measured policy of fewest bytes within `max_kl` on both halves; None when none has fewer bytes than 16 bits."""
+    """The policy of fewest bytes within `max_kl` where it was measured; None when none has fewer bytes than 16 bits."""
 
 
 def beaten(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> list[str]:
@@ -164,13 +164,13 @@ def is_on_front(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> b
 
 
 def choose(measured: Sequence[MeasuredPolicy], max_kl: float, exact_bytes: int) -> MeasuredPolicy | None:
-    """Return the policy of fewest bytes, fewer than `exact_bytes`, whose mean KL is within `max_kl` on both halves."""
+    """Return the policy of fewest bytes, fewer than `exact_bytes`, whose mean KL is within `max_kl` where it was measured."""
     within = [
         one
         for one in measured
-        if one.kl_search is not None
+        if one.kl_check is not None
         and one.kl_held_out is not None
-        and max(one.kl_search, one.kl_held_out) <= max_kl
+        and max(one.kl_check, one.kl_held_out) <= max_kl
         and one.bytes_per_token < exact_bytes
     ]
     return min(within, key=lambda one: (one.bytes_per_token, one.kl_held_out), default=None)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
-from pipeline.run.tuning import tuned_policies
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""

@@ -12,35 +12,18 @@ from rich.table import Table
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
-from pipeline.config.config import Config
-from pipeline.config.policies import load_policies, policy_yaml
+from pipeline.config.policies import policy_yaml, tuned_policies
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import GateRefusal
-from pipeline.core.exports import layer_algorithms, read_layer_algorithms
-from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy, KVScales, KVShape
+from pipeline.core.exports import layer_algorithms
+from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
 from pipeline.core.records import Progress
-from pipeline.planning.tuning import TUNE_FILE, TuneReport, check_uniform
+from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run import console, loading
 from pipeline.run.chain import Chain
 
 FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
-
-
-def tuned_policies(config: Config, shape: KVShape) -> tuple[list[KVPolicy], KVPolicy | None]:
-    """Return the policies that the search mixes, and the one of ModelOpt's configuration.
-
-    Raises UserError for one that is not there, is no uniform policy, or does not fit the model.
-    """
-    uniform = load_policies("tune.policies", config.tune.policies)
-    for policy in uniform:
-        check_uniform(policy)
-        policy.check_shape(shape)
-    given = None
-    if config.tune.modelopt is not None:
-        given = read_layer_algorithms(Path(config.tune.modelopt).expanduser(), "tune.modelopt")
-        given.check_shape(shape)
-    return uniform, given
 
 
 def search(chain: Chain) -> tuple[Artifact, TuneReport]:
@@ -137,17 +120,18 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
 
 def print_front(report: TuneReport, shape: KVShape) -> None:
     """Print a row for each uniform policy, and for each other one on the front."""
-    title = f"Mean KL from the FP16 cache, {report.search_tokens:,} tokens searched on, {report.held_out_tokens:,} held out"
+    tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
+    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for heading in ("bytes/\ntoken", "bits/\nnumber", "sum of\nplaces", "together", "held\nout", "upper\n95 %"):
+    for heading in ("bytes/\ntoken", "bits/\nnumber", "sum of\nplaces", "all of\nit", "held\nout", "upper\n95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("fewer bytes, no more KL than")
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
     shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
     for one in sorted(shown, key=lambda one: -one.bytes_per_token):
         style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
-        cells = [_number(value) for value in (one.kl_sum, one.kl_search, one.kl_held_out, one.kl_held_out_upper)]
+        cells = [_number(value) for value in (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)]
         bits = f"{8 * one.bytes_per_token / numbers:.2f}"
         table.add_row(one.policy.name, str(one.bytes_per_token), bits, *cells, ", ".join(one.beats), style=style)
     console.out.print()

@@ -35,14 +35,13 @@ from stages.engines.oracle.model import shape_for
 from stages.evaluate.plots import tuned_front
 from stages.tune.measure import Bench
 from stages.tune.search import Option, fewest_bytes
-from stages.tune.texts import TextSet, halves
+from stages.tune.texts import TextSet, parts
 
 ATTEMPTS = 4
 """Proposals that are measured for one budget."""
 
-MARGIN = 0.9
-"""Share of a uniform policy's KL that a policy which is to beat it may have where it is searched: on other texts it may have
-somewhat more."""
+MARGINS = (0.9, 0.5)
+"""What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
 
 Unit = tuple[Place, ...]
 
@@ -55,8 +54,9 @@ class Tuner:
         shape: The model's shape.
         uniform: The uniform policies, in the order of the configuration.
         config: What is searched.
-        search: Texts that are searched on.
-        held_out: Texts that are not.
+        search: Texts on which each place is measured alone.
+        check: Texts on which proposals are measured.
+        held_out: Texts on which what is found is measured.
         progress: Reports the progress.
     """
 
@@ -67,11 +67,12 @@ class Tuner:
         uniform: Sequence[KVPolicy],
         config: TuneConfig,
         search: TextSet,
+        check: TextSet,
         held_out: TextSet,
         progress: Progress,
     ) -> None:
         self.bench, self.shape, self.uniform, self.config = bench, shape, uniform, config
-        self.search, self.held_out, self._progress = search, held_out, progress
+        self.search, self.check, self.held_out, self._progress = search, check, held_out, progress
         whole = config.unit == "layer"
         layers = range(shape.layers)
         self.units: list[Unit] = (
@@ -94,7 +95,7 @@ class Tuner:
         self._progress("sensitivity [cells]", len(cells), len(cells))
 
     def propose(self, target: float) -> KVPolicy | None:
-        """Return the policy of fewest bytes whose measured KL is within `target` on the texts searched on, None without one."""
+        """Return the policy of fewest bytes whose KL is within `target` on the texts for checks; None without one."""
         budget, best, seen = target, None, set()
         for _ in range(ATTEMPTS):
             chosen = fewest_bytes(self._options(), budget)
@@ -102,7 +103,7 @@ class Tuner:
                 break
             seen.add(chosen)
             policy = self._mixed(chosen)
-            joint, total = self._kl(policy, self.search), self._sum(chosen)
+            joint, total = self._kl(policy, self.check), self._sum(chosen)
             if joint <= target and (best is None or self._bytes(policy) < self._bytes(best)):
                 best = policy
             if not (np.isfinite(joint) and joint > 0 and total > 0):
@@ -114,22 +115,22 @@ class Tuner:
 
     def targets(self) -> list[float]:
         """Return the budgets: the configured one, what beats each uniform policy, and points between these; ascending."""
-        uniform = sorted(kl for kl in (self._kl(policy, self.search) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
+        uniform = sorted(kl for kl in (self._kl(policy, self.check) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
         if not uniform:
             return [self.config.max_kl]
         between = np.geomspace(uniform[0], uniform[-1], self.config.points + 2)[1:-1]
-        return sorted({self.config.max_kl, *(MARGIN * kl for kl in uniform), *between.tolist()})
+        return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
 
     def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned", "modelopt"]) -> MeasuredPolicy:
-        """Measure a policy on both halves."""
-        searched, held_out = self.bench.kl(policy, self.search), self.bench.kl(policy, self.held_out)
+        """Measure a policy on the texts for checks and on those held out."""
+        checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
         sums = resampled_sums(np.stack([held_out, np.ones_like(held_out)], axis=1), self.held_out.documents)
         return MeasuredPolicy(
             policy=policy,
             origin=origin,
             bytes_per_token=self._bytes(policy),
             kl_sum=finite(self._sum_of(policy)),
-            kl_search=finite(float(searched.mean())),
+            kl_check=finite(float(checked.mean())),
             kl_held_out=finite(float(held_out.mean())),
             kl_held_out_upper=finite(float(np.percentile(sums[:, 0] / sums[:, 1], 95))),
         )
@@ -218,11 +219,11 @@ def tune(
     """
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
-    search, held_out = halves(checkpoint, config, jsonl, seed)
+    search, check, held_out = parts(checkpoint, config, jsonl, seed)
     shape = shape_for(model, FP16_POLICY)
     known = [*uniform, *([given] if given is not None else [])]
     bench = Bench(model, lambda policy: mixed_scales(policy, shape, known), out)
-    tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, held_out, progress)
+    tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, held_out, progress)
     tuner.measure_units()
     proposed: dict[str, KVPolicy] = {}
     targets = tuner.targets()
@@ -248,8 +249,7 @@ def tune(
         policies=[policy.name for policy, _ in uniform],
         unit=config.unit,
         max_kl=config.max_kl,
-        search_tokens=search.scored,
-        held_out_tokens=held_out.scored,
+        tokens={part.name: part.scored for part in (search, check, held_out)},
         sensitivities=tuner.sensitivities(),
         measured=measured,
         chosen=chosen.policy.name if chosen is not None else None,

@@ -1,4 +1,4 @@
-"""The texts that policies are measured on, in two halves that share no document.
+"""The texts that policies are measured on, in three parts that share no document.
 
 They are the samples of an evaluation in another split, encoded and scored as an evaluation does it, so that a mean KL means the
 same here and at the gates. Of a user's own texts everything but the first tokens is scored.
@@ -19,8 +19,12 @@ PREFILLED = 16
 SCORED = 256
 """Most scored tokens of a text that is not an answer."""
 
+PARTS = ("search", "check", "held out")
+"""What each place costs alone is measured on the first; what is proposed from that, on the second, because it may owe something
+to chance in the first; and what is found, on the third."""
+
 LEAST = 2
-"""Texts of each half."""
+"""Texts of a part."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class TextSet:
         return sum(len(text.tokens) - text.first for text in self.texts)
 
 
-def halves(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet]:
-    """Return the texts that are searched on, and those that are held out.
+def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet, TextSet]:
+    """Return the texts of PARTS: half of the documents, a quarter, and a quarter.
 
     Args:
         checkpoint: The checkpoint, for its tokenizer.
@@ -67,21 +71,23 @@ def halves(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) 
     texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
     scored = [text for text in texts if text.first < len(text.tokens)]
     documents = list(dict.fromkeys(text.document for text in scored))
-    first = set(documents[: len(documents) // 2])
-    search = tuple(text for text in scored if text.document in first)
-    held_out = tuple(text for text in scored if text.document not in first)
-    if min(len(search), len(held_out)) < LEAST:
+    half = len(documents) // 2
+    quarter = half + (len(documents) - half) // 2
+    groups = (documents[:half], documents[half:quarter], documents[quarter:])
+    sets = [tuple(text for text in scored if text.document in set(group)) for group in groups]
+    if min(map(len, sets)) < LEAST:
         raise UserError(
             f"tune.texts={config.texts}: {len(scored)} texts of {len(documents)} documents can be scored within "
-            f"tune.max_length={config.max_length}, which makes no two halves; raise one of them"
+            f"tune.max_length={config.max_length}, too few for three parts; raise one of them"
         )
-    return TextSet("search", search), TextSet("held out", held_out)
+    search, check, held_out = (TextSet(name, members) for name, members in zip(PARTS, sets, strict=True))
+    return search, check, held_out
 
 
 def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
-    count = max(config.texts // len(config.workloads), 2 * LEAST)
+    count = max(config.texts // len(config.workloads), 4 * LEAST)
     found = []
-    # Documents alternate between workloads, so that either half has some of each.
+    # Documents alternate between workloads, so that each part has some of each.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
         for item in encode(samples, tokenizer, SCORED):
