@@ -11,11 +11,12 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.verdict.thresholds import Gates
 
-Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "capacity", "recommend", "all"]
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all", "tune", "capacity", "recommend"]
 
 
 class ModelConfig(StrictModel):
@@ -68,6 +69,7 @@ class Config(StrictModel):
     calibration: CalibrationConfig
     workloads: WorkloadsConfig
     gates: Gates
+    tune: TuneConfig
     capacity: CapacityConfig
     """What stage=capacity and stage=recommend plan for; no other stage reads it."""
     tracking: Tracking

@@ -1,1 +1,1 @@
-"""How many tokens and requests a memory budget holds under each policy, and which policy to take: arithmetic and evidence."""
+"""Which policy to use: the configuration and the records of the stages that search for one or compare them on paper."""

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.store import Store
-from pipeline.config.compose import shipped_policies
 from pipeline.config.config import Config
+from pipeline.config.policies import shipped_policies
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy

@@ -36,6 +36,7 @@ from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
+from pipeline.run.tuning import tune
 from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -231,6 +232,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "capacity": lambda run: planning.show_capacity(run.config, run.sweeping),
     "recommend": lambda run: planning.recommend_policy(run.config, run.sweeping),
     "all": evaluate_and_promote,
+    "tune": lambda run: tune(run.chain),
 }
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.compose import plan, shipped_policies
+from pipeline.config.compose import plan
+from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.planning.capacity import measure, memory_budget

@@ -21,6 +21,8 @@ FORMATS = (
 )
 
 formats = st.sampled_from(FORMATS)
+near_borders = st.builds(lambda page, offset: PAGE * page + offset, st.integers(1, 5), st.integers(-2, 2))
+lengths = st.integers(1, 400) | near_borders
 windows = st.builds(Window, tokens=st.sampled_from([64, 128, 192]), key=formats, value=st.none() | formats)
 policies = st.builds(
     KVPolicy,
@@ -32,8 +34,8 @@ policies = st.builds(
     window=st.none() | windows,
     overrides=st.just(()) | st.builds(lambda form: (LayerOverride(layers=(1,), key=form),), formats),
 )
-sliding = st.lists(st.none() | st.integers(1, 300), min_size=LAYERS, max_size=LAYERS)
-evictions = st.none() | st.builds(Eviction, first=st.integers(0, 130), latest=st.integers(1, 300))
+sliding = st.lists(st.none() | lengths, min_size=LAYERS, max_size=LAYERS)
+evictions = st.none() | st.builds(Eviction, first=st.integers(0, 130), latest=lengths)
 shapes = st.builds(KVShape, layers=st.just(LAYERS), kv_heads=st.integers(1, 3), head_dim=st.sampled_from([16, 32]))
 
 
@@ -86,13 +88,13 @@ class Allocator:
                         self.gpu += size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     policy=policies,
     shape=shapes,
     layers=sliding,
     eviction=evictions,
-    cycle=st.lists(st.integers(1, 400), min_size=1, max_size=5),
+    cycle=st.lists(lengths, min_size=1, max_size=5),
     shared=st.integers(0, 399),
     offload=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
     kib=st.integers(0, 3000),

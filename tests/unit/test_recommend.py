@@ -9,7 +9,8 @@ import pytest
 from gate_reports import report as make_report
 from judged_engine import config_of, judged_engine
 
-from pipeline.config.compose import plan, shipped_policies
+from pipeline.config.compose import plan
+from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import measure
