@@ -14,9 +14,23 @@ from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
+from pipeline.routing.settings import MonitorConfig, RoutingConfig
 from pipeline.verdict.thresholds import Gates
 
-Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all", "tune", "capacity", "recommend"]
+Stage = Literal[
+    "quantize",
+    "build",
+    "evaluate",
+    "promote",
+    "rollback",
+    "verify",
+    "capacity",
+    "recommend",
+    "all",
+    "tune",
+    "route",
+    "monitor",
+]
 
 
 class ModelConfig(StrictModel):
@@ -72,7 +86,10 @@ class Config(StrictModel):
     tune: TuneConfig
     capacity: CapacityConfig
     """What stage=capacity and stage=recommend plan for; no other stage reads it."""
+    monitor: MonitorConfig
+    """What stage=monitor looks at; no other stage reads it."""
     tracking: Tracking
+    routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str
     bundle: str | None
@@ -84,6 +101,19 @@ class Config(StrictModel):
             raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
         if self.stage != "verify" and self.bundle is not None:
             raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_for_their_stages(self) -> Self:
+        routing, snapshot = self.routing, self.monitor.snapshot
+        readers = (("routing.file", routing.file, "route"), ("routing.rollback", routing.rollback, "route"))
+        for key, value, stage in (*readers, ("monitor.snapshot", snapshot, "monitor")):
+            if value is not None and self.stage != stage:
+                raise ValueError(f"{key}={value}: only stage={stage} reads it; leave it out")
+        if self.stage == "route" and (routing.file is None) == (routing.rollback is None):
+            raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
+        if self.stage == "monitor" and snapshot is None:
+            raise ValueError("monitor.snapshot: missing; stage=monitor needs the JSON file of a snapshot")
         return self
 
     @property

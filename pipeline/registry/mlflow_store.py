@@ -112,12 +112,19 @@ class MlflowStore:
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator["CandidateRun"]:
         """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after Ctrl-C."""
-        tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED, **self._owner()}
-        run_id = self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id
-        status = "FAILED"
-        try:
+        tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
+        with self.recorded(kv, tags) as run_id:
             self._log(run_id, params=flat_params(config))
             yield CandidateRun(self, run_id)
+
+    @contextmanager
+    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
+        """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
+        texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
+        run_id = self.client.create_run(self.experiment_id, tags={**texts, **self._owner()}, run_name=title).info.run_id
+        status = "FAILED"
+        try:
+            yield run_id
             status = "FINISHED"
         except (KeyboardInterrupt, SystemExit):
             status = "KILLED"
@@ -221,6 +228,11 @@ class MlflowStore:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
+
+    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
+        """Return every version of the model with its tags."""
+        found = self.client.search_model_versions(f"name = '{self.location.model_name}'")
+        return [(Registration(run_id=one.run_id or "", model_version=str(one.version)), dict(one.tags)) for one in found]
 
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():

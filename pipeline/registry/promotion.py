@@ -118,11 +118,19 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
 
 
-def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> tuple[str, Limits | None]:
-    """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
+@dataclass(frozen=True)
+class Proof:
+    """What a replay of a candidate's evidence gave."""
 
-    Returns:
-        The candidate's version in the registry, and how far its verdict holds; None for a report that does not say.
+    version: str
+    """The candidate's version in the registry."""
+    covered: Limits | None
+    """How far the verdict holds; None for a report that does not say."""
+    verdict: Verdict
+
+
+def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> Proof:
+    """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
 
     Raises:
         GateRefusal: with the first thing that is wrong.
@@ -132,65 +140,61 @@ def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Regis
     try:
         evidence = replay(candidate)
     except UserError as error:
-        raise _refusal(candidate, str(error)) from error
+        raise GateRefusal(str(error)) from error
     problems = [finding for finding in evidence.findings if finding.status != "same"]
     for finding in problems:
-        _require(candidate, finding.library_missing, str(finding))
+        _require(finding.library_missing, str(finding))
     if problems:
-        raise MissingRequirement(f"{candidate.name} is not promoted: {problems[0]}")
+        raise MissingRequirement(str(problems[0]))
     report = evidence.report
     assert report is not None, "a finding says that the report cannot be read"
-    _require(candidate, report.engine_digest == candidate.engine.digest, "its report is about another engine")
-    _require(candidate, report.baseline_digest == candidate.baseline.digest, "its report compares with another baseline")
+    _require(report.engine_digest == candidate.engine.digest, "its report is about another engine")
+    _require(report.baseline_digest == candidate.baseline.digest, "its report compares with another baseline")
     replayed = evidence_digest(candidate.identity.path.with_name(REPORT_FILE))
-    _require(candidate, replayed == candidate.report.digest, f"{candidate.identity.path} is about another report")
+    _require(replayed == candidate.report.digest, f"{candidate.identity.path} is about another report")
     verdict = decide(report, evidence.rows)
     reasons = "; ".join(verdict.reasons)
-    _require(candidate, verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
+    _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
     covered = report.limits
     beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
-    _require(candidate, beyond is None, str(beyond))
-    return _registered_version(candidate, registry), covered
+    _require(beyond is None, str(beyond))
+    return Proof(_registered_version(candidate, registry), covered, verdict)
 
 
-def _refusal(candidate: Candidate, reason: str) -> GateRefusal:
-    return GateRefusal(f"{candidate.name} is not promoted: {reason}")
-
-
-def _require(candidate: Candidate, holds: bool, reason: str) -> None:
+def _require(holds: bool, reason: str) -> None:
     """Raise GateRefusal with the reason unless the condition holds."""
     if not holds:
-        raise _refusal(candidate, reason)
+        raise GateRefusal(reason)
 
 
 def _check_citations(candidate: Candidate) -> None:
     """Compare the digests that the candidate cites with the files on disk. Raises GateRefusal."""
     for name, cited in (("engine", candidate.engine), ("baseline", candidate.baseline)):
-        _require(candidate, cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
-        _compare(candidate, f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
+        _require(cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
+        _compare(f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
     report, identity = candidate.report, candidate.identity
     for path in (report.path, candidate.samples):
-        _require(candidate, path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
-    _compare(candidate, f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
-    _require(candidate, identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
+        _require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
+    _compare(f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
+    _require(identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
     same = file_digest(identity.path) == identity.digest
-    _require(candidate, same, f"{identity.path} is not the identity that the candidate cites")
+    _require(same, f"{identity.path} is not the identity that the candidate cites")
 
 
-def _compare(candidate: Candidate, name: str, digest: str, cited: str) -> None:
-    _require(candidate, digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
+def _compare(name: str, digest: str, cited: str) -> None:
+    _require(digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
 
 
 def _registered_version(candidate: Candidate, registry: Registry) -> str:
     """Return the candidate's version, whose tags cite the same evidence. Raises GateRefusal when they do not."""
     if candidate.registration is None:
-        raise _refusal(candidate, "it is not registered (tracking.enabled=false?)")
+        raise GateRefusal("it is not registered (tracking.enabled=false?)")
     version = candidate.registration.model_version
     tags = registry.tags(version)
     if tags is None:
-        raise _refusal(candidate, f"version {version} is not in the registry")
+        raise GateRefusal(f"version {version} is not in the registry")
     for name, digest in candidate.citations.items():
-        _require(candidate, tags.get(name) == digest, f"version {version} cites another {name}")
+        _require(tags.get(name) == digest, f"version {version} cites another {name}")
     return version
 
 
@@ -219,7 +223,11 @@ def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay,
         MissingRequirement: when a library that the replay takes is not installed.
     """
     best = choose(candidates)
-    version, covered = verify(best, replay, decide, registry)
+    try:
+        proof = verify(best, replay, decide, registry)
+    except (GateRefusal, MissingRequirement) as error:
+        raise type(error)(f"{best.name} is not promoted: {error}") from error
+    version, covered = proof.version, proof.covered
     with FileLock(registry.lock):
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
@@ -229,7 +237,7 @@ def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay,
         if rolled_back:
             note = f"; it had been rolled back at {rolled_back}"
         tags = {
-            "promoted_at": _now(),
+            "promoted_at": now(),
             "promoted_by_sweep": sweep,
             "promoted_over": old or "",
             "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
@@ -261,11 +269,12 @@ def rollback(registry: Registry) -> Move:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
         registry.set_alias("champion", previous)
         registry.delete_alias("previous")
-        registry.set_tags(bad, {"rolled_back_at": _now()})
+        registry.set_tags(bad, {"rolled_back_at": now()})
         _check_aliases(registry, previous, None)
     name = tags.get("kv", f"version {previous}")
     return Move(name, previous, None, True, f"{name} (version {previous}) is the champion again, version {bad} is not")
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time for a tag."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -5,11 +5,15 @@ out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/eng
 second is how MLflow stores a model version.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.digest import kind_of
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.artifacts.digest import file_digest, kind_of
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.routing.engines import Engine
 from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE, Identity, Role, read_identity
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 
@@ -108,3 +112,48 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     """The bundle with a role: copied beside the evidence, or in the store that the evidence is part of."""
     places = (directory / role, directory.resolve().parent.parent / identity.link(role).place)
     return next((place for place in places if place.is_dir()), None)
+
+
+def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
+    """Return a registered engine whose evidence lies in an artifact store; what its version cites is not checked here.
+
+    Args:
+        store: The store's root.
+        registration: The engine's version.
+        tags: The tags of that version.
+
+    Raises:
+        GateRefusal: when its evidence is not there, or cannot be read.
+    """
+    name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
+    cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
+    paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
+    path = next((path for path in paths if file_digest(path) == cited["identity"]), None)
+    if path is None:
+        raise GateRefusal(
+            f"{name} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
+        )
+    try:
+        evidence = read_evidence(path.parent)
+        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+    except (UserError, KeyError, ValueError) as error:
+        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    identity, report = evidence.identity, evidence.report
+    if report is None:
+        raise GateRefusal(f"{name}: its report is missing, or cannot be read")
+    candidate = Candidate(
+        name=tags.get("kv", identity.policy),
+        policy=identity.policy,
+        model=identity.model,
+        backend=identity.backend,
+        verdict=identity.verdict.status,
+        reasons=tuple(identity.verdict.reasons),
+        metrics={},
+        engine=Cited(path=store / identity.link("engine").place, digest=cited["engine"]),
+        baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
+        report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
+        identity=Cited(path=path, digest=cited["identity"]),
+        registration=registration,
+    )
+    system, workloads = report.system, frozenset(row.workload for row in evidence.rows)
+    return Engine(candidate, policy, system.max_live_tokens, (system.budget_gib, system.sequence_tokens), workloads)

@@ -13,9 +13,10 @@ from pipeline.gguf.model import inspect_gguf
 from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
+from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
 """Stages that work on what other commands left."""
 
 PLANNING = ("capacity", "recommend")
@@ -36,6 +37,10 @@ def check_inputs(config: Config) -> None:
         summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
         raise UserError(f"bundle={config.bundle}: no such directory")
+    if config.stage == "route" and config.routing.file is not None:
+        read_routing_file(config.routing)
+    if config.stage == "monitor":
+        read_snapshot(config.monitor)
     if config.stage in WITHOUT_CHECKPOINT:
         return
     if config.stage in PLANNING:

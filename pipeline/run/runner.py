@@ -8,6 +8,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -30,9 +31,11 @@ from pipeline.registry import promotion, summary
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.registry.tracking import compare_url, server_command
+from pipeline.routing import stages as routes
+from pipeline.routing.engines import Engines
 from pipeline.run import console, planning, tables
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import find_evidence, read_evidence
+from pipeline.run.evidence import find_evidence, read_evidence, registered_engine
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
@@ -70,6 +73,10 @@ class Run:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         return store
 
+    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        """Decide by the gates of this command."""
+        return decide(report, rows, self.config.gates)
+
 
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
@@ -99,7 +106,7 @@ def evaluate(run: Run) -> None:
     with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
         evaluation, engine, baseline = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        verdict = decide(report, rows, config.gates)
+        verdict = run.decide(report, rows)
         identity = chain.identity(config.kv, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
@@ -155,11 +162,7 @@ def promote(run: Run) -> None:
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {run.config.work}/summary.json; {hint}")
     store = run.registry()
-
-    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        return decide(report, rows, run.config.gates)
-
-    move = promotion.promote(candidates, store, replay_candidate, decide_again, sweep=last.sweep)
+    move = promotion.promote(candidates, store, replay_candidate, run.decide, sweep=last.sweep)
     summary.conclude(run.config.work, champion=move.champion)
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
     assert best.registration is not None, "a promotion takes a registered candidate"
@@ -183,6 +186,28 @@ def rollback(run: Run) -> None:
     move = promotion.rollback(run.registry())
     summary.conclude(run.config.work, champion=move.champion)
     console.out.print(move.message)
+
+
+def route(run: Run) -> None:
+    """Give classes of work the engines of a routing file, or one class the engine before."""
+    if run.config.routing.rollback is not None:
+        routes.roll_back(_engines(run), run.config.routing.rollback, _say)
+    else:
+        routes.route(_engines(run), run.config.routing, _say)
+
+
+def monitor(run: Run) -> None:
+    """Move routes as a snapshot of the fleet asks. Raises GateRefusal when a monitor broke."""
+    routes.monitor(_engines(run), run.config.monitor, _say)
+
+
+def _engines(run: Run) -> Engines:
+    find = partial(registered_engine, run.config.work / "artifacts")
+    return Engines(run.registry(), find, replay_candidate, run.decide)
+
+
+def _say(line: str) -> None:
+    console.out.print(line, soft_wrap=True, markup=False)
 
 
 def verify(run: Run) -> None:
@@ -233,6 +258,8 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "recommend": lambda run: planning.recommend_policy(run.config, run.sweeping),
     "all": evaluate_and_promote,
     "tune": lambda run: tune(run.chain),
+    "route": route,
+    "monitor": monitor,
 }
 
 

@@ -21,6 +21,7 @@ ROOMS = (
     "pipeline.verdict",
     "pipeline.registry",
     "pipeline.planning",
+    "pipeline.routing",
     "pipeline.config",
     "stages.checkpoints",
     "stages.gguf",

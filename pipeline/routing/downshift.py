@@ -1,0 +1,109 @@
+"""Under memory pressure: the next smaller engine for a class. Old values first, keys last.
+
+Keys decide where attention looks, values are averaged by it: values lose less. Of the engines that hold more live tokens than
+the present one in the same memory, over the same baseline (so of the same model, weights and backend), come, in this order:
+
+1. those that leave the keys alone, before those that do not; the latter only where every monitor of quality is shown to hold,
+2. among these, those that leave the values of the latest tokens alone (a window), before those that do not,
+3. among these, the one that holds the fewest live tokens more: no further than it has to.
+
+An engine that a rollback left is not chosen for the class again until a routing file names it.
+"""
+
+from dataclasses import dataclass
+
+from pipeline.core.errors import GateRefusal, MissingRequirement
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy
+from pipeline.registry.promotion import PASS
+from pipeline.routing.engines import Engine, Engines
+from pipeline.routing.moves import rolled_back_tag
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a smaller engine would change."""
+
+    keys: bool
+    """Whether keys lose anything."""
+    young_values: bool
+    """Whether the values of the latest tokens lose anything."""
+    gained: int
+    """Live tokens more."""
+
+    @property
+    def text(self) -> str:
+        """What it changes, in words."""
+        what = "keys and values" if self.keys else "values" if self.young_values else "old values alone"
+        return f"{what}, {self.gained:,} live tokens more in the same memory"
+
+
+def step(now: Engine, to: Engine) -> Step:
+    """Return what a move from one engine to another changes."""
+    one, other = now.policy, to.policy
+    fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
+    return Step(
+        keys=_keys(one) != _keys(other) or fewer,
+        young_values=_young_values(one) != _young_values(other) or fewer,
+        gained=to.live_tokens - now.live_tokens,
+    )
+
+
+def _keys(policy: KVPolicy) -> tuple[object, ...]:
+    """All that decides how keys are stored, but for exact tokens."""
+    window = (policy.window.tokens, policy.window.key) if policy.window is not None and policy.window.key is not None else None
+    overrides = {layer: override.key for override in policy.overrides if override.key is not None for layer in override.layers}
+    return policy.key, window, overrides
+
+
+def _young_values(policy: KVPolicy) -> tuple[Format, dict[int, Format]]:
+    """How the values of the latest tokens are stored, and what single layers have instead."""
+    window = policy.window.value if policy.window is not None else None
+    overrides = {
+        layer: override.value for override in policy.overrides if override.value is not None for layer in override.layers
+    }
+    return window or policy.value, overrides
+
+
+def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool) -> tuple[Engine | None, list[str]]:
+    """Return the first engine in the order that is proven for the class, and why those before it are not taken.
+
+    Args:
+        engines: The registered ones.
+        now: The present one.
+        workload: The class.
+        quality_holds: Whether keys may lose anything.
+    """
+    passed_over, steps = list[str](), list[tuple[Step, Engine]]()
+    for registration, tags in engines.registry.registered():
+        cites = tags.get("baseline_digest") == now.candidate.baseline.digest
+        if tags.get("verdict") != PASS or not cites or registration.model_version == now.version:
+            continue
+        if tags.get(rolled_back_tag(workload)):
+            passed_over.append(f"version {registration.model_version} ({tags.get('kv')}): was rolled back")
+            continue
+        try:
+            engine = engines.find(registration, tags)
+        except GateRefusal as error:
+            passed_over.append(str(error))
+            continue
+        if engine.load != now.load:
+            passed_over.append(f"{engine}: its live tokens are of another workloads.load")
+        elif engine.live_tokens > now.live_tokens:
+            steps.append((step(now, engine), engine))
+    for change, engine in sorted(steps, key=_order):
+        if change.keys and not quality_holds:
+            passed_over.append(f"{engine}: its keys lose too, and not every monitor of quality is shown to hold")
+            continue
+        try:
+            engines.prove(engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            passed_over.append(f"{engine}: {error}")
+            continue
+        return engine, passed_over
+    return None, passed_over
+
+
+def _order(one: tuple[Step, Engine]) -> tuple[bool, bool, int, int]:
+    change, engine = one
+    return change.keys, change.young_values, change.gained, -int(engine.version)

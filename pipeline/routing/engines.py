@@ -1,0 +1,126 @@
+"""Registered engines that may serve a class: found by name, and proven by the replay that a promotion does."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.workloads import Workload
+from pipeline.registry.promotion import Decide, Registry, Replay, verify
+from pipeline.registry.summary import Candidate, Registration
+from pipeline.routing.files import DEFAULT
+from pipeline.verdict.thresholds import Check
+
+WARNING = "WARNING"
+
+
+class RouteRegistry(Registry, Protocol):
+    """A registry that lists its versions and keeps records of moves."""
+
+    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
+        """Return every version with its tags."""
+        ...
+
+    def recorded(self, title: str, tags: Mapping[str, str]) -> AbstractContextManager[object]:
+        """Keep a record of what the block does, and of whether it ended well."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A registered engine with its evidence on this machine."""
+
+    candidate: Candidate
+    policy: KVPolicy
+    live_tokens: int
+    """Of its report: the tokens that the memory of `load` holds at once, by which promotions choose too."""
+    load: tuple[float, int]
+    """GiB for the cache, and tokens of every sequence in it."""
+    workloads: frozenset[str]
+    """Classes of the report's samples."""
+
+    @property
+    def version(self) -> str:
+        registration = self.candidate.registration
+        assert registration is not None, "a registered engine"
+        return registration.model_version
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.candidate.name})"
+
+
+Find = Callable[[Registration, Mapping[str, str]], Engine]
+"""Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The registered engines of a model, and what a promotion asks of one."""
+
+    registry: RouteRegistry
+    find: Find
+    replay: Replay
+    decide: Decide
+
+    def named(self, name: str, key: str) -> Engine:
+        """Return the latest version with this name, or the one with this number.
+
+        Args:
+            name: As the routing file has it.
+            key: Where it stands there.
+
+        Raises:
+            UserError: when no version is called so.
+            GateRefusal: when its evidence is not here.
+        """
+        versions = {int(one.model_version): (one, tags) for one, tags in self.registry.registered()}
+        named = [number for number, (_, tags) in versions.items() if name in (str(number), tags.get("kv"))]
+        if not named:
+            known = ", ".join(sorted({tags.get("kv", "") for _, tags in versions.values()} - {""})) or "none"
+            raise UserError(f"{key}={name}: no registered engine is called so; there are {known}")
+        try:
+            return self.find(*versions[max(named)])
+        except GateRefusal as error:
+            raise GateRefusal(f"{key}={name}: {error}") from error
+
+    def prove(self, engine: Engine, workload: str) -> None:
+        """Check the engine's evidence again, and that it is about the class.
+
+        Raises:
+            GateRefusal: with the first thing that is wrong.
+            MissingRequirement: when a library that the replay takes is not installed.
+        """
+        proof = verify(engine.candidate, self.replay, self.decide, self.registry)
+        if workload == DEFAULT:  # the verdict is about everything that was asked
+            return
+        lines = lines_of(proof.verdict.checks, workload)
+        if not lines or workload not in engine.workloads:
+            raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
+        for line in lines:
+            if line.status not in ("PASS", WARNING):
+                raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
+
+    def proven(self, engine: Engine, workload: str, key: str) -> Engine:
+        """Return the engine. Raises what `prove` does, in one line that names the key."""
+        try:
+            self.prove(engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            raise type(error)(f"{key}={engine.candidate.name}: version {engine.version} is not proven: {error}") from error
+        return engine
+
+
+def lines_of(checks: Iterable[Check], workload: str) -> list[Check]:
+    """Return the lines of a verdict about a class, or about its context bins."""
+    return [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
+
+
+def check_classes(named: Mapping[str, Iterable[Engine]]) -> None:
+    """Refuse a class that no engine of the routing file judged and that kvgate does not know. Raises UserError."""
+    judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
+    known = {DEFAULT, *get_args(Workload), *judged}
+    for workload in named:
+        if workload not in known:
+            choices = ", ".join(sorted(judged)) or ", ".join(get_args(Workload))
+            raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")

@@ -1,0 +1,177 @@
+"""The two files that users give: the routing file, and the snapshot of a fleet. Both are data, and strictly read."""
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated, Any, Self, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from yaml import YAMLError
+
+from pipeline.core.errors import UserError
+from pipeline.core.strict import StrictModel
+from pipeline.routing.settings import MonitorConfig, RoutingConfig
+
+DEFAULT = "default"
+"""The route of every class that has none of its own."""
+ALIAS_ENDINGS = ("-previous", "-fallback")
+"""Of a route's other aliases: no class may end like one."""
+
+
+def _is_no_other_alias(name: str) -> str:
+    if name.endswith(ALIAS_ENDINGS):
+        raise ValueError(f"must not end with {' or '.join(ALIAS_ENDINGS)}, which routes call their ways back")
+    return name
+
+
+ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
+
+
+def _number_as_text(name: Any) -> Any:
+    return str(name) if type(name) is int else name  # `policy: 3` is a version
+
+
+EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class Route(StrictModel):
+    """The engine of a class. Both names are those of a registered candidate, or a version's number."""
+
+    policy: EngineName
+    fallback: EngineName | None = None
+    """What a broken route goes to where it has no previous one."""
+
+    @model_validator(mode="after")
+    def _are_two(self) -> Self:
+        if self.fallback == self.policy:
+            raise ValueError(f"fallback={self.fallback} is the policy itself; give another, or leave it out")
+        return self
+
+
+class RoutingFile(StrictModel):
+    """A routing file."""
+
+    default: Route | None = None
+    routes: dict[ClassName, Route] = Field(default={})
+
+    @model_validator(mode="after")
+    def _has_routes(self) -> Self:
+        if DEFAULT in self.routes:
+            raise ValueError("routes.default must stand beside routes, not in it: it is no class")
+        if self.default is None and not self.routes:
+            raise ValueError("routes must name a class, or give a default")
+        return self
+
+    @property
+    def by_class(self) -> dict[str, Route]:
+        """Every route by its class, the default's under `default`."""
+        return {**({DEFAULT: self.default} if self.default is not None else {}), **self.routes}
+
+
+class Share(StrictModel):
+    """How many of some requests were good."""
+
+    good: Count
+    of: Count
+
+    @model_validator(mode="after")
+    def _is_a_share(self) -> Self:
+        if self.good > self.of:
+            raise ValueError(f"good={self.good} must not be more than of={self.of}")
+        return self
+
+
+class Latency(Share):
+    """Good requests took at most `limit_ms`."""
+
+    limit_ms: Annotated[float, Field(gt=0)]
+
+
+class Memory(StrictModel):
+    """Of the engine that serves the class."""
+
+    live_tokens: Count
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 53)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.live_tokens > self.max_tokens:
+            raise ValueError(f"live_tokens={self.live_tokens} must not be more than max_tokens={self.max_tokens}")
+        return self
+
+
+class ClassSnapshot(StrictModel):
+    """What was counted of one class. A monitor that the class has not is null; none may be missing."""
+
+    version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
+    """Of the engine that served these requests."""
+    latency: Latency
+    json_validity: Share | None
+    canaries: Share | None
+    memory: Memory
+
+
+class Snapshot(StrictModel):
+    """A snapshot of a serving fleet."""
+
+    taken_at: AwareDatetime | None = None
+    classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
+
+
+def read_routing_file(routing: RoutingConfig) -> RoutingFile:
+    """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
+    where = f"routing.file={routing.file}"
+    try:
+        loaded = OmegaConf.load(routing.path)  # it refuses a key that is given twice
+        content = OmegaConf.to_container(loaded, resolve=False)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
+    return _validated(RoutingFile, json.dumps(content, default=str), where)
+
+
+def read_snapshot(monitor: MonitorConfig) -> Snapshot:
+    """Read the snapshot. Raises UserError with its first problem, also for one that is not of now."""
+    where = f"monitor.snapshot={monitor.snapshot}"
+    try:
+        content = monitor.path.read_text(encoding="utf-8")
+        json.loads(content, object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
+    snapshot = _validated(Snapshot, content, where)
+    if snapshot.taken_at is not None:
+        away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
+        if away > monitor.max_age_s:
+            raise UserError(
+                f"{where}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
+                f"monitor.max_age_s={monitor.max_age_s} allows fewer; take a new one"
+            )
+    return snapshot
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice")
+    return dict(pairs)
+
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def _validated(model: type[M], content: str, where: str) -> M:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        text = first["msg"].removeprefix("Value error, ")
+        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
+        got = "" if shown else f" (got {first['input']!r})"
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,44 @@
+"""`routing.*` and `monitor.*` on the command line."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.core.strict import StrictModel
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class RoutingConfig(StrictModel):
+    """What stage=route does: one of the two."""
+
+    file: str | None
+    """The routing file: class of work -> policy and fallback."""
+    rollback: str | None
+    """A class whose route goes back to the one before."""
+
+    @property
+    def path(self) -> Path:
+        """The routing file, where there is one."""
+        return Path(str(self.file)).expanduser()
+
+
+class MonitorConfig(StrictModel):
+    """The snapshot of stage=monitor, and the limits that break a monitor."""
+
+    snapshot: str | None
+    alpha: Annotated[float, Field(gt=0, le=0.05)]
+    """One-sided error of each monitor in one snapshot."""
+    min_within_limit: Share
+    """Of the requests: the share within `limit_ms`."""
+    min_json_validity: Share
+    min_canary_accuracy: Share
+    max_live_share: Annotated[float, Field(gt=0, le=1)]
+    """Of the tokens that fit; more is memory pressure."""
+    max_age_s: Annotated[int, Field(ge=1)]
+
+    @property
+    def path(self) -> Path:
+        """The snapshot, where there is one."""
+        return Path(str(self.snapshot)).expanduser()
