@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, get_args
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.promotion import Decide, Registry, Replay, verify
+from pipeline.registry.promotion import Decide, Proof, Registry, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
 from pipeline.verdict.thresholds import Check
@@ -63,6 +63,8 @@ class Engines:
     find: Find
     replay: Replay
     decide: Decide
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    """Version -> what its replay gave: a replay takes seconds, and an engine may serve several classes."""
 
     def named(self, name: str, key: str) -> Engine:
         """Return the latest version with this name, or the one with this number.
@@ -92,10 +94,11 @@ class Engines:
             GateRefusal: with the first thing that is wrong.
             MissingRequirement: when a library that the replay takes is not installed.
         """
-        proof = verify(engine.candidate, self.replay, self.decide, self.registry)
+        if engine.version not in self.proofs:
+            self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide, self.registry)
         if workload == DEFAULT:  # the verdict is about everything that was asked
             return
-        lines = lines_of(proof.verdict.checks, workload)
+        lines = lines_of(self.proofs[engine.version].verdict.checks, workload)
         if not lines or workload not in engine.workloads:
             raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
         for line in lines:

@@ -98,7 +98,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]
     if broken:
-        raise GateRefusal(f"monitors broke: {'; '.join(f'{workload}: {decisions[workload].text}' for workload in broken)}")
+        raise GateRefusal(f"monitor.snapshot={limits.snapshot}: {', '.join(broken)}: broken; the lines above say what was done")
 
 
 def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Say) -> Decision:

@@ -104,6 +104,38 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert "mlflow server --backend-store-uri" in result.stdout
 
 
+def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
+    work, _ = swept
+    routes, snapshot = work.parent / "routes.yaml", work.parent / "snapshot.json"
+
+    def route(text: str) -> subprocess.CompletedProcess[str]:
+        routes.write_text(text)
+        return pipeline(work, "stage=route", f"routing.file={routes}")
+
+    result = route("default: {policy: fp8}\nroutes: {copy: {policy: fp8}}")
+    assert result.returncode == 0, result.stderr
+    version = re.search(r"route-copy: version (\d+) \(fp8\)", result.stdout)
+    assert version is not None
+    refused = route("routes: {copy: {policy: int4_tensor}}")
+    assert refused.returncode == 3
+    assert "routes.copy.policy=int4_tensor: version" in refused.stderr
+    assert "is FAIL" in refused.stderr
+    unknown = route("routes: {copi: {policy: fp8}}")
+    assert unknown.returncode == 2
+    assert "routes.copi: no such class" in unknown.stderr
+    counted = {
+        "version": version[1],
+        "latency": {"good": 900, "of": 900, "limit_ms": 800},
+        "json_validity": None,
+        "memory": {"live_tokens": 1, "max_tokens": 2},
+    }
+    for canaries, code in (({"good": 88, "of": 90}, 0), ({"good": 10, "of": 90}, 3), ({"good": 10}, 2)):
+        snapshot.write_text(json.dumps({"classes": {"copy": {**counted, "canaries": canaries}}}))
+        result = pipeline(work, "stage=monitor", f"monitor.snapshot={snapshot}")
+        assert result.returncode == code, result.stderr
+    assert "copy.canaries.of: Field required" in result.stderr
+
+
 def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it(swept: Swept) -> None:
     """MLflow's directory of a model version is an engine with its evidence, outside the artifact store."""
     work, _ = swept

@@ -1,0 +1,93 @@
+"""Registered engines for the tests of routes: a registry in memory, and evidence on disk as small as a replay allows."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
+
+from pipeline.config.policies import shipped_policies
+from pipeline.registry.promotion import ReplayedEvidence
+from pipeline.registry.summary import Candidate, Registration
+from pipeline.routing.engines import Engine, Engines
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
+
+POLICIES = {policy.name: policy for policy in shipped_policies()}
+CLASSES = ("retrieval", "copy")
+
+
+class RecordingRegistry(MemoryRegistry):
+    """A registry in memory that keeps its records: title, tags, and how each ended."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.records: list[tuple[str, dict[str, str], str]] = []
+
+    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
+        return [(Registration(run_id="run", model_version=version), tags) for version, tags in self.versions.items()]
+
+    @contextmanager
+    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
+        ended = "FAILED"
+        try:
+            yield "run"
+            ended = "FINISHED"
+        finally:
+            self.records.append((title, dict(tags), ended))
+
+
+class Fleet:
+    """A model's registered engines, with a verdict that says what a test wants of each class."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.registry = RecordingRegistry(folder)
+        self.candidates: dict[str, Candidate] = {}
+        self.live: dict[str, int] = {}
+        self.lines: dict[tuple[str, str], LineStatus] = {}
+        """(engine's digest, class) -> the status of its line, where it is not PASS."""
+        self.replays: list[str] = []
+
+    def add(self, policy: str, live_tokens: int = 1000, verdict: Status = "PASS", **lines: LineStatus) -> str:
+        """Register an engine and return its version."""
+        version = str(len(self.candidates) + 1)
+        candidate = judged_candidate(self.folder, policy, verdict, metrics={})
+        registration = Registration(run_id="run", model_version=version)
+        self.candidates[version] = candidate.model_copy(update={"registration": registration})
+        self.live[version] = live_tokens
+        self.registry.versions[version] = {"kv": policy, "verdict": verdict, **candidate.citations}
+        self.lines |= {(candidate.engine.digest, workload): status for workload, status in lines.items()}
+        return version
+
+    @property
+    def engines(self) -> Engines:
+        """As a command opens them: nothing is replayed yet."""
+        return Engines(self.registry, self._find, self._replay, self._decide)
+
+    def route(self, alias: str) -> str | None:
+        return self.registry.alias(f"route-{alias}")
+
+    def _find(self, registration: Registration, _tags: Mapping[str, str]) -> Engine:
+        candidate = self.candidates[registration.model_version]
+        live = self.live[registration.model_version]
+        return Engine(candidate, POLICIES[candidate.policy], live, (1.0, 1024), frozenset(CLASSES))
+
+    def _replay(self, candidate: Candidate) -> ReplayedEvidence:
+        self.replays.append(candidate.name)
+        return replay_without_findings(candidate)
+
+    def _decide(self, report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
+        lines = [
+            Check(
+                gate="accuracy",
+                where=workload,
+                value=0.0,
+                bound=0.0,
+                threshold=0.0,
+                status=self.lines.get((report.engine_digest, workload), "PASS"),
+                reason=f"{workload}: a reason",
+            )
+            for workload in CLASSES
+        ]
+        return Verdict(status="PASS", reasons=[], checks=lines, samples_needed={})

@@ -1,0 +1,312 @@
+"""Monitors: what counts show, what moves a route and where to, and that a snapshot which cannot be meant moves nothing."""
+
+import copy
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from routed_engines import Fleet
+
+from pipeline.artifacts.digest import file_digest
+from pipeline.config.compose import plan
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.routing.downshift import step
+from pipeline.routing.files import ClassSnapshot, read_snapshot
+from pipeline.routing.monitors import read_monitors
+from pipeline.routing.moves import Aliases, read_aliases
+from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.routing.stages import monitor, route
+
+LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
+WELL: dict[str, Any] = {
+    "version": "1",
+    "latency": {"good": 2000, "of": 2000, "limit_ms": 800},
+    "json_validity": {"good": 2000, "of": 2000},
+    "canaries": {"good": 400, "of": 400},
+    "memory": {"live_tokens": 500, "max_tokens": 1000},
+}
+NO_JSON = {"json_validity": {"good": 500, "of": 2000}}
+SLOW = {"latency": {"good": 1000, "of": 2000, "limit_ms": 800}}
+FULL = {"memory": {"live_tokens": 950, "max_tokens": 1000}}
+
+
+@pytest.fixture
+def fleet(tmp_path: Any) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def routed(fleet: Fleet, text: str) -> None:
+    path = fleet.folder / "routes.yaml"
+    path.write_text(text)
+    route(fleet.engines, RoutingConfig(file=str(path), rollback=None), lambda _line: None)
+
+
+def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
+    path = fleet.folder / "snapshot.json"
+    path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
+    return LIMITS.model_copy(update={"snapshot": str(path)})
+
+
+def monitored(fleet: Fleet, version: str = "1", **changes: object) -> list[str]:
+    """Look at a snapshot of the class copy and return what was said; one that broke something is an exception."""
+    said: list[str] = []
+    monitor(fleet.engines, limits(fleet, {"classes": {"copy": {**WELL, "version": version, **changes}}}), said.append)
+    return said
+
+
+def read(**changes: object) -> Any:
+    return read_monitors(ClassSnapshot.model_validate({**WELL, **changes}), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("good", "of", "expected"),
+    [(0, 0, "unknown"), (9, 10, "unknown"), (0, 2, "broken"), (1, 3, "unknown"), (400, 400, "holds"), (1950, 2000, "unknown"),
+     (1900, 2000, "broken"), (1999, 2000, "holds")],
+)  # fmt: skip
+def test_a_monitor_breaks_where_the_bound_shows_it_and_too_few_requests_are_unknown(good: int, of: int, expected: str) -> None:
+    (validity, _) = read(json_validity={"good": good, "of": of}).quality
+    assert validity.status == expected
+
+
+def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> None:
+    n, least = 300, LIMITS.min_json_validity
+    chance = 0.0
+    for good in range(n + 1):
+        (validity, _) = read(json_validity={"good": good, "of": n}).quality
+        if validity.status == "broken":
+            chance += math.comb(n, good) * least**good * (1 - least) ** (n - good)
+    assert 0 < chance <= LIMITS.alpha
+
+
+def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is_not_shown_to_hold() -> None:
+    readings = read(json_validity=None, canaries=None)
+    assert [reading.name for reading in readings.all] == ["latency within 800 ms", "memory"]
+    assert not readings.quality_holds
+    assert not readings.quality_is_broken
+    assert read().quality_holds
+
+
+def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:
+    fleet.add("fp8")
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.registry.moves.clear()
+    assert monitored(fleet)[-1] == "route-copy: stays at version 1"
+    assert monitored(fleet, json_validity={"good": 1, "of": 3})[-1] == "route-copy: stays at version 1"
+    assert (fleet.registry.moves, len(fleet.registry.records)) == ([], 1)
+
+
+@pytest.mark.parametrize("broken", [NO_JSON, {"canaries": {"good": 200, "of": 400}}, SLOW, {**NO_JSON, **FULL}])
+def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: dict[str, Any]) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
+    with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
+        monitored(fleet, "2", **broken)
+    assert read_aliases(fleet.registry, "copy") == Aliases("1")
+    title, tags, ended = fleet.registry.records[-1]
+    assert (title, ended, tags["stage"]) == ("monitor", "FINISHED", "monitor")
+    assert tags["snapshot_digest"] == file_digest(fleet.folder / "snapshot.json")
+    assert tags["move/copy"].startswith("version 2 -> 1: ")
+    assert fleet.registry.versions["2"]["rolled-back-copy"]
+
+
+def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route_stays(fleet: Fleet) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+    routed(fleet, "routes: {copy: {policy: fp8, fallback: int8}}")
+    with pytest.raises(GateRefusal):
+        monitored(fleet, "2", **NO_JSON)
+    assert fleet.route("copy") == "1"
+    moves = list(fleet.registry.moves)
+    with pytest.raises(GateRefusal):
+        monitored(fleet, "1", **NO_JSON)
+    assert fleet.registry.moves == moves
+
+
+def test_the_same_snapshot_again_moves_nothing_since_the_route_is_at_another_version(fleet: Fleet) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
+    with pytest.raises(GateRefusal):
+        monitored(fleet, "2", **NO_JSON)
+    assert monitored(fleet, "2", **NO_JSON) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
+
+
+def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
+    """Where the route of copy is after memory pressure, and what was said; "refused" comes last where nothing could be done."""
+    said: list[str] = []
+    snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
+    try:
+        monitor(fleet.engines, limits(fleet, snapshot), said.append)
+    except GateRefusal:
+        said.append("refused")
+    return fleet.route("copy"), said
+
+
+def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("int4", 1900)
+    fleet.add("fp8k_int4v", 1300)
+    fleet.add("fp8k_int4v_aged", 1200)
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    taken = ["1"]
+    for _ in range(3):
+        version, said = pressed(fleet, taken[-1])
+        assert said[-1] != "refused"
+        assert version is not None
+        taken.append(version)
+    assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
+    assert read_aliases(fleet.registry, "copy").previous == "3"
+    version, said = pressed(fleet, "2")
+    assert (version, said[-1]) == ("2", "refused")
+
+
+def test_slow_requests_under_memory_pressure_are_no_reason_to_take_an_engine_that_holds_less(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("fp8k_int4v", 1300)
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    assert pressed(fleet, **SLOW)[0] == "2"
+
+
+def test_keys_stay_as_they_are_unless_every_monitor_of_quality_holds(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("int4", 1900)
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    version, said = pressed(fleet, canaries={"good": 9, "of": 10})
+    assert version == "1"
+    assert "copy: not version 2 (int4): its keys lose too, and not every monitor of quality is shown to hold" in said
+    assert said[-1] == "refused"
+
+
+def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("fp8k_int4v", 1200, copy="INCONCLUSIVE")
+    fleet.add("fp8k_int4v_aged", 1200, "FAIL")
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    version, said = pressed(fleet)
+    assert version == "1"
+    assert "copy: not version 2 (fp8k_int4v): copy is INCONCLUSIVE: copy: a reason" in said
+    assert said[-1] == "refused"
+
+
+def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("fp8k_int4v", 1300)
+    fleet.registry.versions["2"]["baseline_digest"] = "of other weights"
+    fleet.add("fp8k_int4v_aged", 900)
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    assert pressed(fleet)[0] == "1"
+
+
+def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_names_it(fleet: Fleet) -> None:
+    fleet.add("fp8", 1000)
+    fleet.add("fp8k_int4v", 1300)
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    assert pressed(fleet)[0] == "2"
+    with pytest.raises(GateRefusal):
+        monitored(fleet, "2", **NO_JSON)
+    version, said = pressed(fleet)
+    assert version == "1"
+    assert "copy: not version 2 (fp8k_int4v): was rolled back" in said
+    routed(fleet, "routes: {copy: {policy: fp8k_int4v}}")
+    routed(fleet, "routes: {copy: {policy: fp8}}")
+    assert pressed(fleet)[0] == "2"
+
+
+def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        routed(fleet, f"routes: {{copy: {{policy: {policy}}}, retrieval: {{policy: {policy}}}}}")
+    classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
+    with pytest.raises(GateRefusal, match=": copy: broken"):
+        monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
+    assert (fleet.route("copy"), fleet.route("retrieval")) == ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("now", "to", "keys", "young_values"),
+    [
+        ("fp8", "fp8k_int4v_aged", False, False),
+        ("fp8", "fp8k_int4v", False, True),
+        ("fp8k_int4v_aged", "fp8k_int4v", True, True),  # its sinks' and recent tokens' keys are exact no more
+        ("fp8", "int4", True, True),
+        ("int4_guarded", "int4", True, False),  # two layers' keys
+    ],
+)
+def test_a_step_says_whether_keys_and_young_values_lose(
+    fleet: Fleet, now: str, to: str, keys: bool, young_values: bool
+) -> None:
+    fleet.add(now)
+    fleet.add(to)
+    one, other = (fleet.engines.find(*registered) for registered in fleet.registry.registered())
+    change = step(one, other)
+    assert (change.keys, change.young_values) == (keys, young_values)
+
+
+def without(*path: str) -> dict[str, Any]:
+    """A snapshot that lacks one field."""
+    snapshot: dict[str, Any] = copy.deepcopy({"classes": {"copy": WELL}})
+    place = snapshot
+    for name in path[:-1]:
+        place = place[name]
+    del place[path[-1]]
+    return snapshot
+
+
+def changed(**changes: object) -> dict[str, Any]:
+    return {"classes": {"copy": {**WELL, **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "expected"),
+    [
+        (without("classes"), "classes: Field required"),
+        *((without("classes", "copy", name), rf"classes\.copy\.{name}: Field required") for name in WELL),
+        (without("classes", "copy", "latency", "of"), r"classes\.copy\.latency\.of: Field required"),
+        ({"classes": {}}, "classes: Dictionary should have at least 1 item"),
+        (changed(canaries={"good": math.nan, "of": 4}), r"classes\.copy\.canaries\.good: .* \(got nan\)"),
+        (changed(latency={"good": 1, "of": 4, "limit_ms": math.nan}), r"classes\.copy\.latency\.limit_ms: .* \(got nan\)"),
+        (changed(canaries={"good": -1, "of": 4}), r"classes\.copy\.canaries\.good: .* \(got -1\)"),
+        (changed(canaries={"good": 0.5, "of": 4}), r"classes\.copy\.canaries\.good"),
+        (changed(canaries={"good": 5, "of": 4}), r"classes\.copy\.canaries: good=5 must not be more than of=4"),
+        (changed(memory={"live_tokens": 2, "max_tokens": 1}), "live_tokens=2 must not be more than max_tokens=1"),
+        (changed(memory={"live_tokens": 0, "max_tokens": 0}), r"memory\.max_tokens"),
+        (changed(version=1), r"classes\.copy\.version: .* \(got 1\)"),
+        (changed(throughput=3), r"classes\.copy\.throughput: Extra inputs"),
+        ("{", "cannot be read"),
+        ('{"classes": {}, "classes": {}}', r"cannot be read \(classes is given twice\)"),
+        ({"taken_at": "2026-01-01T00:00:00", "classes": {"copy": WELL}}, "taken_at: Input should have timezone info"),
+    ],
+)  # fmt: skip
+def test_a_snapshot_that_cannot_be_meant_is_refused_in_one_line(fleet: Fleet, snapshot: object, expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        read_snapshot(limits(fleet, snapshot))
+    assert str(caught.value).startswith("monitor.snapshot=")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) -> None:
+    now = datetime.now(UTC)
+    fresh = {"taken_at": now.isoformat(), "classes": {"copy": WELL}}
+    assert read_snapshot(limits(fleet, fresh)).taken_at == now
+    with pytest.raises(UserError, match=r"taken_at=.* s from now, monitor\.max_age_s=900 allows fewer"):
+        read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
+
+
+def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input_and_nothing_moves(fleet: Fleet) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
+    fleet.registry.moves.clear()
+    for name, version, expected in (
+        ("copi", "2", r"classes\.copi: this model has no such route"),
+        ("copy", "9", r"classes\.copy\.version=9: the registry has no such version"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            broken = {**WELL, **NO_JSON, "version": "2"}
+            classes = {"copy": broken, name: {**broken, "version": version}}
+            monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
+    assert fleet.registry.moves == []
