@@ -30,7 +30,6 @@ from pipeline.core.errors import (
 from pipeline.registry import promotion, summary
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
-from pipeline.registry.tracking import compare_url, server_command
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run import console, planning, tables
@@ -174,7 +173,7 @@ def promote(run: Run) -> None:
         tables.print_occasion()
         tables.print_promotion(candidates, move)
         tables.print_baseline_accuracy(candidates)
-    _print_mlflow(store, candidates)
+    tables.print_mlflow(store.location, store.experiment_id, candidates)
 
 
 def rollback(run: Run) -> None:
@@ -236,15 +235,6 @@ def evaluate_and_promote(run: Run) -> None:
     evaluate(run)
     if not run.sweeping and run.config.tracking.enabled:
         promote(run)
-
-
-def _print_mlflow(store: "MlflowStore", candidates: Sequence[Candidate]) -> None:
-    run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
-    command = server_command(store.location)
-    console.out.print("\nCompare the candidates in MLflow:")
-    if command is not None:
-        console.out.print(f"  {command}", soft_wrap=True)
-    console.out.print(f"  {compare_url(store.location, store.experiment_id, run_ids)}", soft_wrap=True)
 
 
 STAGES: dict[str, Callable[[Run], None]] = {

@@ -13,6 +13,7 @@ from pipeline.artifacts.hardware import hardware
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Finding, Move
 from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.run import console
 from pipeline.run.evidence import Evidence
 from pipeline.verdict.report import EvaluationReport
@@ -161,3 +162,13 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
         return "the oracle does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
+
+
+def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate]) -> None:
+    """Print how to compare the candidates in MLflow."""
+    run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
+    command = server_command(location)
+    console.out.print("\nCompare the candidates in MLflow:")
+    if command is not None:
+        console.out.print(f"  {command}", soft_wrap=True)
+    console.out.print(f"  {compare_url(location, experiment_id, run_ids)}", soft_wrap=True)

@@ -305,8 +305,8 @@ def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input
         ("copi", "2", r"classes\.copi: this model has no such route"),
         ("copy", "9", r"classes\.copy\.version=9: the registry has no such version"),
     ):
+        broken = {**WELL, **NO_JSON, "version": "2"}
+        classes = {"copy": broken, name: {**broken, "version": version}}
         with pytest.raises(UserError, match=expected):
-            broken = {**WELL, **NO_JSON, "version": "2"}
-            classes = {"copy": broken, name: {**broken, "version": version}}
             monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
     assert fleet.registry.moves == []
