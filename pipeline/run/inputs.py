@@ -9,6 +9,7 @@ from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
+from pipeline.gguf.vocabulary import UNUSED
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
@@ -38,6 +39,9 @@ def check_inputs(config: Config) -> None:
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     with required_libraries():
+        speculation = config.workloads.speculation
+        if speculation is not None and speculation.draft is not None:
+            _check_draft(speculation.draft, locate_checkpoint(config.model.path))
         if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
@@ -54,3 +58,40 @@ def _inspect_model(path: Path) -> CheckpointInfo:
     if find_spec("gguf") is None:
         raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")
     return info
+
+
+def _check_draft(path: str, target: Path) -> None:
+    """Check that a draft checkpoint can be read, and that it has the target's tokens.
+
+    Args:
+        path: `workloads.speculation.draft`.
+        target: The checkpoint of `model.path`, or its GGUF.
+    """
+    key = "workloads.speculation.draft="
+    try:
+        draft = locate_checkpoint(path)
+        if draft.is_file():
+            raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
+        check_weights(inspect_checkpoint(draft))
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", key)) from None
+    wanted, offered = _vocabulary(target, f"model.path={target}"), _vocabulary(draft, f"{key}{path}")
+    different = next((token for token in wanted | offered if wanted.get(token) != offered.get(token)), None)
+    if different is not None:
+        ids = [f"token {tokens[different]}" if different in tokens else "no token" for tokens in (offered, wanted)]
+        raise UserError(
+            f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
+            "the target; give a draft with the same tokenizer"
+        )
+
+
+def _vocabulary(path: Path, named: str) -> dict[str, int]:
+    """Return the tokens of a checkpoint or a GGUF with their ids. A GGUF fills its list up with unused ones."""
+    if path.is_file():
+        vocabulary = inspect_gguf(path).vocabulary
+        listed = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        return {token: number for number, (token, kind) in listed if kind != UNUSED}
+    try:
+        return evaluation().vocabulary(path)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise UserError(f"{named}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})") from error
