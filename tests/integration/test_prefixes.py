@@ -155,7 +155,7 @@ def test_kept_prefixes_make_room_for_live_sequences(decoder: Path, tmp_path: Pat
     ],
 )
 def test_prefixes_that_cannot_be_kept_are_refused(
-    options: dict[str, int], expected: str, decoder: Path, tmp_path: Path
+    options: dict[str, Any], expected: str, decoder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=expected):
         load_engine(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), threads=1, **options)
