@@ -41,7 +41,7 @@ def check_inputs(config: Config) -> None:
     with required_libraries():
         speculation = config.workloads.speculation
         if speculation is not None and speculation.draft is not None:
-            _check_draft(speculation.draft, locate_checkpoint(config.model.path))
+            check_draft(speculation.draft, locate_checkpoint(config.model.path))
         if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
@@ -60,7 +60,7 @@ def _inspect_model(path: Path) -> CheckpointInfo:
     return info
 
 
-def _check_draft(path: str, target: Path) -> None:
+def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read, and that it has the target's tokens.
 
     Args:
@@ -75,23 +75,25 @@ def _check_draft(path: str, target: Path) -> None:
         check_weights(inspect_checkpoint(draft))
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
-    wanted, offered = _vocabulary(target, f"model.path={target}"), _vocabulary(draft, f"{key}{path}")
-    different = next((token for token in wanted | offered if wanted.get(token) != offered.get(token)), None)
+    wanted, unused = _vocabulary(target, f"model.path={target}")
+    offered, _ = _vocabulary(draft, f"{key}{path}")
+    tokens = (wanted | offered).keys() - unused
+    different = next((token for token in sorted(tokens) if wanted.get(token) != offered.get(token)), None)
     if different is not None:
-        ids = [f"token {tokens[different]}" if different in tokens else "no token" for tokens in (offered, wanted)]
+        ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
         raise UserError(
             f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
             "the target; give a draft with the same tokenizer"
         )
 
 
-def _vocabulary(path: Path, named: str) -> dict[str, int]:
-    """Return the tokens of a checkpoint or a GGUF with their ids. A GGUF fills its list up with unused ones."""
+def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
+    """Return the tokens of a checkpoint or a GGUF with their ids, and those that a GGUF only fills its list up with."""
     if path.is_file():
-        vocabulary = inspect_gguf(path).vocabulary
-        listed = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        return {token: number for number, (token, kind) in listed if kind != UNUSED}
+        listed = inspect_gguf(path).vocabulary
+        unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
+        return {token: number for number, token in enumerate(listed.tokens)}, unused
     try:
-        return evaluation().vocabulary(path)
+        return evaluation().vocabulary(path), set()
     except Exception as error:  # tokenizers raises bare exceptions
         raise UserError(f"{named}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})") from error

@@ -70,7 +70,7 @@ class Distance:
     threshold: float
     """As it is configured and shown."""
     values: bounds.Array
-    """Mean over the tokens of each document, shape (documents,)."""
+    """Mean over the tokens, or the answers, of each document, shape (documents,)."""
     limit: float
     """The threshold as a mean of such values."""
     best: float
