@@ -96,4 +96,5 @@ def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
     try:
         return evaluation().vocabulary(path), set()
     except Exception as error:  # tokenizers raises bare exceptions
-        raise UserError(f"{named}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})") from error
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error

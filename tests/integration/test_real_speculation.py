@@ -163,6 +163,19 @@ def test_a_draft_with_another_tokenizer_is_refused_in_one_line_and_nothing_is_wr
     assert list(work.iterdir()) == []
 
 
+def test_a_draft_whose_tokenizer_is_damaged_is_refused_in_one_line(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(TINY, damaged)
+    (damaged / "tokenizer.json").write_text('{"model": 3}', encoding="utf-8")
+    work = tmp_path / "work"
+    work.mkdir()
+    result = pipeline(work, f"workloads.speculation={{draft:{damaged}}}")
+    assert result.returncode == 2, result.stderr
+    assert f"workloads.speculation.draft={damaged}: its tokenizer cannot be loaded" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(work.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("speculation", "expected"),
     [
