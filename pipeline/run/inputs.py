@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
@@ -35,6 +36,8 @@ def check_inputs(config: Config) -> None:
         return
     checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    if config.stage == "tune":
+        tuned_policies(config, checkpoint.shape)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")

@@ -15,10 +15,11 @@ from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import FIRST_PARTY
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
 
@@ -86,6 +87,26 @@ class Exporting(Protocol):
         progress: Progress,
     ) -> None:
         """Write ModelOpt's exports of a quantized checkpoint."""
+        ...
+
+
+class Tuning(Protocol):
+    """`stages.tune.run`."""
+
+    def tune(
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        jsonl: Path | None,
+        seed: int,
+        uniform: Sequence[tuple[KVPolicy, KVScales]],
+        given: tuple[KVPolicy, KVScales] | None,
+        config: TuneConfig,
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        """Write the policies of fewest bytes within budgets of KL, and what they cost."""
         ...
 
 
@@ -202,6 +223,11 @@ def quantization() -> Quantization:
 def exporting() -> Exporting:
     """Load the module that writes ModelOpt's exports."""
     return cast(Exporting, _load("stages.quantize.export"))
+
+
+def tuning() -> Tuning:
+    """Load the tune stage."""
+    return cast(Tuning, _load("stages.tune.run"))
 
 
 def evaluation() -> Evaluation:

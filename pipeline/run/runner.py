@@ -36,6 +36,7 @@ from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
+from pipeline.run.tuning import tune
 from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -229,6 +230,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "rollback": rollback,
     "verify": verify,
     "all": evaluate_and_promote,
+    "tune": lambda run: tune(run.chain),
 }
 
 

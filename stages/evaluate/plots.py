@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipeline.planning.tuning import TuneReport
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 
@@ -116,3 +117,24 @@ def _flips(rows: Sequence[SampleRow], workload: str, *, baseline: bool) -> int:
     return sum(
         row.workload == workload and row.baseline_correct is baseline and row.candidate_correct is not baseline for row in rows
     )
+
+
+def tuned_front(report: TuneReport, path: Path) -> Path:
+    """Plot the KL of measured policies on the texts held out against their bytes, with the Pareto front; returns `path`."""
+    figure, axes = _axes("Formats chosen by layer and side", "cache [bytes/token]", "mean KL, texts held out [nats/token]")
+    drawn = [(one, one.kl_held_out) for one in report.measured if one.kl_held_out is not None]
+    for origin, colour, marker in (("uniform", UNDECIDED, "s"), ("tuned", SERIES[0], "o"), ("modelopt", SERIES[1], "D")):
+        group = [(one, max(kl, FLOOR)) for one, kl in drawn if one.origin == origin]
+        if group:
+            points = [one.bytes_per_token for one, _ in group], [kl for _, kl in group]
+            axes.scatter(*points, s=40, color=colour, marker=marker, label=origin, zorder=3)
+        if origin != "tuned":
+            for one, kl in group:
+                axes.annotate(one.policy.name, (one.bytes_per_token, kl), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    front = sorted((one.bytes_per_token, max(kl, FLOOR)) for one, kl in drawn if one.on_front)
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", color=SERIES[0], linewidth=1, alpha=0.6, label="Pareto front")
+    axes.axhline(report.max_kl, color=LOST, linewidth=0.8, linestyle="--", label="tune.max_kl")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
