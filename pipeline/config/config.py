@@ -12,10 +12,11 @@ from pipeline.core.strict import StrictModel
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
+from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.verdict.thresholds import Gates
 
-Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all", "tune"]
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all", "tune", "capacity", "recommend"]
 
 
 class ModelConfig(StrictModel):
@@ -69,6 +70,8 @@ class Config(StrictModel):
     workloads: WorkloadsConfig
     gates: Gates
     tune: TuneConfig
+    capacity: CapacityConfig
+    """What stage=capacity and stage=recommend plan for; no other stage reads it."""
     tracking: Tracking
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str

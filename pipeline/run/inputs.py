@@ -11,11 +11,16 @@ from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
+from pipeline.planning.capacity import memory_budget
+from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
+
+PLANNING = ("capacity", "recommend")
+"""Stages that read a model's shapes alone."""
 
 
 def check_inputs(config: Config) -> None:
@@ -33,6 +38,9 @@ def check_inputs(config: Config) -> None:
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
         raise UserError(f"bundle={config.bundle}: no such directory")
     if config.stage in WITHOUT_CHECKPOINT:
+        return
+    if config.stage in PLANNING:
+        memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
         return
     checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)

@@ -19,6 +19,7 @@ from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -202,6 +203,10 @@ class Plots(Protocol):
 
     def quality_by_memory(self, candidates: Sequence[Candidate], path: Path) -> Path:
         """Plot each candidate's mean KL against its cache's bytes per token."""
+        ...
+
+    def requests_by_context(self, capacity: Capacity, path: Path) -> Path:
+        """Plot how many requests each policy admits over their length."""
         ...
 
 

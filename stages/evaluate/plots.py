@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneReport
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
@@ -86,6 +87,29 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
     axes.margins(x=0.15, y=0.15)
     if drawn:
         axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
+def requests_by_context(capacity: Capacity, path: Path) -> Path:
+    """Plot how many requests are admitted if all are of one length, over that length; returns `path`.
+
+    Policies that admit as many at every length share a line. The dashed line is what is asked.
+    """
+    figure, axes = _axes(f"{capacity.model}: requests that fit by their length", "context [tokens]", "requests")
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for entry in capacity.policies:
+        alike.setdefault(tuple(entry.requests_by_context.items()), []).append(entry.name)
+    styles = [(line, colour) for line in ("-", "--", ":", "-.") for colour in SERIES]
+    for (line, colour), (points, names) in zip(cycle(styles), sorted(alike.items(), reverse=True), strict=False):
+        drawn = [(tokens, requests) for tokens, requests in points if requests]
+        label = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        axes.plot([t for t, _ in drawn], [n for _, n in drawn], line, color=colour, linewidth=1.4, label=label)
+    axes.axhline(capacity.use.concurrency, color=UNDECIDED, linewidth=0.8, linestyle=(0, (4, 4)))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _save(figure, path)
 
 
