@@ -1,7 +1,7 @@
 """The texts that policies are measured on, in three parts that share no document.
 
-They are the samples of an evaluation in another split, encoded and scored as an evaluation does it, so that a mean KL means the
-same here and at the gates. Of a user's own texts everything but the first tokens is scored.
+They are the samples of an evaluation in another split. Of questions the answers are scored, as an evaluation does it, so that
+a mean KL means the same here and at the gates; of prose and of a user's own texts, everything but the first tokens.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,7 @@ from stages.quantize.calibration import texts_from_file
 from stages.workloads import generate
 
 PREFILLED = 16
-"""Tokens of a user's text that are not scored."""
-
-SCORED = 256
-"""Most scored tokens of a text that is not an answer."""
+"""First tokens of a text without an answer, which are not scored."""
 
 PARTS = ("search", "check", "held out")
 """What each place costs alone is measured on the first; what is proposed from that, on the second, because it may owe something
@@ -90,10 +87,10 @@ def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> lis
     # Documents alternate between workloads, so that each part has some of each.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
-        for item in encode(samples, tokenizer, SCORED):
+        for item in encode(samples, tokenizer, config.max_length):
             tokens = (*item.prompt, *item.reference)[: config.max_length]
-            # As in an evaluation: the prompt's last token is decoded.
-            found.append(Text(tokens, len(item.prompt) - 1, f"{number}"))
+            # As in an evaluation: a prompt's last token is decoded.
+            found.append(Text(tokens, len(item.prompt) - 1 if item.judged else PREFILLED, f"{number}"))
     return found
 
 
