@@ -278,7 +278,7 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     store = tmp_path / "store"
     evidence = judged_engine(store)
     identity = read_identity(evidence / IDENTITY_FILE)
-    places = {role: store / identity.link(role).place for role in ("engine", "baseline", "evaluation")}  # type: ignore[arg-type]
+    places = {role: store / identity.link(role).place for role in ("engine", "baseline", "evaluation")}
     tags = {
         "kv": "int8",
         "engine_digest": files_digest(tree_files(places["engine"])),
