@@ -10,7 +10,7 @@ from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
 from pipeline.registry import summary
-from pipeline.run.loading import evaluation, open_backend, required_libraries
+from pipeline.run.loading import evaluation, open_loader, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
@@ -42,7 +42,7 @@ def check_inputs(config: Config) -> None:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
-        open_backend(config.backend).check_inputs(job)
+        open_loader(config.backend).check_inputs(job)
 
 
 def _inspect_model(path: Path) -> CheckpointInfo:

@@ -2,7 +2,7 @@
 
 from pipeline.artifacts.digest import files_digest, json_digest
 from pipeline.registry.promotion import Finding
-from pipeline.run.identity import Identity, Role, answers_input, round_input
+from pipeline.run.identity import NOT_OF_SERVERS, Identity, Role, answers_input, round_input
 
 USER_INPUTS = {
     ("checkpoint", "gguf"),
@@ -13,6 +13,7 @@ USER_INPUTS = {
     ("baseline", "jsonl"),
     ("round", "jsonl"),
     ("evaluate", "jsonl"),
+    ("server", "tokenizer"),
 }
 """(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
@@ -61,6 +62,8 @@ def _links(identity: Identity) -> list[Finding]:
                 detail = f"its input {name} {digest[:12]} is nothing of this chain"
                 findings.append(Finding(f"chain: {link.title}", "differs", detail))
     for role, inputs in INPUT_ROLES.items():
+        if identity.served and role in NOT_OF_SERVERS:
+            continue
         for name, source_role in inputs.items():
             link, source = identity.link(role), identity.link(source_role)
             if link.inputs.get(name) != source.digest:
