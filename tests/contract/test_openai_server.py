@@ -325,10 +325,22 @@ def test_a_server_whose_cache_is_not_what_the_command_says_is_refused(bench: Ben
         ):
             recorded(bench, url, tmp_path / "baseline", kv="fp16")
         engine = recorded(bench, url, tmp_path / "candidate", kv="int8")
-        assert engine.says == {"cache_dtype": "fp8_e4m3", "block_size": "16", "enable_prefix_caching": "True"}
+        cache = {"cache_dtype": "fp8_e4m3", "block_size": "16", "enable_prefix_caching": "True"}
+        assert engine.says == {**cache, "system_fingerprint": "toy-1"}
     expected = r"its cache is of type bfloat16; kv=int8 takes a server with that cache"
     with serving(bench.toy("fp16", cache_dtype="bfloat16")) as url, pytest.raises(UserError, match=expected):
         recorded(bench, url, tmp_path / "other")
+
+
+def test_a_server_that_was_started_with_other_arguments_meanwhile_is_noticed(bench: Bench, tmp_path: Path) -> None:
+    toy = bench.toy("int8")
+    with serving(toy) as url:
+        engine = recorded(bench, url, tmp_path / "record")
+        toy.fingerprint = "toy-2"
+        with pytest.raises(MissingRequirement, match=r"calls its configuration toy-2, and was recorded as toy-1") as raised:
+            engine.forced([1, 2, 3, 4], 5)
+        assert "\n" not in str(raised.value)
+        assert recorded(bench, url, tmp_path / "again").says["system_fingerprint"] == "toy-2"
 
 
 def test_a_tokenizer_is_compared_without_tokenize_too(bench: Bench, tmp_path: Path) -> None:

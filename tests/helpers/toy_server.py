@@ -32,6 +32,7 @@ class Toy:
     most_logprobs: int = 20
     fails_after: int | None = None
     """Completions that are answered before the connection breaks for good, or once, by `mode`."""
+    fingerprint: str | None = "toy-1"
     asked: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the completions that were asked for."""
@@ -58,7 +59,8 @@ class Toy:
                 "token_logprobs": [float(row[token]) for token, row in zip(said, rows, strict=True)],
                 "top_logprobs": [self._top(row, token, top) for token, row in zip(said, rows, strict=True)],
             }
-        return {"choices": [{"text": self.tokenizer.decode(said), "logprobs": shown}], "usage": usage}
+        choices = [{"text": self.tokenizer.decode(said), "logprobs": shown}]
+        return {"choices": choices, "usage": usage, "system_fingerprint": self.fingerprint}
 
     def _greedy(self, tokens: Sequence[int], body: dict[str, Any]) -> tuple[list[int], list[np.ndarray]]:
         said: list[int] = []

@@ -13,7 +13,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.engines.bundle import BundleRecord, open_record, read_record
 from stages.engines.openai.client import Client, Refused
-from stages.engines.openai.protocol import Completion, token_id
+from stages.engines.openai.protocol import FINGERPRINT, Completion, token_id
 
 BACKEND = "openai"
 COMPLETIONS = "/v1/completions"
@@ -118,6 +118,12 @@ class OpenAIEngine:
                 f"({error.status}: {error.text})"
             ) from error
         completion = Completion.read(answer, self._where)
+        recorded = self.says.get(FINGERPRINT)
+        if recorded is not None and completion.system_fingerprint != recorded:
+            raise MissingRequirement(
+                f"{self._where}: calls its configuration {completion.system_fingerprint}, and was recorded as {recorded}: it "
+                "was started with other arguments meanwhile; the same command measures that server from the beginning"
+            )
         if completion.usage.prompt_tokens != len(prompt):
             raise MissingRequirement(
                 f"{self._where}: counts {completion.usage.prompt_tokens} tokens in a prompt of {len(prompt)} token ids; serve "

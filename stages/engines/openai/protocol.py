@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.core.errors import MissingRequirement
 
+FINGERPRINT = "system_fingerprint"
 TOKEN = re.compile(r"token_id:(\d+)")
 """A token, where a server is asked to name tokens by their ids."""
 CACHE_LINE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
@@ -52,6 +53,8 @@ class Completion(BaseModel):
 
     choices: list[_Choice] = Field(min_length=1)
     usage: _Usage
+    system_fingerprint: str | None = None
+    """What the server calls its configuration, as OpenAI's API has it."""
 
     @classmethod
     def read(cls, answer: dict[str, Any], where: str) -> "Completion":

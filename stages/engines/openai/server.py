@@ -17,7 +17,7 @@ from stages.checkpoints import load_tokenizer
 from stages.engines.bundle import write_bundle
 from stages.engines.openai.client import Client, Refused
 from stages.engines.openai.engine import BACKEND, COMPLETIONS, OpenAIEngine, ServerRecord, open_client
-from stages.engines.openai.protocol import ModelCard, ModelList, cache_config
+from stages.engines.openai.protocol import FINGERPRINT, ModelCard, ModelList, cache_config
 
 SIXTEEN = ("auto", "float16", "bfloat16", "float32")
 """Names of vLLM's types of a cache that is not quantized; auto is the checkpoint's, which may be."""
@@ -57,7 +57,7 @@ def ask(client: Client, setting: str, model: str | None) -> dict[str, object]:
         "root": card.root,
         "max_model_len": card.max_model_len,
         "release": _release(client),
-        "says": _says(client),
+        "says": _says(client, card.id),
     }
 
 
@@ -81,11 +81,18 @@ def _release(client: Client) -> str:
         return ""
 
 
-def _says(client: Client) -> dict[str, str]:
+def _says(client: Client, model: str) -> dict[str, str]:
+    """Return what vLLM's /metrics say of its cache, and by what name an answer calls the server's configuration."""
     try:
-        return cache_config(client.text("/metrics"))
+        says = cache_config(client.text("/metrics"))
     except (Refused, UserError):
-        return {}
+        says = {}
+    try:
+        answer = client.post(COMPLETIONS, {"model": model, "prompt": "1", "max_tokens": 1})
+    except Refused:
+        return says
+    fingerprint = answer.get(FINGERPRINT)
+    return {**says, FINGERPRINT: fingerprint} if isinstance(fingerprint, str) else says
 
 
 def write_server(
