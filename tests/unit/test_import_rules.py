@@ -33,6 +33,7 @@ ROOMS = (
     "stages.engines.interpreter",
     "stages.engines.trtllm",
     "stages.engines.vllm",
+    "stages.engines.sglang",
     "stages.engines.openai",
     "stages.quantize",
     "stages.evaluate",
