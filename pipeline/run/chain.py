@@ -165,10 +165,11 @@ class Chain:
 
     def twin(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
-        return self.bundle(policy, self._twin_config)
+        return self.bundle(policy, self.twin_config)
 
     @cached_property
-    def _twin_config(self) -> TorchConfig:
+    def twin_config(self) -> TorchConfig:
+        """The oracle, with the threads of the configured backend."""
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
@@ -370,4 +371,4 @@ class Chain:
     def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
         """Return a function that loads the oracle as the twin of this backend's engines."""
         dtype, measures = self.backend.compute_dtype, self.backend.measures_rounding
-        return lambda: loading.evaluation().Twin(loading.open_backend(self._twin_config).load(bundle.path), dtype, measures)
+        return lambda: loading.evaluation().Twin(loading.open_backend(self.twin_config).load(bundle.path), dtype, measures)

@@ -5,15 +5,21 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
+from pipeline.planning.capacity import memory_budget
+from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_loader, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
+
+PLANNING = ("capacity", "recommend")
+"""Stages that read a model's shapes alone."""
 
 
 def check_inputs(config: Config) -> None:
@@ -32,8 +38,13 @@ def check_inputs(config: Config) -> None:
         raise UserError(f"bundle={config.bundle}: no such directory")
     if config.stage in WITHOUT_CHECKPOINT:
         return
+    if config.stage in PLANNING:
+        memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
+        return
     checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    if config.stage == "tune":
+        tuned_policies(config, checkpoint.shape)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")

@@ -16,10 +16,12 @@ from pipeline.artifacts.digest import FIRST_PARTY
 from pipeline.artifacts.server import ServedEngine, Server
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.records import Capacity
+from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
 
@@ -87,6 +89,26 @@ class Exporting(Protocol):
         progress: Progress,
     ) -> None:
         """Write ModelOpt's exports of a quantized checkpoint."""
+        ...
+
+
+class Tuning(Protocol):
+    """`stages.tune.run`."""
+
+    def tune(
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        jsonl: Path | None,
+        seed: int,
+        uniform: Sequence[tuple[KVPolicy, KVScales]],
+        given: tuple[KVPolicy, KVScales] | None,
+        config: TuneConfig,
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        """Write the policies of fewest bytes within budgets of KL, and what they cost."""
         ...
 
 
@@ -210,6 +232,10 @@ class Plots(Protocol):
         """Plot each candidate's mean KL against its cache's bytes per token."""
         ...
 
+    def requests_by_context(self, capacity: Capacity, path: Path) -> Path:
+        """Plot how many requests each policy admits over their length."""
+        ...
+
 
 def conversion() -> Conversion:
     """Load the module that converts GGUF files."""
@@ -229,6 +255,11 @@ def quantization() -> Quantization:
 def exporting() -> Exporting:
     """Load the module that writes ModelOpt's exports."""
     return cast(Exporting, _load("stages.quantize.export"))
+
+
+def tuning() -> Tuning:
+    """Load the tune stage."""
+    return cast(Tuning, _load("stages.tune.run"))
 
 
 def evaluation() -> Evaluation:
