@@ -34,6 +34,11 @@ class FinishedStage:
     params: dict[str, object]
 
 
+def _digest_of_model(checkpoint: Path) -> str:
+    info = inspect_checkpoint(checkpoint)
+    return files_digest({name: file_digest(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+
+
 @dataclass
 class Chain:
     """The artifacts of one configuration (`pipeline.artifacts.backend.Artifacts`)."""
@@ -63,9 +68,15 @@ class Chain:
     @cached_property
     def checkpoint_digest(self) -> str:
         """Digest of the files that make the model; a repository may hold other formats beside them."""
-        info = inspect_checkpoint(self.checkpoint)
-        names = (*info.weight_files, *info.other_files)
-        return files_digest({name: file_digest(self.checkpoint / name) for name in names})
+        return _digest_of_model(self.checkpoint)
+
+    @cached_property
+    def _draft_digest(self) -> str | None:
+        """That of the draft checkpoint of `workloads.speculation`; None without one."""
+        speculation = self.config.workloads.speculation
+        if speculation is None or speculation.draft is None:
+            return None
+        return _digest_of_model(locate_checkpoint(speculation.draft))
 
     def _converted(self, gguf: Path) -> Artifact:
         """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
@@ -338,6 +349,8 @@ class Chain:
         workloads, backend = self.config.workloads, self.loader
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
+        if self._draft_digest is not None:
+            inputs = {**inputs, "draft": self._draft_digest}
         # The texts of some workloads are those of the Python that runs.
         python = platform.python_version()
         config: dict[str, object] = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts()}

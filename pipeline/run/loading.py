@@ -127,6 +127,10 @@ class Evaluation(Protocol):
         """Return the digest of the samples, encoded with the bundle's tokenizer."""
         ...
 
+    def vocabulary(self, directory: Path) -> dict[str, int]:
+        """Return the tokens of a checkpoint's tokenizer with their ids."""
+        ...
+
     def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
         """Return the samples of each round."""
         ...

@@ -1,7 +1,7 @@
 """The texts that policies are measured on, in three parts that share no document.
 
-They are the samples of an evaluation in another split. Of questions the answers are scored, as an evaluation does it, so that a mean
-KL means the same here and at the gates; of prose and of a user's own texts everything but the first tokens.
+They are the samples of an evaluation in another split. Of questions the answers are scored, as an evaluation does it, so that
+a mean KL means the same here and at the gates; of prose and of a user's own texts, everything but the first tokens.
 """
 
 from dataclasses import dataclass

@@ -375,6 +375,11 @@ def test_numbers_that_are_none_fail_the_candidate_and_stop_the_baseline(bench: B
         (["stage=evaluate"], 2, "backend.url=null: backend=openai judges a running server; give http://HOST:PORT"),
         (["stage=build", "backend.url=http://127.0.0.1:9"], 2, "stage=build: backend=openai builds nothing"),
         (["kv=fp16"], 2, "kv=fp16: is the baseline's cache; name the policy of the server of backend.url"),
+        (
+            ["workloads.speculation={lookup_tokens: 4}"],
+            2,
+            "workloads.speculation: a server drafts as it was started to; leave it null",
+        ),
         (["weights=fp8"], 2, "weights=fp8: a server has the weights that it has; leave weights=none"),
         (["backend.url=http://me:hunter2@host"], 2, "backend.url: holds credentials or a query; give http://HOST:PORT"),
         (["backend.api_key_env=sk-hunter2"], 2, "backend.api_key_env: must be the name of an environment variable"),
