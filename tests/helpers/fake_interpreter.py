@@ -57,14 +57,9 @@ def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "so
 def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
     """The path of a new one that has the fake SGLang, this Python's torch, and a GPU that torch shows."""
     folder.mkdir(parents=True)
-    shown = (
-        "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.get_device_name = lambda i: 'NVIDIA H100'\n"
-        "torch.cuda.get_device_capability = lambda i: (9, 0)\n"
-    )
-    (folder / "usercustomize.py").write_text(shown if gpu else "", encoding="utf-8")
     return _python(
         folder,
-        f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
-        f'export PYTHONPATH="{folder}:{SGLANG_PACKAGE}:$PYTHONPATH"',
+        f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' FAKE_SGLANG_GPUS={int(gpu)}",
+        f'export PYTHONPATH="{folder}:{SGLANG_PACKAGE}:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1',
         says=None,
     )

@@ -79,7 +79,7 @@ class Engine:
 
     def _logits(self, history: list[int]) -> torch.Tensor:
         rng = np.random.default_rng(history[-4:])
-        row = rng.normal(size=VOCABULARY, scale=3.0) * (1.0 + self.keys)
+        row = rng.normal(size=VOCABULARY, scale=3.0) * 20.0 * self.keys
         if self.args["kv_cache_dtype"].startswith("fp8"):
             row += np.random.default_rng([7, *history[-4:]]).normal(size=VOCABULARY, scale=0.02)
         return torch.tensor(row, dtype=torch.float32)
