@@ -1,7 +1,7 @@
 """What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
 A backend is made from its configuration (`pipeline.core.backends`) by `open_backend(config)` of that module. Making one is
-cheap: methods import the libraries that they need themselves.
+cheap: methods import the libraries that they need themselves. `pipeline.artifacts.server` is for backends that build nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -72,21 +72,43 @@ class Artifacts(Protocol):
         ...
 
 
-class Backend(ABC):
-    """Builds and loads the engines of one backend.
+class Loader(ABC):
+    """What every backend can say: one that builds its engines (`Backend`), and one that is given servers (`Server`).
 
-    `backend.py` itself is not part of any key: it only hands on what `build_parts` and `run_parts` name.
+    `backend.py` itself is not part of any key: it only hands on what the modules and `run_parts` name.
     """
 
-    build_module: ClassVar[str]
-    """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
     libraries: ClassVar[tuple[str, ...]]
-    """Distributions whose versions are part of a bundle's key and of an evaluation's."""
+    """Distributions whose versions are part of the key of what is judged, and of an evaluation's."""
 
     @property
     @abstractmethod
     def engine_module(self) -> str:
-        """Module that loads bundles: its source, with all that it can import, is part of an evaluation's key."""
+        """Module that opens engines: its source, with all that it can import, is part of an evaluation's key."""
+
+    @abstractmethod
+    def check_inputs(self, job: Job) -> None:
+        """Refuse, before any work, what cannot be built or run here.
+
+        Raises:
+            UserError: for what the configuration asks of this backend and it cannot do.
+            MissingRequirement: for a library, a GPU, an interpreter or a server that is not here.
+        """
+
+    @abstractmethod
+    def run_parts(self) -> dict[str, object]:
+        """Return what decides an evaluation's results besides the engine, code and libraries, as JSON."""
+
+    def run_libraries(self) -> tuple[str, ...]:
+        """Return distributions that running takes besides `libraries`."""
+        return ()
+
+
+class Backend(Loader):
+    """Builds and loads the engines of one backend."""
+
+    build_module: ClassVar[str]
+    """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
     @property
     def compute_dtype(self) -> str | None:
@@ -100,15 +122,6 @@ class Backend(ABC):
     def measures_rounding(self) -> bool:
         """Whether what a rounding costs is measured on the baseline, instead of assumed from `compute_dtype`."""
         return False
-
-    @abstractmethod
-    def check_inputs(self, job: Job) -> None:
-        """Refuse, before any work, what cannot be built or run here.
-
-        Raises:
-            UserError: for what the configuration asks of this backend and it cannot do.
-            MissingRequirement: for a library, a GPU or an interpreter that is not here.
-        """
 
     @abstractmethod
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
@@ -126,14 +139,6 @@ class Backend(ABC):
             UserError: when policy, scales and model do not fit together, or the backend's library refuses them.
             MissingRequirement: for something that is not here.
         """
-
-    @abstractmethod
-    def run_parts(self) -> dict[str, object]:
-        """Return what decides an evaluation's results besides the bundle, code and libraries, as JSON."""
-
-    def run_libraries(self) -> tuple[str, ...]:
-        """Return distributions that running takes besides `libraries`."""
-        return ()
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:

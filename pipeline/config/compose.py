@@ -58,6 +58,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
             lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # our own validators begin with the key's name
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
+        elif problem["type"].startswith("secret_"):  # what was given may hold one
+            lines.append(f"{key}: {text}")
         elif problem["type"] == "literal_error":
             choices = re.findall(r"'([^']*)'", text)
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")

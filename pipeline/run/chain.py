@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipeline.artifacts.backend import TORCH, Backend, Fill
+from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.config import Config
@@ -49,9 +49,15 @@ class Chain:
     """Finished stages, in the order in which they finished."""
 
     @cached_property
+    def loader(self) -> Loader:
+        """The configured backend, as far as every backend is alike."""
+        return loading.open_loader(self.config.backend)
+
+    @property
     def backend(self) -> Backend:
         """The configured backend."""
-        return loading.open_backend(self.config.backend)
+        assert isinstance(self.loader, Backend), "a chain of servers builds nothing"
+        return self.loader
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -160,6 +166,14 @@ class Chain:
 
         return self.make(recipe, fill, policy, note)
 
+    def engine(self, policy: KVPolicy) -> Artifact:
+        """Return what stands for the engine of `policy` where it is judged."""
+        return self.bundle(policy)
+
+    def made_from(self, policy: KVPolicy) -> dict[Role, Artifact]:
+        """Return what the engine of `policy` was made from, by its roles in an identity."""
+        return {"calibration": self.calibration(), "quantized": self.quantized(policy)}
+
     def twin(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
         return self.bundle(policy, self.twin_config)
@@ -247,9 +261,8 @@ class Chain:
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         measured = [(self.baseline(1), self.round(policy, 1))]
-        engine, baseline = self.bundle(policy), self.bundle(FP16_POLICY)
-        weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
-        assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
+        engine, baseline = self.engine(policy), self.engine(FP16_POLICY)
+        self.check_alike(policy)
         for number in range(2, len(self._rounds) + 1):
             if self._is_decided(measured, engine, baseline):
                 break
@@ -262,6 +275,11 @@ class Chain:
             self._join(measured, engine, baseline, out)
 
         return self.make(self._evaluation_recipe("evaluate", inputs), fill, policy), engine, baseline
+
+    def check_alike(self, policy: KVPolicy) -> None:
+        """Check that candidate and baseline differ in nothing but the cache."""
+        weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
+        assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
 
     def _join(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact, out: Path) -> None:
         """Write the report on the rounds (baseline, candidate) that ran."""
@@ -290,8 +308,7 @@ class Chain:
         """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
         evaluation, engine, baseline = self.evaluation(policy)
         members: dict[Role, Artifact] = {
-            "calibration": self.calibration(),
-            "quantized": self.quantized(policy),
+            **self.made_from(policy),
             "engine": engine,
             "baseline": baseline,
             "answers": self.baseline(),
@@ -329,7 +346,7 @@ class Chain:
         return artifact
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str], number: int | None = None) -> Recipe:
-        workloads, backend = self.config.workloads, self.backend
+        workloads, backend = self.config.workloads, self.loader
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
         if self._draft_digest is not None:

@@ -30,6 +30,9 @@ BUNDLE_FILE = "bundle.json"
 
 Role = Literal["calibration", "quantized", "engine", "baseline", "answers", "evaluation"]
 ROLES: tuple[Role, ...] = get_args(Role)
+NOT_OF_SERVERS: tuple[Role, ...] = ("calibration", "quantized")
+"""Roles that an engine does not have which was not built here, but recorded as a server."""
+SERVER_STAGE = "server"
 
 PARTS: dict[str, type] = {"stage": str, "config": dict, "inputs": dict, "libraries": dict}
 """The parts of an artifact that this module reads, and their types."""
@@ -97,13 +100,18 @@ class Identity(StrictModel):
     chain: list[Link]
     """In the order in which the artifacts were made."""
     roles: dict[Role, str]
-    """Role -> key of the artifact with that role."""
+    """Role -> key of the artifact with that role; a server has none of NOT_OF_SERVERS."""
     workloads_file: str | None
     """Path of the user's own samples, relative to this file; null when all are generated."""
     gates: Gates
     verdict: Verdict
     binds: dict[str, str]
     """Digests, versions and the verdict by the names that people look up; see `bindings`."""
+
+    @property
+    def served(self) -> bool:
+        """Whether the engine is a server, which was recorded and not built."""
+        return any(link.key == self.roles.get("engine") and link.parts["stage"] == SERVER_STAGE for link in self.chain)
 
     def link(self, role: Role) -> Link:
         """Return the artifact with a role."""
@@ -130,7 +138,8 @@ def read_identity(path: Path) -> Identity:
     if identity.workloads_file is not None and not WORKLOADS_FILE.fullmatch(identity.workloads_file):
         raise UserError(f"{path}: workloads_file: must be null or workloads/NAME, a file beside this one")
     keys = {link.key for link in identity.chain}
-    dangling = [role for role in ROLES if identity.roles.get(role) not in keys]
+    wanted = [role for role in ROLES if not (identity.served and role in NOT_OF_SERVERS)]
+    dangling = [role for role in wanted if identity.roles.get(role) not in keys]
     if dangling:
         raise UserError(f"{path}: roles.{dangling[0]}: names no artifact of the chain")
     return identity
@@ -238,16 +247,20 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         record: The engine's bundle.json.
         report: What was measured.
     """
-    quantized, engine, evaluation = (identity.link(role) for role in ("quantized", "engine", "evaluation"))
-    bound = {
-        "checkpoint": quantized.inputs["checkpoint"],
-        "weights": files_digest(quantized.files, "checkpoint"),
-        "recipe": json_digest(quantized.parts["config"]),
-        "kv policy": engine.files[POLICY_FILE],
-        "scales": engine.files[SCALES_FILE],
-        "calibration texts": identity.link("calibration").digest,
-        "samples": report.workloads_digest,
-    }
+    engine, evaluation = identity.link("engine"), identity.link("evaluation")
+    bound = {"kv policy": engine.files[POLICY_FILE], "samples": report.workloads_digest}
+    if identity.served:
+        bound |= {"tokenizer": engine.inputs["tokenizer"], "server": record["url"], "served model": record["model"]}
+        bound["server's release"] = record["release"] or "unknown"
+    else:
+        quantized = identity.link("quantized")
+        bound |= {
+            "checkpoint": quantized.inputs["checkpoint"],
+            "weights": files_digest(quantized.files, "checkpoint"),
+            "recipe": json_digest(quantized.parts["config"]),
+            "scales": engine.files[SCALES_FILE],
+            "calibration texts": identity.link("calibration").digest,
+        }
     for link in identity.chain:
         if link.parts["stage"] == "checkpoint":
             bound["gguf"] = link.inputs["gguf"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
+from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
@@ -15,7 +16,7 @@ from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.run.loading import evaluation, open_backend, required_libraries
+from pipeline.run.loading import evaluation, open_loader, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
 """Stages that work on what other commands left."""
@@ -51,18 +52,25 @@ def check_inputs(config: Config) -> None:
     config.kv.check_shape(checkpoint.shape)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
+    with required_libraries():
+        _check_questions(config)
+        job = Job(config.stage, config.kv, config.weights.format, checkpoint)
+        open_loader(config.backend).check_inputs(job)
+
+
+def _check_questions(config: Config) -> None:
+    """Check the files and options of what is calibrated on and asked."""
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
-    with required_libraries():
-        speculation = config.workloads.speculation
-        if speculation is not None and speculation.draft is not None:
-            check_draft(speculation.draft, locate_checkpoint(config.model.path))
-        if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
-            samples = evaluation().load_samples(config.workloads)
-            config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
-        job = Job(config.stage, config.kv, config.weights.format, checkpoint)
-        open_backend(config.backend).check_inputs(job)
+    speculation = config.workloads.speculation
+    if speculation is not None and isinstance(config.backend, OpenAIConfig):
+        raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
+    if speculation is not None and speculation.draft is not None:
+        check_draft(speculation.draft, locate_checkpoint(config.model.path))
+    if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
+        samples = evaluation().load_samples(config.workloads)
+        config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
 
 
 def _inspect_model(path: Path) -> CheckpointInfo:

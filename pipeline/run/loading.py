@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, cast
 
-from pipeline.artifacts.backend import Backend
+from pipeline.artifacts.backend import Backend, Loader
 from pipeline.artifacts.digest import FIRST_PARTY
+from pipeline.artifacts.server import ServedEngine, Server
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy, KVScales
@@ -166,6 +167,36 @@ class Evaluation(Protocol):
         """Write how an engine compares with the baseline on a round's samples."""
         ...
 
+    def measure_server(
+        self,
+        engine: ServedEngine,
+        samples: Sequence[Sample],
+        tokenizer: Any,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        progress: Progress,
+        first: bool,
+    ) -> None:
+        """Write what the baseline's server answers to a round's samples, and what it shows of its distributions."""
+        ...
+
+    def compare_server(
+        self,
+        engine: ServedEngine,
+        samples: Sequence[Sample],
+        tokenizer: Any,
+        baseline_dir: Path,
+        out: Path,
+        *,
+        config: WorkloadsConfig,
+        progress: Progress,
+        first: bool,
+        canary: ServedEngine | None,
+    ) -> None:
+        """Write how a server compares with the baseline's on a round's samples."""
+        ...
+
     def join_rounds(
         self,
         measured: Sequence[Any],
@@ -245,10 +276,24 @@ def plots() -> Plots:
     return cast(Plots, _load("stages.evaluate.plots"))
 
 
-def open_backend(config: BackendConfig) -> Backend:
+def open_loader(config: BackendConfig) -> Loader:
     """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
-    backend: Backend = _load(f"stages.engines.{config.folder}.backend").open_backend(config)
+    loader: Loader = _load(f"stages.engines.{config.folder}.backend").open_backend(config)
+    return loader
+
+
+def open_backend(config: BackendConfig) -> Backend:
+    """Return a backend that builds its engines."""
+    backend = open_loader(config)
+    assert isinstance(backend, Backend), f"backend={config.name} builds nothing"
     return backend
+
+
+def open_server(config: BackendConfig) -> Server:
+    """Return a backend that is given servers."""
+    server = open_loader(config)
+    assert isinstance(server, Server), f"backend={config.name} builds its engines"
+    return server
 
 
 def _load(module: str) -> Any:

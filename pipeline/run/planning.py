@@ -235,8 +235,9 @@ def _other_use(
     (entry,) = (entry for entry in capacity.policies if entry.policy == policy) if evidence.report is not None else (None,)
     if entry is not None and evidence.report is not None:
         expected, found = entry.token_bytes.total / 1024, evidence.report.system.kib_per_token
-        if abs(found - expected) > SIZE_TOLERANCE * expected:
-            return f"it is of a model with {found:g} KiB a token, and this one has {expected:g}"
+        if found is None or abs(found - expected) > SIZE_TOLERANCE * expected:
+            shown = "unknown" if found is None else f"{found:g}"
+            return f"it is of a model with {shown} KiB a token, and this one has {expected:g}"
     return None
 
 

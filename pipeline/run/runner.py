@@ -38,6 +38,7 @@ from pipeline.run.evidence import find_evidence, read_evidence, registered_engin
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
+from pipeline.run.served import open_chain
 from pipeline.run.tuning import tune
 from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
@@ -269,7 +270,7 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
     label = " ".join([config.kv.name, *changed])
-    job = Run(config, Chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
+    job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
     code = DEFECT
     try:
         if config.stage not in WITHOUT_CHECKPOINT:

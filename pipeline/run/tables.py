@@ -118,9 +118,10 @@ def print_findings(evidence: Evidence, findings: Sequence[Finding]) -> None:
 def print_verdict(candidate: Candidate) -> None:
     """Print the verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
-    kib_per_token = candidate.metric("memory/kib_per_token")
+    kib_per_token = candidate.metrics.get("memory/kib_per_token")
+    memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
     held = f" {candidate.covered}" if candidate.covered is not None else ""
-    console.out.print(f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {kib_per_token:.3f} KiB/token")
+    console.out.print(f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}")
     for reason in candidate.reasons[:REASONS_SHOWN]:
         console.out.print(f"  {escape(reason)}", soft_wrap=True)
     if len(candidate.reasons) > REASONS_SHOWN:
@@ -139,6 +140,8 @@ def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
     divergence = report.overall.fidelity.divergence
     for line in divergence.lines if divergence is not None else ():
         console.out.print(f"  {escape(line)}", soft_wrap=True)
+    if report.served is not None:
+        console.out.print(f"  not seen: {escape('; '.join(report.served.unseen))}", soft_wrap=True)
     for workload, detectable in verdict.detectable.items():
         console.out.print(f"  {escape(workload)}: so many samples can tell that {detectable.text}", soft_wrap=True)
     for warning in verdict.warnings:

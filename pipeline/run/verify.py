@@ -23,9 +23,8 @@ from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
-from pipeline.run.evidence import Evidence, read_evidence
+from pipeline.run.evidence import Evidence, lineage, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle
-from pipeline.run.lineage import lineage
 from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide

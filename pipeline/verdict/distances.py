@@ -250,11 +250,19 @@ def kl_slope(rows: Sequence[SampleRow]) -> tuple[float, bounds.Array]:
 def canary(report: EvaluationReport, gates: Gates) -> list[Check]:
     """Return FAIL unless the same gates would have failed the engine whose key scales were corrupted.
 
-    A corrupted engine whose logits are not finite counts as noticed.
+    A corrupted engine whose logits are not finite counts as noticed. Of servers, INCONCLUSIVE where no corrupted one was given.
     """
-    rows = report.canary.rows
+    rows, factor = report.canary.rows, report.canary.factor
     kl, noticed = _noticed(rows, gates)
-    measured = f"canary: with key scales x {report.canary.factor:g} the mean KL is {kl:.3g}"
+    if report.served is not None and report.served.canary_url is None:
+        reason = "canary: backend.canary_url=null: no server with a corrupted scale shows that these gates see the cache"
+        return [
+            Check(
+                gate="canary", where="canary", value=None, bound=None, threshold=None, status="INCONCLUSIVE", reason=reason
+            )
+        ]  # fmt: skip
+    corrupted = "on the corrupted server" if factor is None else f"with key scales x {factor:g}"
+    measured = f"canary: {corrupted} the mean KL is {kl:.3g}"
     unnoticed = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
     return [
         Check(

@@ -42,6 +42,8 @@ Rules that spend nothing, of the report as it stands:
   policy claims, or generates what its forced decode contradicts (`pipeline.verdict.coverage`).
 - Delivered scales: FAIL where an engine of another library uses other scales than its checkpoint carries
   (`pipeline.verdict.delivery`), a WARNING where `gates.allow_scale_changes` accepts it.
+- Servers by URL: INCONCLUSIVE, always, because a forced token over a reused prefix is no decoding; a lower bound of the KL
+  passes nothing; without a corrupted server the canary is INCONCLUSIVE.
 - Compact storage of the baseline: INCONCLUSIVE where what it misses of the mean KL is over a hundredth of the threshold.
 
 Everything else is INCONCLUSIVE, with the number of samples that would decide the answers. A value that is missing or not finite
@@ -75,7 +77,8 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     rounds = max(row.round for row in rows)
     looks = [look for look in planned_looks(report.planned_rounds, gates.max_rounds) if look.last_round <= rounds]
     seen = [_look(look, report, [row for row in rows if row.round <= look.last_round], gates) for look in looks]
-    checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
+    checks += validity.reuse(report.served)
+    checks += validity.of_lower_bounds(_decided(seen), report.served) if seen else [_no_look(report, rounds, gates)]
     checks += validity.not_asked_yet(report, rows)
     checks += validity.noise_floor(report, gates)
     checks += validity.compaction(report, gates)
@@ -91,8 +94,14 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
 
 
 def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
-    """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken."""
-    return verdict.status != "INCONCLUSIVE" or verdict.round >= len(planned_looks(report.planned_rounds, gates.max_rounds))
+    """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken.
+
+    What a server does not show stays open, however many samples it is asked.
+    """
+    stays = (validity.REUSE, "canary")
+    undecided = any(check.status == "INCONCLUSIVE" and check.gate not in stays for check in verdict.checks)
+    failed = verdict.status == "FAIL"
+    return failed or not undecided or verdict.round >= len(planned_looks(report.planned_rounds, gates.max_rounds))
 
 
 def _look(look: Look, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:

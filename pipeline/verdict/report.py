@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
-from pipeline.verdict.delivery import ScaleChange
+from pipeline.verdict.delivery import ScaleChange, Served
 from pipeline.verdict.divergence import Divergence
 from pipeline.verdict.record import Number, Record
 
@@ -167,7 +167,8 @@ class Rung(Record):
 class Canary(Record):
     """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
 
-    factor: float
+    factor: float | None
+    """Null for a server, which somebody else corrupted."""
     rows: list[SampleRow]
     ladder: list[Rung] = Field(default=[])
     """Smaller faults; empty in older reports, and for engines that cannot be given any."""
@@ -180,21 +181,22 @@ class SystemMetrics(Record):
     context_tokens: int
     new_tokens: int
     time_to_first_token_ms: float
-    decode_tokens_per_s: float
-    inter_token_p50_ms: float
-    inter_token_p95_ms: float
-    inter_token_p99_ms: float
-    kib_per_token: float
-    """Computed from the policy: codes and per-token scales of all layers."""
-    kib_per_token_allocated: float
+    decode_tokens_per_s: Number
+    inter_token_p50_ms: Number
+    inter_token_p95_ms: Number
+    inter_token_p99_ms: Number
+    kib_per_token: Number
+    """Computed from the policy: codes and per-token scales of all layers. This and what follows of memory is null for a server,
+    which shows none."""
+    kib_per_token_allocated: Number
     """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
-    pool_bytes: int
-    exact_bytes: int
-    window_bytes: int
-    static_scale_bytes: int
+    pool_bytes: int | None
+    exact_bytes: int | None
+    window_bytes: int | None
+    static_scale_bytes: int | None
     budget_gib: float
     sequence_tokens: int
-    max_live_tokens: int
+    max_live_tokens: int | None
     threads: int | None = None
     """CPU threads of the engine; null for an engine that is not told how many to use."""
     attention: str | None = None
@@ -256,6 +258,8 @@ class EvaluationReport(Record):
     probes: EngineProbes | None = None
     scale_changes: list[ScaleChange] | None = None
     """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
+    served: Served | None = None
+    """What was seen of servers by URL; null for engines that run here."""
     drafters: list[str] = Field(default=[])
     """Those that answers were drafted with: `lookup`, `draft`. Empty where `workloads.speculation` is null."""
 

@@ -55,5 +55,8 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         yield "quality/" + name, value
     for name, value in _numbers("", report.system):
         yield ("memory/" if name in _MEMORY else "perf/") + name, value
-    yield "baseline/decode_tokens_per_s", report.baseline_system.decode_tokens_per_s
-    yield "baseline/kib_per_token", report.baseline_system.kib_per_token
+    for name in ("decode_tokens_per_s", "kib_per_token"):
+        value = getattr(report.baseline_system, name)
+        if value is not None:
+            yield "baseline/" + name, value
+    yield from _numbers("quality/served_", report.served.candidate if report.served is not None else None)

@@ -1,4 +1,5 @@
-"""Gates on the evaluation itself: completeness, what was asked so far, the noise floor, compact storage, delivered scales.
+"""Gates on the evaluation itself: completeness, what was asked so far, the noise floor, compact storage, delivered scales, what
+servers did not show.
 
 Each function returns lines of the verdict's table for `pipeline.verdict.gates.decide`; they are of the report as it stands, so
 that looking at them again costs nothing.
@@ -7,7 +8,7 @@ that looking at them again costs nothing.
 import math
 from collections.abc import Collection, Sequence
 
-from pipeline.verdict.delivery import ScaleChange, describe_changes
+from pipeline.verdict.delivery import ScaleChange, Served, describe_changes
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import EvaluationReport, NoiseFloor, SampleRow
 from pipeline.verdict.thresholds import Check, Gates, LineStatus, ScaleChangeKind
@@ -22,6 +23,12 @@ REQUIRED_NUMBERS = (
     "mean_squared_delta_p",
 )
 """Fields of a row that must be finite."""
+
+REUSE = "reuse"
+"""The line on what a server did not show."""
+
+OF_LOWER_BOUNDS = ("max_mean_kl", "max_ruined_share", "max_p999_kl", "max_kl_slope")
+"""Gates on the KL, of which a server shows a lower bound."""
 
 MISSED_SHARE = 0.01
 """Most of the threshold of the mean KL that compact storage may miss."""
@@ -182,4 +189,25 @@ def delivered_scales(changes: Sequence[ScaleChange] | None, allowed: Collection[
             status=status,
             reason=f"candidate: scales: {reason}",
         )
+    ]
+
+
+def reuse(served: Served | None) -> list[Check]:
+    """Return the line that keeps a server from passing: what was seen of it is no decoding. Engines that run here have none."""
+    if served is None:
+        return []
+    reason = f"candidate: only reuse over a prefix cache was seen, the decode kernel was not: {served.seen}"
+    mass = served.candidate.shown_mass
+    return [Check(gate=REUSE, where="candidate", value=mass, bound=None, threshold=None, status="INCONCLUSIVE", reason=reason)]
+
+
+def of_lower_bounds(checks: Sequence[Check], served: Served | None) -> list[Check]:
+    """Return lines in which a lower bound of a server's KL passes nothing; above a limit it fails as any other."""
+    if served is None:
+        return list(checks)
+    return [
+        check.model_copy(update={"status": "WARNING", "reason": f"{check.reason}, of a lower bound, which shows no PASS"})
+        if check.gate in OF_LOWER_BOUNDS and check.status == "PASS"
+        else check
+        for check in checks
     ]

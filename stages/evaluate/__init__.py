@@ -14,26 +14,35 @@ from stages.evaluate.tokens import open_tokenizer, samples_digest, vocabulary
 
 if TYPE_CHECKING:
     from stages.evaluate.measure import evaluate_round, measure_baseline
+    from stages.evaluate.served import compare_server, measure_server
     from stages.evaluate.twin import Twin
 
 __all__ = [
     "MeasuredRound",
     "Twin",
     "assign_rounds",
+    "compare_server",
     "evaluate_round",
     "join_rounds",
     "load_samples",
     "measure_baseline",
+    "measure_server",
     "open_tokenizer",
     "samples_digest",
     "vocabulary",
 ]
 
-_WITH_THE_ORACLE = {"Twin": "twin", "evaluate_round": "measure", "measure_baseline": "measure"}
-"""What runs beside the oracle, and its module: they import torch, which is not waited for while samples are still checked."""
+_MEASURING = {
+    "Twin": "twin",
+    "compare_server": "served",
+    "evaluate_round": "measure",
+    "measure_baseline": "measure",
+    "measure_server": "served",
+}
+"""What measures, and its module. Most of them import torch, which is not waited for while samples are still checked."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_THE_ORACLE:
+    if name not in _MEASURING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WITH_THE_ORACLE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MEASURING[name]}"), name)

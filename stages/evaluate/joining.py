@@ -12,12 +12,21 @@ from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes
+from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, Work
 from stages.evaluate import metrics
 from stages.evaluate.distance import StepStatistics
 from stages.evaluate.rounds import assign_rounds, planned_shares
 from stages.evaluate.rows import Answer, make_rows
-from stages.evaluate.stored import CandidateRound, arrays, read_answers, read_baseline, read_candidate, read_statistics
+from stages.evaluate.stored import (
+    BaselineRound,
+    CandidateRound,
+    arrays,
+    read_answers,
+    read_baseline,
+    read_candidate,
+    read_statistics,
+)
 from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
 
 TOKENS = "tokens.safetensors"
@@ -82,7 +91,9 @@ def join_rounds(
         before += read_answers(directories.baseline, items)
         after += read_answers(directories.candidate, items)
         parts += read_statistics(directories.candidate, items)
-    first, first_baseline = records[0], read_baseline(measured[0].baseline)
+    baselines = [read_baseline(directories.baseline) for directories in measured[: len(records)]]
+    coverages = [record.coverage for record in records]
+    first, first_baseline = records[0], baselines[0]
     canary, system = _present(first.canary), _present(first.system)
     conformance = None
     if first.conformance is not None and first_baseline.conformance is not None:
@@ -119,9 +130,10 @@ def join_rounds(
         work=_total([record.work for record in records]),
         conformance=conformance,
         candidate_noise=first.noise,
-        coverage=Coverage.merged([record.coverage for record in records]),
+        coverage=None if None in coverages else Coverage.merged([part for part in coverages if part is not None]),
         probes=probes,
         scale_changes=first.scale_changes,
+        served=_served(records, baselines),
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     statistics = arrays(StepStatistics.joined(parts))
@@ -136,6 +148,18 @@ def _planned_workloads(samples: Sequence[Sample]) -> dict[str, bool]:
     for sample in samples:
         answered[sample.workload] = answered.get(sample.workload, False) or sample.check != "none"
     return answered
+
+
+def _served(candidates: Sequence[CandidateRound], baselines: Sequence[BaselineRound]) -> Served | None:
+    """Return what was seen of servers in all rounds; None for engines that run here."""
+    first = candidates[0]
+    if first.served is None or first.top_logprobs is None:
+        return None
+    candidate, baseline = (
+        ServerSeen.merged([record.served for record in records if record.served is not None])
+        for records in (candidates, baselines)
+    )
+    return Served(candidate=candidate, baseline=baseline, top_logprobs=first.top_logprobs, canary_url=first.canary_url)
 
 
 def _present(measured: T | None) -> T:

@@ -4,9 +4,7 @@ A round is some of the samples (`rounds.assign_rounds`); `stored` says what its 
 of the rounds that ran. While a round runs, `unfinished/` in its directory holds the results of the samples that have finished.
 """
 
-import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +35,7 @@ from stages.evaluate.noise import (
     repeated_samples,
 )
 from stages.evaluate.probe import probe
-from stages.evaluate.results import ResultFolder, SampleResult
+from stages.evaluate.results import SampleResult, unfinished
 from stages.evaluate.reuse import reused_prefixes
 from stages.evaluate.rows import run_samples
 from stages.evaluate.scores import BaselineHeads
@@ -56,23 +54,7 @@ from stages.evaluate.system import measure_system
 from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
 from stages.evaluate.twin import OpenTwin, Twin
 
-UNFINISHED = "unfinished"
-
 OpenEngine = Callable[[], Engine]
-
-
-@contextmanager
-def _unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
-    """Give the folder of the samples that have finished; it goes when all of them have.
-
-    Results of an interrupted call count only for samples with the same digest.
-    """
-    root = out / UNFINISHED
-    for other in root.glob("*"):
-        if other.name != digest:
-            shutil.rmtree(other)
-    yield ResultFolder(root / digest)
-    shutil.rmtree(root)
 
 
 def measure_baseline(
@@ -113,7 +95,7 @@ def measure_baseline(
 
     twin = open_twin() if first and open_twin is not None else None
     comparison = _comparison(engine, encoded, config, twin)
-    with _unfinished(out, workloads_digest(encoded)) as folder:
+    with unfinished(out, workloads_digest(encoded)) as folder:
         with interruption() as noted:
             results = run_samples(
                 engine,
@@ -209,7 +191,7 @@ def evaluate_round(
     heads = BaselineHeads(baseline_dir / LOGPROBS)
     twin = open_twin().beside(baseline.conformance) if first and open_twin is not None else None
     comparison = _comparison(engine, encoded, config, twin, (baseline, heads))
-    with _unfinished(out, digest) as folder:
+    with unfinished(out, digest) as folder:
         with interruption() as noted:
             results = run_samples(
                 engine,

@@ -2,7 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from stages.evaluate.distance import Array, StepStatistics
 from stages.evaluate.scores import HEAD_ARRAYS, SampleHeads
 
 TRACE_ARRAYS = tuple(Trace().arrays())
+
+UNFINISHED = "unfinished"
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
@@ -34,6 +38,9 @@ class SampleResult:
     """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
     trace: Trace
     """What it took the engine through."""
+    seen: Array | None = None
+    """(reference tokens, 3), of a server: probability, by the baseline, of the tokens that both showed; tokens of the prompt;
+    those from the prefix cache, NaN where the server does not say."""
 
 
 class ResultFolder:
@@ -56,6 +63,8 @@ class ResultFolder:
         arrays |= {f"trace/{name}": array for name, array in result.trace.arrays().items()}
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
+        if result.seen is not None:
+            arrays["seen"] = result.seen
         if heads is not None:
             arrays |= {f"heads/{name}": getattr(heads, name) for name in HEAD_ARRAYS}
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
@@ -83,6 +92,20 @@ class ResultFolder:
         return SampleHeads(*(arrays[f"heads/{name}"] for name in HEAD_ARRAYS))
 
 
+@contextmanager
+def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
+    """Give the folder of the samples that have finished; it goes when all of them have.
+
+    Results of an interrupted call count only for samples with the same digest.
+    """
+    root = out / UNFINISHED
+    for other in root.glob("*"):
+        if other.name != digest:
+            shutil.rmtree(other)
+    yield ResultFolder(root / digest)
+    shutil.rmtree(root)
+
+
 def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
     prefilled, decoded = arrays["counts"].tolist()
     return SampleResult(
@@ -92,4 +115,5 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
         decoded=decoded,
         checks=arrays["checks"],  # type: ignore[arg-type]
         trace=Trace.of({name: arrays[f"trace/{name}"] for name in TRACE_ARRAYS}),
+        seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

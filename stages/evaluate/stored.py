@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe, ReusedPrefixes
-from pipeline.verdict.delivery import ScaleChange
+from pipeline.verdict.delivery import ScaleChange, ServerSeen
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.checks import Judgement
 from stages.evaluate.distance import StepStatistics
@@ -40,6 +40,7 @@ class BaselineRound(BaseModel):
     system: SystemMetrics | None
     conformance: EngineConformance | None = None
     reused: ReusedPrefixes | None = None
+    served: ServerSeen | None = None
 
 
 class CandidateRound(BaseModel):
@@ -51,7 +52,8 @@ class CandidateRound(BaseModel):
     checks: list[tuple[float | None, float | None]]
     """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
     canary: Canary | None
-    coverage: Coverage
+    coverage: Coverage | None
+    """None of a server, of whose steps nothing is seen."""
     noise: NoiseFloor | None
     probe: Probe | None
     free_answers: FreeAnswers | None
@@ -61,6 +63,9 @@ class CandidateRound(BaseModel):
     reused: ReusedPrefixes | None = None
     compute_dtype: str | None = None
     """Type of the engine's activations, where it was compared with its twin."""
+    served: ServerSeen | None = None
+    top_logprobs: int | None = None
+    canary_url: str | None = None
 
 
 class _StoredAnswer(BaseModel):

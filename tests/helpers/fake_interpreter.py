@@ -7,6 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "contract" / "fake"
 VLLM_PACKAGE = PACKAGE.with_name("fake_vllm")
+SGLANG_PACKAGE = PACKAGE.with_name("fake_sglang")
 
 
 def make_interpreter(
@@ -50,4 +51,15 @@ def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "so
         f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
         f'export PYTHONPATH="{folder}:{VLLM_PACKAGE}:$PYTHONPATH"',
         says=says,
+    )
+
+
+def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
+    """The path of a new one that has the fake SGLang, this Python's torch, and a GPU that torch shows."""
+    folder.mkdir(parents=True)
+    return _python(
+        folder,
+        f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' FAKE_SGLANG_GPUS={int(gpu)}",
+        f'export PYTHONPATH="{folder}:{SGLANG_PACKAGE}:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1',
+        says=None,
     )

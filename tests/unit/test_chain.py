@@ -11,7 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from pipeline.artifacts import store as store_module
+from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import reachable_modules, tree_files
+from pipeline.artifacts.server import Server
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import CONF, plan
 from pipeline.config.config import Config
@@ -19,9 +21,9 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import SCALES_FILE, KVPolicy
 from pipeline.run.chain import Chain
+from pipeline.run.evidence import USER_INPUTS
 from pipeline.run.inputs import check_inputs
-from pipeline.run.lineage import USER_INPUTS
-from pipeline.run.loading import open_backend, plots, required_libraries
+from pipeline.run.loading import open_loader, plots, required_libraries
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
@@ -72,15 +74,19 @@ BACKEND_NAMES = [name for record in BACKEND_RECORDS for name in get_args(record.
 
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
-    backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
-    assert callable(import_module(backend.build_module).build_bundle)
-    assert callable(import_module(backend.engine_module).load_engine)
+    loader = open_loader(plan([f"backend={name}"], multirun=False).jobs[0].backend)
+    if isinstance(loader, Server):
+        assert callable(import_module(loader.server_module).write_server)
+    else:
+        assert isinstance(loader, Backend)
+        assert callable(import_module(loader.build_module).build_bundle)
+    assert callable(import_module(loader.engine_module).load_engine)
     assert (CONF / "backend" / f"{name}.yaml").is_file()
 
 
 def test_opening_a_backend_loads_nothing_heavy() -> None:
-    opened = "; ".join(f"open_backend(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
-    program = f"import sys; from pipeline.run.loading import open_backend; from pipeline.config.compose import plan; {opened}"
+    opened = "; ".join(f"open_loader(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
+    program = f"import sys; from pipeline.run.loading import open_loader; from pipeline.config.compose import plan; {opened}"
     command = [sys.executable, "-c", f"{program}; print(*sys.modules)"]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert {"torch", "onnx", "onnxruntime", "tensorrt_rtx", "transformers"}.isdisjoint(loaded)

@@ -23,6 +23,8 @@ ELSEWHERE = {
     "vllm": "an interpreter of its own: backend.python",
     "kvgate_vllm_forcing": "beside stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
     "kvgate_vllm_cache": "likewise",
+    "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
+    "kvgate_sglang_forcing": "beside stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
     "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
     "openvino": "a peer of benchmarks/peers_cpu, in a folder of its own: its exporter needs another transformers",
     "onnxruntime_genai": "likewise, in a folder of its own",
@@ -41,7 +43,6 @@ BROUGHT = {
 """Imported and not declared -> the declared distribution that requires it, in the version that fits."""
 INDIRECT = {
     "accelerate": "ModelOpt's unified export imports it; ModelOpt requires it in its extra hf alone",
-    "requests": "modelopt.torch.utils imports it without requiring it",
     "onnxscript": "torch.onnx.export imports it without requiring it",
     "hqq": "transformers' QuantizedCache imports it for benchmarks/peers.py",
     "psycopg2-binary": "SQLAlchemy loads it for MLflow on PostgreSQL",

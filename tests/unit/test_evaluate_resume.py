@@ -19,8 +19,8 @@ from test_evaluate_measure import config, samples
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
 from stages.evaluate import MeasuredRound, evaluate_round, join_rounds, measure_baseline
-from stages.evaluate.measure import UNFINISHED
 from stages.evaluate.noise import repeated_samples
+from stages.evaluate.results import UNFINISHED
 from stages.evaluate.tokens import encode
 
 SAMPLES = samples(12)

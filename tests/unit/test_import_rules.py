@@ -35,6 +35,8 @@ ROOMS = (
     "stages.engines.interpreter",
     "stages.engines.trtllm",
     "stages.engines.vllm",
+    "stages.engines.sglang",
+    "stages.engines.openai",
     "stages.quantize",
     "stages.evaluate",
     "stages.tune",

@@ -9,6 +9,13 @@ from pipeline.core.strict import StrictModel
 PROTOCOL = 1
 
 
+class Device(StrictModel):
+    """A GPU that CUDA shows a worker."""
+
+    name: str
+    compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+
+
 class EmptyAnswer(StrictModel):
     """Answer to `build` and `open`."""
 

@@ -12,14 +12,12 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, Side
 from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, check_tokens
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation
-from stages.engines.interpreter.requests import RequestEngineBase, open_model, whole
+from stages.engines.interpreter.requests import LOGIT_STEP, RequestEngineBase, open_model, whole
 from stages.engines.vllm import settings
 from stages.engines.vllm.bundle import CHECKPOINT, LIBRARY, VllmBundle, open_bundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.interpreter import Interpreter, Worker, probe
 from stages.engines.vllm.protocol import Facts, LoadedInBlocks, ShownRunAnswer
-
-LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
 
 
 def load_engine(bundle: Path, *, python: str | None, timeout_s: int, threads: int | None) -> "VllmEngine":
@@ -72,7 +70,6 @@ class VllmEngine(RequestEngineBase):
         self._python, self._threads_asked = interpreter.python, threads
         self.prefill_chunk = int(described.engine_args["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(described.engine_args["dtype"])]
-        """Two units in the last place of a logit, relative to it: the model's last product is rounded to its type."""
         self._fault = 1.0
         self._reuse = False
         self._facts: Facts | None = None

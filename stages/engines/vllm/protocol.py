@@ -5,14 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.core.strict import StrictModel
-from stages.engines.interpreter.protocol import Generation
-
-
-class Device(StrictModel):
-    """A GPU that CUDA shows the worker."""
-
-    name: str
-    compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+from stages.engines.interpreter.protocol import Device, Generation
 
 
 class Description(StrictModel):

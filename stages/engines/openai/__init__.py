@@ -1,0 +1,1 @@
+"""backend=openai: engines that run elsewhere and speak OpenAI's API."""

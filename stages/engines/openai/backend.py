@@ -1,0 +1,79 @@
+"""backend=openai: servers by URL."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.artifacts.backend import Job
+from pipeline.artifacts.server import ServedEngine, Server, ServerRole
+from pipeline.core.backends import OpenAIConfig
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+
+SETTINGS: dict[ServerRole, str] = {"candidate": "url", "baseline": "baseline_url", "canary": "canary_url"}
+
+
+class OpenAIServer(Server):
+    """Running servers that speak OpenAI's API."""
+
+    server_module = "stages.engines.openai.server"
+    libraries = ("requests",)
+
+    def __init__(self, config: OpenAIConfig) -> None:
+        self.config = config
+
+    @property
+    def engine_module(self) -> str:
+        return "stages.engines.openai.engine"
+
+    def check_inputs(self, job: Job) -> None:
+        """Refuse what a server is not asked for, a missing url or key, and servers that do not answer."""
+        if not job.judges:
+            raise UserError(f"stage={job.stage}: backend=openai builds nothing, it judges running servers; use stage=evaluate")
+        if job.weights != "none":
+            raise UserError(f"weights={job.weights}: a server has the weights that it has; leave weights=none")
+        if job.policy.key.exact and job.policy.value.exact:
+            raise UserError(f"kv={job.policy.name}: is the baseline's cache; name the policy of the server of backend.url")
+        for name in ("url", "baseline_url"):
+            if getattr(self.config, name) is None:
+                raise UserError(f"backend.{name}=null: backend=openai judges a running server; give http://HOST:PORT")
+        for role in SETTINGS:
+            self.facts(role)
+
+    def facts(self, role: ServerRole) -> dict[str, object] | None:
+        """Ask a server for its models, its release and its cache."""
+        from stages.engines.openai.engine import open_client
+        from stages.engines.openai.server import ask
+
+        setting = f"backend.{SETTINGS[role]}"
+        url = getattr(self.config, SETTINGS[role])
+        if url is None:
+            return None
+        return ask(open_client(self.config, setting, url, self._api_key()), setting, self.config.model)
+
+    def record(self, facts: Mapping[str, object], checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
+        from stages.engines.openai.server import write_server
+
+        write_server(facts, self.config, self._api_key(), checkpoint, out, policy=policy)
+
+    def run_parts(self) -> dict[str, object]:
+        return {}
+
+    def connect(self, recorded: Path) -> ServedEngine:
+        from stages.engines.openai.engine import load_engine
+
+        return load_engine(recorded, self.config, self._api_key())
+
+    def _api_key(self) -> str | None:
+        """Return the servers' key from the environment. Raises UserError where the variable is not set."""
+        name = self.config.api_key_env
+        if name is None:
+            return None
+        key = os.environ.get(name)
+        if not key or not key.isascii() or not key.isprintable():
+            raise UserError(f"backend.api_key_env={name}: the variable {'holds no key' if key else 'is not set'}; export it")
+        return key
+
+
+def open_backend(config: OpenAIConfig) -> Server:
+    return OpenAIServer(config)

@@ -1,0 +1,207 @@
+"""Requests to a server that speaks OpenAI's API: time-outs, retries, its key, and every way in which it may not answer."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+
+from pipeline.core.errors import MissingRequirement, UserError
+
+ANSWER_BYTES = 16 << 20
+"""The longest answer that is read."""
+CONNECT_SECONDS = 10.0
+CONNECTIONS = 64
+"""Kept open at once, for requests from several threads."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Seconds before a request is sent again: twice as many each time, or what the server asks for."""
+SHOWN = 300
+"""Characters of a server's own words in a message."""
+
+KEPT = "what was measured is kept, and the same command goes on"
+
+
+class Refused(Exception):
+    """The server answered with a status from 400 to 499 that no retry changes."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status, self.text = status, text
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    kind: str
+    """Its content type."""
+    wait: str
+    """Its header Retry-After."""
+    body: bytes
+
+
+class Client:
+    """A server by its URL."""
+
+    def __init__(
+        self,
+        setting: str,
+        url: str,
+        *,
+        api_key: str | None,
+        key_setting: str,
+        timeout_s: float,
+        retries: int,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Prepare requests; nothing is sent.
+
+        Args:
+            setting: The configuration's key that gives the URL: `backend.url`.
+            url: http://HOST:PORT
+            api_key: Sent as a bearer token; it is taken out of every message.
+            key_setting: What the configuration says of the key: `backend.api_key_env=NAME`.
+            timeout_s: Seconds that a request may take.
+            retries: How often it is sent again after a time-out, 429 or 5xx.
+            sleep: Waits for so many seconds.
+        """
+        self.setting, self.url = setting, url
+        self._api_key, self._key_setting = api_key, key_setting
+        self._timeout_s, self._retries, self._sleep = timeout_s, retries, sleep
+        self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+        self._session.auth = self._sign
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path. Raises as `post`."""
+        return self._json("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a JSON object and return the one that is answered.
+
+        Raises:
+            Refused: The server refuses the request.
+            UserError: It refuses the key, or what answers there does not speak JSON.
+            MissingRequirement: It does not answer in time, fails, or is gone.
+        """
+        return self._json("POST", path, body)
+
+    def text(self, path: str) -> str:
+        """Return the text at a path. Raises as `post`."""
+        return self._exchange("GET", path, None).body.decode(errors="replace")
+
+    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """Add the key. As the session's own authentication it also keeps requests from looking for one in ~/.netrc."""
+        if self._api_key is not None:
+            request.headers["Authorization"] = f"Bearer {self._api_key}"
+        return request
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        answer = self._exchange(method, path, body)
+        try:
+            parsed = json.loads(answer.body)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise UserError(
+                f"{self.setting}={self.url}: answers {method} {path} with {answer.kind or 'something'}, no JSON object; give "
+                "the root of a server that speaks OpenAI's API"
+            )
+        return parsed
+
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
+        pause, problem = FIRST_PAUSE_S, ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                self._sleep(pause)
+            try:
+                answer = self._send(method, path, body)
+            except requests.Timeout:
+                problem = f"backend.timeout_s={self._timeout_s:g}: {self.url} did not answer {method} {path} in time"
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                continue
+            if answer.status == HTTPStatus.TOO_MANY_REQUESTS or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                problem = f"{self.setting}={self.url}: {method} {path} failed with {answer.status} ({self._words(answer.body)})"
+                pause = min(max(2 * pause, _seconds(answer.wait)), LONGEST_PAUSE_S)
+                continue
+            return self._checked(method, path, answer)
+        times = f", {self._retries + 1} times" if self._retries else ""
+        raise MissingRequirement(f"{problem}{times}; look at the server, or give it longer; {KEPT}")
+
+    def _checked(self, method: str, path: str, answer: _Answer) -> _Answer:
+        """Return an answer of 200. Raises what `post` raises for any other."""
+        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise UserError(
+                f"{self._key_setting}: {self.url} refuses {method} {path} with {answer.status}; name the environment variable "
+                "that holds its key"
+            )
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            raise Refused(answer.status, self._words(answer.body))
+        if answer.status != HTTPStatus.OK:  # a redirection is not followed: the key would go along
+            raise UserError(f"{self.setting}={self.url}: answers {method} {path} with {answer.status}; give its own url")
+        return answer
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
+        """Send a request once; again where a connection that was kept open had been closed meanwhile.
+
+        Raises requests.Timeout, and MissingRequirement when nothing answers.
+        """
+        for again in (False, True):
+            try:
+                return self._read(method, path, body)
+            except requests.Timeout:
+                raise
+            except requests.RequestException as error:
+                refused = "refused" in str(error)
+                if again or refused:
+                    reason = "the connection was refused" if refused else f"the connection broke, {type(error).__name__}"
+                    raise MissingRequirement(
+                        f"{self.setting}={self.url}: no server answers {method} {path} there ({reason}); start it, or give its "
+                        f"url; {KEPT}"
+                    ) from error
+        raise AssertionError("the second try returns or raises")
+
+    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
+        deadline = time.monotonic() + self._timeout_s
+        timeout = (min(CONNECT_SECONDS, self._timeout_s), self._timeout_s)
+        url = self.url + path
+        sent = self._session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False)
+        with sent:
+            content = bytearray()
+            try:
+                for chunk in sent.iter_content(1 << 16):
+                    content += chunk
+                    if time.monotonic() > deadline:  # the library's own limit is between two reads
+                        raise requests.Timeout
+                    if len(content) > ANSWER_BYTES:
+                        raise UserError(
+                            f"{self.setting}={self.url}: answers {method} {path} with more than {ANSWER_BYTES >> 20} MiB"
+                        )
+            except requests.ConnectionError as error:
+                if "timed out" in str(error):  # which it does not tell from a broken connection here
+                    raise requests.Timeout from error
+                raise
+            headers = sent.headers
+            return _Answer(sent.status_code, headers.get("Content-Type", ""), headers.get("Retry-After", ""), bytes(content))
+
+    def _words(self, body: bytes) -> str:
+        """Return what a server says of an error, in one line and without the key, which it may repeat."""
+        text = body[: 1 << 14].decode(errors="replace")
+        try:
+            said = json.loads(text)
+            error = said.get("error", said) if isinstance(said, dict) else said
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
+        except ValueError:
+            pass
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return " ".join(text.split())[:SHOWN]
+
+
+def _seconds(header: str) -> float:
+    """Return the seconds of a Retry-After header; 0 for a date or nothing."""
+    return float(header) if header.isdigit() else 0.0

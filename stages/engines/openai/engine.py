@@ -1,0 +1,159 @@
+"""pipeline.artifacts.server.ServedEngine over HTTP: one forced token a request, free answers, times."""
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.server import ServedTimes, Shown
+from pipeline.core.backends import OpenAIConfig
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import POLICY_FILE, KVPolicy
+from stages.engines.bundle import BundleRecord, open_record, read_record
+from stages.engines.openai.client import Client, Refused
+from stages.engines.openai.protocol import FINGERPRINT, Completion, token_id
+
+BACKEND = "openai"
+COMPLETIONS = "/v1/completions"
+FORCE = 100.0
+"""The largest bias of OpenAI's API: the token becomes the most likely one. Raw log-probabilities are those before it."""
+
+
+class ServerRecord(BundleRecord):
+    """`bundle.json` of a server: what it said of itself when it was recorded."""
+
+    setting: str
+    """The configuration's key that gives the url."""
+    url: str
+    model: str
+    release: str
+    says: dict[str, str]
+    top_logprobs: int
+    vocab_size: int
+
+
+def load_engine(recorded: Path, config: OpenAIConfig, api_key: str | None) -> "OpenAIEngine":
+    """Return the server that was recorded. Raises UserError when a file of its record is missing or was altered."""
+    record = open_record(recorded, ServerRecord, BACKEND)
+    client = open_client(config, record.setting, record.url, api_key)
+    return OpenAIEngine(client, record, read_record(recorded / POLICY_FILE, KVPolicy))
+
+
+def open_client(config: OpenAIConfig, setting: str, url: str, api_key: str | None) -> Client:
+    """Return a client with the time-outs, retries and key of a configuration."""
+    return Client(
+        setting,
+        url,
+        api_key=api_key,
+        key_setting=f"backend.api_key_env={config.api_key_env or 'null'}",
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+    )
+
+
+class OpenAIEngine:
+    """A server as it was recorded."""
+
+    def __init__(self, client: Client, record: ServerRecord, policy: KVPolicy) -> None:
+        self._client = client
+        self.url, self.model, self.release, self.says = record.url, record.model, record.release, record.says
+        self.top_logprobs, self.vocab_size, self.policy = record.top_logprobs, record.vocab_size, policy
+        self._where = f"{record.setting}={record.url}"
+
+    def forced(self, prompt: Sequence[int], token: int) -> Shown:
+        """Return the log-probabilities of the most likely tokens after `prompt`, and of `token`, which it is made to say.
+
+        What the server computed for an earlier prompt that this one begins with comes from its prefix cache.
+        """
+        return read_shown(self._complete(prompt, 1, self.top_logprobs, logit_bias={str(token): FORCE}), token, self._where)
+
+    def likely(self, prompt: Sequence[int]) -> Shown:
+        """Return the most likely tokens after `prompt`, without forcing any."""
+        return read_shown(self._complete(prompt, 1, self.top_logprobs), None, self._where)
+
+    def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int) -> list[int]:
+        """Return a greedy continuation without the stop token."""
+        completion = self._complete(prompt, max_new_tokens, 1)
+        tokens = [token_id(name, self._where) for name in completion.logprobs.tokens]
+        return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> ServedTimes:
+        """Return the times of a load: each prompt alone for one token, then all of them at once for one and for all tokens."""
+        first_token_ms = []
+        for prompt in prompts:
+            began = time.perf_counter()
+            self._complete(prompt, 1, 1)
+            first_token_ms.append((time.perf_counter() - began) * 1e3)
+
+        def together(tokens: int) -> tuple[float, int]:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                answers = list(pool.map(lambda prompt: self._complete(prompt, tokens, 1, ignore_eos=True), prompts))
+            return time.perf_counter() - began, sum(len(answer.logprobs.tokens) for answer in answers)
+
+        (once, first), (whole, last) = together(1), together(1 + steps)
+        told = last > first and whole > once
+        return ServedTimes(first_token_ms, (last - first) / (whole - once) if told else None)
+
+    def _complete(self, prompt: Sequence[int], tokens: int, top: int, **more: Any) -> Completion:
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "logprobs": top,
+            "return_tokens_as_token_ids": True,
+            # A server may take others from the model's generation_config.json.
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "repetition_penalty": 1.0,
+            **more,
+        }
+        try:
+            answer = self._client.post(COMPLETIONS, body)
+        except Refused as error:
+            raise UserError(
+                f"{self._where}: refuses {len(prompt)} tokens of a prompt with backend.top_logprobs={top} "
+                f"({error.status}: {error.text})"
+            ) from error
+        completion = Completion.read(answer, self._where)
+        recorded = self.says.get(FINGERPRINT)
+        if recorded is not None and completion.system_fingerprint != recorded:
+            raise MissingRequirement(
+                f"{self._where}: calls its configuration {completion.system_fingerprint}, and was recorded as {recorded}: it "
+                "was started with other arguments meanwhile; the same command measures that server from the beginning"
+            )
+        if completion.usage.prompt_tokens != len(prompt):
+            raise MissingRequirement(
+                f"{self._where}: counts {completion.usage.prompt_tokens} tokens in a prompt of {len(prompt)} token ids; serve "
+                "with a server that takes a prompt as token ids, as vLLM"
+            )
+        return completion
+
+
+def read_shown(completion: Completion, token: int | None, where: str) -> Shown:
+    """Return the first token's distribution of an answer.
+
+    Args:
+        completion: The answer.
+        token: The token that was forced; None where none was.
+        where: The server, for messages.
+
+    Raises:
+        MissingRequirement: The server says another token than the forced one, or names tokens by their texts.
+    """
+    logprobs = completion.logprobs
+    top = (logprobs.top_logprobs or [None])[0]
+    if top is None or not logprobs.tokens or not logprobs.token_logprobs:
+        raise MissingRequirement(f"{where}: gives no log-probabilities of a token; serve with a server that does, as vLLM")
+    logp = {token_id(name, where): _number(value) for name, value in top.items()}
+    said = token_id(logprobs.tokens[0], where)
+    if token is not None and said != token:
+        raise MissingRequirement(f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it")
+    logp[said] = _number(logprobs.token_logprobs[0])
+    return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

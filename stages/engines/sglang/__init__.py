@@ -1,0 +1,1 @@
+"""backend=sglang: SGLang in an interpreter of its own."""

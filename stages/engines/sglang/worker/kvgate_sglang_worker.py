@@ -1,0 +1,128 @@
+"""Runs in SGLang's interpreter, and answers the requests of `kvgate_channel`.
+
+Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0.5.23; it has not run against a real one.
+"""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import kvgate_channel
+
+
+def describe() -> dict[str, Any]:
+    """Return what is installed here."""
+    import sglang
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    return {
+        "protocol": kvgate_channel.PROTOCOL,
+        "release": sglang.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "devices": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i)),
+            }
+            for i in gpus
+        ],
+    }
+
+
+class Model:
+    """A loaded model."""
+
+    def __init__(self, model: str, server_args: dict[str, Any]) -> None:
+        import sglang
+
+        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        self.engine = sglang.Engine(model_path=model, **server_args)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the engine made of its arguments."""
+        info = self.engine.get_server_info()
+        return {
+            "server_args": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}
+        }
+
+    def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
+
+        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
+        little-endian.
+        """
+        import kvgate_sglang_forcing as forcing
+
+        paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
+        params = [
+            {
+                **_greedy(request["tokens"]),
+                "custom_params": {
+                    forcing.FORCED: request["forced"],
+                    forcing.TOKENS: request["tokens"],
+                    forcing.SKIP: request["skip"],
+                    forcing.ROWS: path,
+                },
+            }
+            for request, path in zip(requests, paths, strict=True)
+        ]
+        outputs = self.engine.generate(
+            input_ids=[request["prompt"] for request in requests],
+            sampling_params=params,
+            custom_logit_processor=forcing.ForcedTokens.to_str(),
+        )
+        return {"answers": [_answer(*one) for one in zip(requests, paths, outputs, strict=True)]}
+
+    def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Return the times to the first token of one prompt after the other, and of every later step of all together."""
+        first = []
+        for prompt in prompts:
+            began = time.perf_counter()
+            self.engine.generate(input_ids=[prompt], sampling_params=[_greedy(1)])
+            first.append((time.perf_counter() - began) * 1e3)
+        arrived = [0] * len(prompts)
+        times: list[float] = []
+        stream = self.engine.generate(input_ids=prompts, sampling_params=[_greedy(tokens)] * len(prompts), stream=True)
+        for chunk in stream:
+            arrived[chunk["index"]] = chunk["meta_info"]["completion_tokens"]
+            while len(times) < min(arrived):
+                times.append(time.perf_counter())
+        if len(times) < tokens:
+            raise RuntimeError(f"{len(times)} of {tokens} steps of all {len(prompts)} prompts together were seen")
+        return {
+            "first_token_ms": first,
+            "step_ms": [(late - early) * 1e3 for early, late in itertools.pairwise(times)],
+        }
+
+
+def _greedy(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def _answer(request: dict[str, Any], path: str, output: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request. Raises RuntimeError unless all known tokens were taken and every row was written.
+
+    SGLang's own log-probabilities come after the processor, so that nothing else of a row can be compared.
+    """
+    import kvgate_sglang_forcing as forcing
+
+    tokens, forced = list(output["output_ids"]), request["forced"]
+    if len(tokens) != request["tokens"] or tokens[: len(forced)] != forced:
+        raise RuntimeError(
+            f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
+        )
+    steps = Path(path + forcing.STEPS)
+    seen = {int(line) for line in steps.read_text().split()} if steps.exists() else set()
+    missing = set(range(request["skip"], request["tokens"])) - seen
+    if missing:
+        raise RuntimeError(f"step {min(missing)}: no logits were seen")
+    count = request["tokens"] - request["skip"]
+    return {"tokens": tokens, "logits": path, "shape": [count, Path(path).stat().st_size // 4 // count]}
+
+
+if __name__ == "__main__":
+    kvgate_channel.serve({"describe": describe}, Model)

@@ -1,0 +1,1 @@
+"""As much of SGLang as the worker imports."""

@@ -1,0 +1,85 @@
+"""A toy engine: its logits are of the last tokens, louder with the checkpoint's keys. Only recorded arguments are taken."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+import sglang
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+FACTS = json.loads((Path(__file__).resolve().parents[2] / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
+VOCABULARY = 1344
+
+
+class Engine:
+    def __init__(self, **kwargs: Any) -> None:
+        unknown = kwargs.keys() - set(FACTS["server_args"])
+        if unknown:
+            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
+        if sglang.MODE == "crash while loading":
+            os.kill(os.getpid(), signal.SIGABRT)
+        if sglang.MODE == "hang while loading":
+            time.sleep(600)
+        if sglang.MODE == "no memory":
+            raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.\n")
+        assert kwargs["kv_cache_dtype"] in FACTS["kv_cache_dtype"]
+        self.args = kwargs
+        with safe_open(Path(kwargs["model_path"]) / "model.safetensors", "pt") as weights:
+            self.keys = float(weights.get_tensor("model.layers.0.self_attn.k_proj.weight").float().abs().mean())
+
+    def get_server_info(self) -> dict[str, Any]:
+        dtype = "auto" if sglang.MODE == "other cache" else self.args["kv_cache_dtype"]
+        return {**self.args, "kv_cache_dtype": dtype, "version": sglang.__version__}
+
+    def generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        stream: bool = False,
+        custom_logit_processor: str | None = None,
+        **others: Any,
+    ) -> Any:
+        assert prompt is None
+        assert not others
+        if sglang.MODE == "dies while generating":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for params in sampling_params:
+            assert params.keys() <= set(FACTS["SamplingParams"])
+        if custom_logit_processor is not None and not self.args.get("enable_custom_logit_processor"):
+            raise ValueError("The server is not configured to enable custom logit processor.")
+        chunks = self._steps(input_ids, sampling_params, custom_logit_processor)
+        if stream:
+            return chunks
+        last = {chunk["index"]: chunk for chunk in chunks}
+        return [{key: value for key, value in last[i].items() if key != "index"} for i in range(len(input_ids))]
+
+    def _steps(self, prompts: Any, params: Any, serialized: str | None) -> Any:
+        """All requests together, a token a step; the processor sees those that still run."""
+        requests = [SimpleNamespace(origin_input_ids=prompt, output_ids=[]) for prompt in prompts]
+        live = list(range(len(requests)))
+        while live:
+            logits = torch.stack([self._logits([*requests[i].origin_input_ids, *requests[i].output_ids]) for i in live])
+            if serialized is not None and not (sglang.MODE == "skips a step" and len(requests[live[0]].output_ids) == 2):
+                given = [params[i]["custom_params"] | {"__req__": requests[i]} for i in live]
+                logits = CustomLogitProcessor.from_str(serialized)(logits, given)
+            for i, token in zip(live, logits.argmax(-1).tolist(), strict=True):
+                requests[i].output_ids.append(token)
+                count = len(requests[i].output_ids)
+                yield {"index": i, "output_ids": list(requests[i].output_ids), "meta_info": {"completion_tokens": count}}
+            live = [i for i in live if len(requests[i].output_ids) < params[i]["max_new_tokens"]]
+
+    def _logits(self, history: list[int]) -> torch.Tensor:
+        rng = np.random.default_rng(history[-4:])
+        row = rng.normal(size=VOCABULARY, scale=3.0) * 20.0 * self.keys
+        if self.args["kv_cache_dtype"].startswith("fp8"):
+            row += np.random.default_rng([7, *history[-4:]]).normal(size=VOCABULARY, scale=0.02)
+        return torch.tensor(row, dtype=torch.float32)
