@@ -66,6 +66,7 @@ PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
         ),
         ({"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int4"].key),)}, "kv.overrides.0.key.dtype=int4"),
         ({"window": SHIPPED["fp8k_int4v_aged"].window}, "kv.window.tokens=8192"),
+        ({"eviction": SHIPPED["fp8_streaming"].eviction}, "kv.eviction.window_tokens=4096"),
     ],
 )
 def test_what_is_refused_is_named(change: dict[str, Any], key: str) -> None:
