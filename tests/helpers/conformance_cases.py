@@ -103,6 +103,11 @@ def groups_swapped(new: dict[str, Any]) -> None:
     new["value_scale_pool.1"][:, 1] = new["value_scale_pool.1"][:, 1][..., ::-1].copy()
 
 
+def second_page_negated(new: dict[str, Any]) -> None:
+    """The values of the second page of a prompt are stored with the wrong sign in one layer."""
+    new["value_pool.1"][:, :, 64:128] *= -1
+
+
 def sinks_zeroed(engine: OnnxEngine) -> OnnxEngine:
     append, sinks = engine.pool.append, engine.policy.sink_tokens
 

@@ -17,13 +17,13 @@ from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
 from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.eviction import Indices, entries, evict, pages_for
 from stages.engines.paged.layout import FLOAT16, layer_sides
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
 """Of a whole array, or (1, H, 1, 1) of its heads."""
-Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
 """Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
 
@@ -225,34 +225,18 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        """Pages that the new tokens leave behind at once are not stored, and those that leave are read once more before."""
-        held, end = (-(-length // PAGE_TOKENS) for length in (sequence.length, sequence.length + tokens))
-        lost = self.policy.evicted_pages(sequence.length + tokens)
-        skipped = max(0, lost.stop - max(held, lost.start))
-        return end - sequence.evicted_pages - skipped
+        return pages_for(self.policy, sequence, tokens)
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
-        """Places of the new tokens, of which those on evicted pages have none; the pages (B, S) are numbered by position."""
+        """Places of the new tokens on the pages that are kept; those that leave are freed."""
+        listed = [(row.pages, 0) for row in rows]
         if self.policy.eviction is None:
-            return np.arange(slots.size), _lookup([(row.pages, 0) for row in rows], pages), slots
+            return np.arange(slots.size), _lookup(listed, pages), slots
         for row in rows:
-            self._evict(row, row.length + tokens)
-        sinks = self.policy.eviction.sink_pages
-        evicted = np.array([row.evicted_pages for row in rows])[:, None]
-        kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
-        entries = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
-        numbers = _lookup([(row.pages, 0) for row in rows], entries)
-        return kept, numbers[kept], slots[kept]
-
-    def _evict(self, row: PagedSequence, length: int) -> None:
-        """Free the pages that a sequence loses when it grows to `length`."""
-        lost = self.policy.evicted_pages(length)
-        held = -(-row.length // PAGE_TOKENS) - row.evicted_pages
-        leaving = row.pages[lost.start : min(held, lost.start + len(lost) - row.evicted_pages)]
-        del row.pages[lost.start : lost.start + len(leaving)]
-        for page in leaving:
-            self.pages.free(page)
-        row.evicted_pages = len(lost)
+            for page in evict(self.policy, row, tokens):
+                self.pages.free(page)
+        kept, places = entries(rows, pages, self.policy.eviction.sink_pages)
+        return kept, _lookup(listed, places)[kept], slots[kept]
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
         """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""
