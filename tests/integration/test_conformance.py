@@ -123,7 +123,11 @@ def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
 ) -> None:
     engine = bench.engine(POLICIES[name])
     engine.pool.policy = engine.policy.model_copy(update={"eviction": keeps})
-    assert gate(baseline, bench.compared(POLICIES[name], engine))["candidate"] == "FAIL"
+    result = bench.compared(POLICIES[name], engine)
+    assert gate(baseline, result)["candidate"] == "FAIL"
+    if keeps is None:
+        assert result.explanation is not None
+        assert result.explanation.what == "nothing is evicted"
 
 
 def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(

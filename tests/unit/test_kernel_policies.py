@@ -156,6 +156,13 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
     checked("backend.device=auto", "kv=int4_g64")
 
 
+@pytest.mark.parametrize("backend", ["tensorrt_rtx", "tensorrt", "vllm", "trtllm"])
+def test_backends_that_keep_every_token_refuse_an_eviction_with_its_key(backend: str) -> None:
+    with pytest.raises(UserError, match=r"eviction\.window_tokens=4096: .*backend=onnxruntime") as caught:
+        checked(f"backend={backend}", "kv=fp8_streaming")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_a_job_that_would_run_on_the_gpu_by_itself_is_held_to_its_kernels() -> None:
     with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
