@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,12 +56,23 @@ def _refuse_argument(message: str) -> NoReturn:
     raise UserError(message)
 
 
+def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The arguments that are no overrides, which argparse lists in the order of the command line."""
+    remaining, options = list(overrides), []
+    for argument in argv:
+        if remaining and argument == remaining[0]:
+            del remaining[0]
+        else:
+            options.append(argument)
+    return options
+
+
 def _dispatch(argv: list[str]) -> int:
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
-    # -m may stand anywhere on our command line. hydra.main reads sys.argv and wants it before or after all overrides.
+    # Options may stand anywhere on our command line. hydra.main reads sys.argv and wants them before or after all overrides.
     arguments = parser.parse_intermixed_args(argv)
-    sys.argv = ["pipeline", *sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))]
+    sys.argv = ["pipeline", *_without(argv, arguments.overrides), *arguments.overrides]
     if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
         _job()
         return 0

@@ -50,17 +50,17 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         key = ".".join(str(part) for part in location)
         text, value = problem["msg"], problem["input"]
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{_suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
+            lines.append(f"{key}: unknown key{suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
         elif problem["type"] == "union_tag_invalid":
             choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
-            lines.append(f"{key}.name={value['name']}: no such option{_suggest(str(value['name']), choices)}")
+            lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # our own validators begin with the key's name
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
         elif problem["type"] == "literal_error":
             choices = re.findall(r"'([^']*)'", text)
-            lines.append(f"{key}={value}: no such option{_suggest(str(value), choices)}")
+            lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
             lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
     return lines
@@ -89,7 +89,8 @@ def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> li
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 
-def _suggest(value: str, choices: Sequence[str]) -> str:
+def suggest(value: str, choices: Sequence[str]) -> str:
+    """Return what to say after a value that is no choice: the closest one, or all of them."""
     close = get_close_matches(value, choices, n=1)
     if close:
         return f", did you mean {close[0]}?"
@@ -101,13 +102,13 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:
-        return f"{key}: unknown key{_suggest(key.split('.')[-1], _siblings(tuple(key.split('.'))))}"
+        return f"{key}: unknown key{suggest(key.split('.')[-1], _siblings(tuple(key.split('.'))))}"
     text = str(error)
     option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
     available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
     if option:
         options = [line.strip() for line in available[1].splitlines()] if available else []
-        return f"{option[1]}={option[2]}: no such option{_suggest(option[2], options)}"
+        return f"{option[1]}={option[2]}: no such option{suggest(option[2], options)}"
     command = redact_text(" ".join(overrides))
     if isinstance(error, OverrideParseException):
         return f"{command}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"

@@ -11,10 +11,12 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.tuning import TuneConfig
+from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.verdict.thresholds import Gates
 
-Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all"]
+Stage = Literal["quantize", "build", "evaluate", "promote", "rollback", "verify", "all", "tune", "capacity", "recommend"]
 
 
 class ModelConfig(StrictModel):
@@ -67,6 +69,9 @@ class Config(StrictModel):
     calibration: CalibrationConfig
     workloads: WorkloadsConfig
     gates: Gates
+    tune: TuneConfig
+    capacity: CapacityConfig
+    """What stage=capacity and stage=recommend plan for; no other stage reads it."""
     tracking: Tracking
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str

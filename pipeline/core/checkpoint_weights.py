@@ -7,6 +7,7 @@ layers under `num_hidden_layers: 3` is another model than its author's.
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -26,7 +27,7 @@ def check_weights(info: CheckpointInfo) -> None:
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
             another shape or type, is in two files, or is no part of the model.
     """
-    expected = dict(expected_tensors(info))
+    expected = dict(expected_tensors(info, read_json(info.path, "config.json")))
     found: dict[str, str] = {}
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
@@ -58,9 +59,8 @@ def check_weights(info: CheckpointInfo) -> None:
     _check_index(info, found)
 
 
-def expected_tensors(info: CheckpointInfo) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and the shape of every tensor of the model that config.json describes."""
-    config = read_json(info.path, "config.json")
+def expected_tensors(info: CheckpointInfo, config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and the shape of every tensor of the model that config.json, whose content is `config`, describes."""
     kind, hidden, head_dim = ARCHITECTURES[info.architecture], _size(info, config, "hidden_size"), info.shape.head_dim
     columns = _size(info, config, "intermediate_size")
     queries, keys = info.q_heads * head_dim, info.shape.kv_heads * head_dim

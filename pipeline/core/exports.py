@@ -3,14 +3,27 @@
 The quantize stage skips an export that would lie; a backend that is built from an export refuses such a policy up front.
 """
 
+import json
+import re
+from pathlib import Path
+
 from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 
 KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
 """Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
+
+
+LAYERS = "kv_cache_quantized_layers"
+LAYERS_SCHEMA = 1
+"""Where newer ModelOpt declares an algorithm for each layer's cache, and the version of that form. Layers that are not listed
+stay at 16 bits. Its other algorithms are of NVFP4, which kvgate has no format for."""
+
+FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
@@ -48,3 +61,60 @@ def describe_format(form: Format) -> str:
     """Return a format in the words of KV_ALGORITHMS: `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
     return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}"
+
+
+def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | None:
+    """Return ModelOpt's declaration of a policy whose layers are FP8 or at 16 bits; None for any other policy."""
+    if policy.exact_tokens or policy.window is not None:
+        return None
+    layers: dict[str, dict[str, str]] = {}
+    for layer in range(shape.layers):
+        formats = list(policy.sides(layer).values())
+        if all(form == FP8 for form in formats):
+            layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": "FP8"}
+        elif not all(form.exact for form in formats):
+            return None
+    if not layers:
+        return None
+    algorithm = "FP8" if len(layers) == shape.layers else "MIXED_PRECISION"
+    declared = {"kv_cache_quant_algo": algorithm, LAYERS: layers, "kv_cache_schema_version": LAYERS_SCHEMA}
+    return {"producer": {"name": "modelopt"}, "quantization": declared}
+
+
+def read_layer_algorithms(path: Path, key: str) -> KVPolicy:
+    """Return the policy that a configuration of ModelOpt's declares layer by layer.
+
+    Args:
+        path: hf_quant_config.json, or the config.json of an export, which holds the same under `quantization_config`.
+        key: The configuration key that names the file, for errors.
+
+    Raises:
+        UserError: The file is not such a configuration, or declares what kvgate has no format for.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{key}={path}: cannot be read as JSON ({type(error).__name__}); give ModelOpt's hf_quant_config.json"
+        ) from error
+    parts = content if isinstance(content, dict) else {}
+    declared = next(
+        (part for name in ("quantization", "quantization_config") if isinstance(part := parts.get(name), dict)), parts
+    )
+    layers = declared.get(LAYERS)
+    if not isinstance(layers, dict) or not layers:
+        raise UserError(f"{key}={path}: has no {LAYERS}; give a configuration in which ModelOpt lists layers")
+    if declared.get("kv_cache_schema_version") != LAYERS_SCHEMA:
+        version = declared.get("kv_cache_schema_version")
+        raise UserError(f"{key}={path}: kv_cache_schema_version={version}: only version {LAYERS_SCHEMA} is known")
+    numbers = []
+    for name, entry in layers.items():
+        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
+        if match is None:
+            raise UserError(f"{key}={path}: {LAYERS}.{name}: names no layer, as in model.layers.0.self_attn")
+        if algorithm != "FP8":
+            raise UserError(f"{key}={path}: {LAYERS}.{name}: quant_algo={algorithm}: kvgate has a format for FP8 alone")
+        numbers.append(int(match[1]))
+    override = LayerOverride(layers=tuple(sorted(set(numbers))), key=FP8, value=FP8)
+    return KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=(override,))

@@ -91,6 +91,32 @@ class ProbeConfig(StrictModel):
     """Short requests that come and go."""
 
 
+class SpeculationConfig(StrictModel):
+    """The drafters of speculative decoding whose acceptance is measured on the answers of both engines."""
+
+    lookup_tokens: Annotated[int, Field(ge=0, le=1024)] = 10
+    """Most tokens that prompt lookup proposes for a pass of the target; 0 leaves it out."""
+    ngram: Annotated[int, Field(ge=1, le=64)] = 3
+    """Most of the last tokens that prompt lookup searches for in the text so far."""
+    draft: str | None = None
+    """Directory of a small checkpoint with the same tokenizer, which proposes its greedy continuation; None for none."""
+    draft_tokens: Annotated[int, Field(ge=1, le=1024)] = 5
+    """Most tokens that the checkpoint proposes for a pass of the target."""
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the drafters that are measured."""
+        return [name for name, on in (("lookup", self.lookup_tokens > 0), ("draft", self.draft is not None)) if on]
+
+    @model_validator(mode="after")
+    def _drafts_something(self) -> Self:
+        if not self.drafters:
+            raise ValueError(
+                "lookup_tokens=0 without a draft measures nothing; raise it, name a draft, or set speculation=null"
+            )
+        return self
+
+
 class WorkloadsConfig(StrictModel):
     """The samples of an evaluation, and how they are run."""
 
@@ -123,6 +149,8 @@ class WorkloadsConfig(StrictModel):
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
+    speculation: SpeculationConfig | None = None
+    """None measures no acceptance."""
     load: LoadConfig
 
     @property

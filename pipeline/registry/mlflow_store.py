@@ -10,8 +10,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
 
 from mlflow import MlflowClient, set_tracking_uri
+from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
@@ -223,6 +225,50 @@ class MlflowStore:
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The evidence of a registered engine, downloaded."""
+
+    version: str
+    directory: Path
+    made: float
+    """When it was registered, in seconds since 1970."""
+    identity_digest: str
+    """Of its identity, as the version cites it."""
+
+
+def fetch_evidence(location: Location, names: Sequence[str], known: Collection[str], folder: Path) -> list[Fetched]:
+    """Download files of the registered engines. Nothing in the store changes.
+
+    Args:
+        location: The store.
+        names: The files. One that a version lacks is absent.
+        known: Digests of identities whose evidence is not wanted.
+        folder: Gets a directory for each version.
+
+    Raises:
+        UserError: when the store cannot be read.
+    """
+    client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
+    fetched = []
+    try:
+        for version in client.search_model_versions(f"name = '{location.model_name}'"):
+            model_id, identity = version.tags.get("logged_model"), version.tags.get("identity_digest")
+            if model_id is None or identity is None or identity in known:
+                continue
+            directory = folder / str(version.version)
+            directory.mkdir()
+            place = client.get_logged_model(model_id).artifact_location.rstrip("/")
+            held = {file.path for file in client.list_logged_model_artifacts(model_id)}
+            for name in (name for name in names if name in held):
+                download_artifacts(f"{place}/{name}", dst_path=str(directory), tracking_uri=location.uri)
+            fetched.append(Fetched(str(version.version), directory, version.creation_timestamp / 1000, identity))
+    except MlflowException as error:
+        reason = redact_text(str(error)).splitlines()[0]
+        raise UserError(f"MLflow's store {redact_text(location.uri)} cannot be read: {reason}") from error
+    return fetched
 
 
 class CandidateRun:

@@ -34,6 +34,11 @@ class FinishedStage:
     params: dict[str, object]
 
 
+def _digest_of_model(checkpoint: Path) -> str:
+    info = inspect_checkpoint(checkpoint)
+    return files_digest({name: file_digest(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+
+
 @dataclass
 class Chain:
     """The artifacts of one configuration (`pipeline.artifacts.backend.Artifacts`)."""
@@ -57,9 +62,15 @@ class Chain:
     @cached_property
     def checkpoint_digest(self) -> str:
         """Digest of the files that make the model; a repository may hold other formats beside them."""
-        info = inspect_checkpoint(self.checkpoint)
-        names = (*info.weight_files, *info.other_files)
-        return files_digest({name: file_digest(self.checkpoint / name) for name in names})
+        return _digest_of_model(self.checkpoint)
+
+    @cached_property
+    def _draft_digest(self) -> str | None:
+        """That of the draft checkpoint of `workloads.speculation`; None without one."""
+        speculation = self.config.workloads.speculation
+        if speculation is None or speculation.draft is None:
+            return None
+        return _digest_of_model(locate_checkpoint(speculation.draft))
 
     def _converted(self, gguf: Path) -> Artifact:
         """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
@@ -151,10 +162,11 @@ class Chain:
 
     def twin(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
-        return self.bundle(policy, self._twin_config)
+        return self.bundle(policy, self.twin_config)
 
     @cached_property
-    def _twin_config(self) -> TorchConfig:
+    def twin_config(self) -> TorchConfig:
+        """The oracle, with the threads of the configured backend."""
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
@@ -320,6 +332,8 @@ class Chain:
         workloads, backend = self.config.workloads, self.backend
         if workloads.file is not None:
             inputs = {**inputs, "jsonl": file_digest(workloads.file)}
+        if self._draft_digest is not None:
+            inputs = {**inputs, "draft": self._draft_digest}
         # The texts of some workloads are those of the Python that runs.
         python = platform.python_version()
         config: dict[str, object] = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts()}
@@ -353,4 +367,4 @@ class Chain:
     def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
         """Return a function that loads the oracle as the twin of this backend's engines."""
         dtype, measures = self.backend.compute_dtype, self.backend.measures_rounding
-        return lambda: loading.evaluation().Twin(loading.open_backend(self._twin_config).load(bundle.path), dtype, measures)
+        return lambda: loading.evaluation().Twin(loading.open_backend(self.twin_config).load(bundle.path), dtype, measures)

@@ -5,15 +5,22 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.gguf.model import inspect_gguf
+from pipeline.gguf.vocabulary import UNUSED
+from pipeline.planning.capacity import memory_budget
+from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.run.loading import evaluation, open_backend, required_libraries
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify")
 """Stages that work on what other commands left."""
+
+PLANNING = ("capacity", "recommend")
+"""Stages that read a model's shapes alone."""
 
 
 def check_inputs(config: Config) -> None:
@@ -32,12 +39,20 @@ def check_inputs(config: Config) -> None:
         raise UserError(f"bundle={config.bundle}: no such directory")
     if config.stage in WITHOUT_CHECKPOINT:
         return
+    if config.stage in PLANNING:
+        memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
+        return
     checkpoint = _inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    if config.stage == "tune":
+        tuned_policies(config, checkpoint.shape)
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None and not path.is_file():
             raise UserError(f"{key}={path}: no such file")
     with required_libraries():
+        speculation = config.workloads.speculation
+        if speculation is not None and speculation.draft is not None:
+            check_draft(speculation.draft, locate_checkpoint(config.model.path))
         if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
             samples = evaluation().load_samples(config.workloads)
             config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
@@ -54,3 +69,43 @@ def _inspect_model(path: Path) -> CheckpointInfo:
     if find_spec("gguf") is None:
         raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")
     return info
+
+
+def check_draft(path: str, target: Path) -> None:
+    """Check that a draft checkpoint can be read, and that it has the target's tokens.
+
+    Args:
+        path: `workloads.speculation.draft`.
+        target: The checkpoint of `model.path`, or its GGUF.
+    """
+    key = "workloads.speculation.draft="
+    try:
+        draft = locate_checkpoint(path)
+        if draft.is_file():
+            raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
+        check_weights(inspect_checkpoint(draft))
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", key)) from None
+    wanted, unused = _vocabulary(target, f"model.path={target}")
+    offered, _ = _vocabulary(draft, f"{key}{path}")
+    tokens = (wanted | offered).keys() - unused
+    different = next((token for token in sorted(tokens) if wanted.get(token) != offered.get(token)), None)
+    if different is not None:
+        ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
+        raise UserError(
+            f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
+            "the target; give a draft with the same tokenizer"
+        )
+
+
+def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
+    """Return the tokens of a checkpoint or a GGUF with their ids, and those that a GGUF only fills its list up with."""
+    if path.is_file():
+        listed = inspect_gguf(path).vocabulary
+        unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
+        return {token: number for number, token in enumerate(listed.tokens)}, unused
+    try:
+        return evaluation().vocabulary(path), set()
+    except Exception as error:  # tokenizers raises bare exceptions
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error

@@ -13,6 +13,9 @@ USER_INPUTS = {
     ("baseline", "jsonl"),
     ("round", "jsonl"),
     ("evaluate", "jsonl"),
+    ("baseline", "draft"),
+    ("round", "draft"),
+    ("evaluate", "draft"),
 }
 """(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 

@@ -15,10 +15,12 @@ from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import FIRST_PARTY
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.planning.records import Capacity
+from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
 
@@ -89,6 +91,26 @@ class Exporting(Protocol):
         ...
 
 
+class Tuning(Protocol):
+    """`stages.tune.run`."""
+
+    def tune(
+        self,
+        checkpoint: Path,
+        out: Path,
+        *,
+        jsonl: Path | None,
+        seed: int,
+        uniform: Sequence[tuple[KVPolicy, KVScales]],
+        given: tuple[KVPolicy, KVScales] | None,
+        config: TuneConfig,
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        """Write the policies of fewest bytes within budgets of KL, and what they cost."""
+        ...
+
+
 class Evaluation(Protocol):
     """`stages.evaluate`."""
 
@@ -102,6 +124,10 @@ class Evaluation(Protocol):
 
     def samples_digest(self, config: WorkloadsConfig, bundle: Path) -> str:
         """Return the digest of the samples, encoded with the bundle's tokenizer."""
+        ...
+
+    def vocabulary(self, directory: Path) -> dict[str, int]:
+        """Return the tokens of a checkpoint's tokenizer with their ids."""
         ...
 
     def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
@@ -179,6 +205,10 @@ class Plots(Protocol):
         """Plot each candidate's mean KL against its cache's bytes per token."""
         ...
 
+    def requests_by_context(self, capacity: Capacity, path: Path) -> Path:
+        """Plot how many requests each policy admits over their length."""
+        ...
+
 
 def conversion() -> Conversion:
     """Load the module that converts GGUF files."""
@@ -198,6 +228,11 @@ def quantization() -> Quantization:
 def exporting() -> Exporting:
     """Load the module that writes ModelOpt's exports."""
     return cast(Exporting, _load("stages.quantize.export"))
+
+
+def tuning() -> Tuning:
+    """Load the tune stage."""
+    return cast(Tuning, _load("stages.tune.run"))
 
 
 def evaluation() -> Evaluation:

@@ -30,12 +30,13 @@ from pipeline.registry import promotion, summary
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.registry.tracking import compare_url, server_command
-from pipeline.run import console, tables
+from pipeline.run import console, planning, tables
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.loading import plots, required_libraries
+from pipeline.run.tuning import tune
 from pipeline.run.verify import replay, replay_candidate
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -228,7 +229,10 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "promote": promote,
     "rollback": rollback,
     "verify": verify,
+    "capacity": lambda run: planning.show_capacity(run.config, run.sweeping),
+    "recommend": lambda run: planning.recommend_policy(run.config, run.sweeping),
     "all": evaluate_and_promote,
+    "tune": lambda run: tune(run.chain),
 }
 
 

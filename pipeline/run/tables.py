@@ -28,6 +28,12 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
 )
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
+DRAFTED: tuple[tuple[str, str, str, str], ...] = (
+    ("a pass,\nlookup", "quality/acceptance_lookup_candidate", "quality/acceptance_lookup_baseline", ".2f"),
+    ("a pass,\ndraft", "quality/acceptance_draft_candidate", "quality/acceptance_draft_baseline", ".2f"),
+)
+"""Tokens a pass under speculative decoding, as columns where they were measured."""
+
 DIFFICULTIES = ("easy", "medium", "hard")
 REASONS_SHOWN = 5
 
@@ -52,16 +58,17 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for heading in ("KiB/token", *(heading for heading, _, _, _ in COLUMNS)):
+    columns = (*COLUMNS, *(column for column in DRAFTED if any(column[1] in engine.metrics for engine in candidates)))
+    for heading in ("KiB/token", *(heading for heading, _, _, _ in columns)):
         table.add_column(heading, justify="right", no_wrap=True)
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
         metrics, name = judged.metrics, "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        cells = [_cell(metrics.get(column), form) if "/" in column else column for _, _, column, form in COLUMNS]
+        cells = [_cell(metrics.get(column), form) if "/" in column else column for _, _, column, form in columns]
         table.add_row(name, "baseline", _cell(metrics.get("baseline/kib_per_token"), ".3f"), *cells, style="dim")
     for engine in candidates:
         colour = COLOURS[engine.verdict]
-        cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in COLUMNS]
+        cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in columns]
         table.add_row(
             engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.metrics.get("memory/kib_per_token"), ".3f"), *cells
         )

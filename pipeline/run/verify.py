@@ -24,7 +24,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, bindings, read_bundle
+from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle
 from pipeline.run.lineage import lineage
 from pipeline.run.loading import evaluation, required_libraries
 from pipeline.verdict.coverage import Limits
@@ -70,6 +70,26 @@ def replay(evidence: Evidence) -> list[Finding]:
         tokenizer_intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
         findings += _report(evidence, evidence.report, tokenizer_intact)
     return findings
+
+
+def replay_record(evidence: Evidence) -> list[Finding]:
+    """Check what needs neither the engine nor its libraries: seal, chain, the report's files and what it cites."""
+    identity = evidence.identity
+    report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
+    findings = [*_seal(evidence.directory), *lineage(identity)]
+    findings += _files("report", evidence.directory, report_files, only=True)
+    if evidence.problem is not None:
+        findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
+    return findings if evidence.report is None else [*findings, *_citations(identity, evidence.report)]
+
+
+def _citations(identity: Identity, report: EvaluationReport) -> list[Finding]:
+    """Check that the report is about this engine, this baseline and this policy."""
+    return [
+        _compare("report cites the engine", report.engine_digest, identity.link("engine").digest),
+        _compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest),
+        _compare("policy", identity.policy, report.policy),
+    ]
 
 
 def _seal(directory: Path) -> list[Finding]:
@@ -128,11 +148,7 @@ def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool
     The engine's tokenizer is loaded only when its files are intact.
     """
     identity, engine = evidence.identity, evidence.engine
-    findings = [
-        _compare("report cites the engine", report.engine_digest, identity.link("engine").digest),
-        _compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest),
-        _compare("policy", identity.policy, report.policy),
-    ]
+    findings = _citations(identity, report)
     if engine is not None:
         try:
             record = read_bundle(engine)

@@ -1,13 +1,15 @@
-"""Gates on answers: paired non-inferiority per workload, and a search for context bins that are clearly worse."""
+"""Gates on answers: paired non-inferiority per workload, a search for context bins that are clearly worse, and what speculative
+decoding makes of the answers."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.statistics import bounds, power
 from pipeline.statistics import paired as st
-from pipeline.statistics import power
 from pipeline.statistics.looks import Look
-from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.distances import OUTLIER, Distance
+from pipeline.verdict.report import Acceptance, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, Detectable, Gates, Status
 
 MOST_SAMPLES = 1_000_000
@@ -195,3 +197,58 @@ def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gat
         for group, p, level in zip(bins, p_values, levels, strict=True)
         if p <= level
     ]
+
+
+def acceptance(drafters: Sequence[str], rows: Sequence[SampleRow], gates: Gates, lines: int) -> list[Check]:
+    """Test the loss of acceptance length of every drafter and workload, answer by answer, the same at every look.
+
+    An answer's loss is the log of the baseline's tokens a pass over the candidate's, so that answers which gain by chance make
+    up for those that lose.
+
+    Args:
+        drafters: Those that the answers were drafted with.
+        rows: The samples at one look.
+        gates: The thresholds.
+        lines: Distances that are tested together, which share `alpha` for a FAIL.
+
+    Returns:
+        A line for each workload that has answers; FAIL where one of them was not drafted. Without any answers a WARNING.
+    """
+    judged = [row for row in rows if row.judged]
+    limit = -math.log1p(-gates.max_acceptance_loss)
+    checks = []
+    for drafter in drafters:
+        for workload in sorted({row.workload for row in judged}):
+            of_workload = [row for row in judged if row.workload == workload]
+            losses = [_log_loss(row.acceptance.get(drafter)) for row in of_workload]
+            documents = [row.document for row in of_workload]
+            distance = Distance(
+                gate="max_acceptance_loss",
+                label="loss of acceptance length",
+                threshold=gates.max_acceptance_loss,
+                values=bounds.by_document(losses, [1.0] * len(losses), documents),
+                limit=limit,
+                best=-OUTLIER * limit,
+                shown=lambda mean: -math.expm1(-mean),
+            )
+            checks.append(distance.check(f"{workload}, drafts by {drafter}", gates.alpha / lines, gates.pass_alpha))
+    return checks if judged else [_not_drafted(drafter, gates) for drafter in drafters]
+
+
+def _log_loss(counts: Acceptance | None) -> float:
+    if counts is None:
+        return math.nan
+    baseline, candidate = counts.lengths
+    return math.log(baseline / candidate)
+
+
+def _not_drafted(drafter: str, gates: Gates) -> Check:
+    return Check(
+        gate="max_acceptance_loss",
+        where=f"all, drafts by {drafter}",
+        value=None,
+        bound=None,
+        threshold=gates.max_acceptance_loss,
+        status="WARNING",
+        reason=f"all: the acceptance length of drafts by {drafter} was not measured: no sample has an answer",
+    )

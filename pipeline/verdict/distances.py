@@ -62,7 +62,7 @@ def _can_pass(rows: Sequence[SampleRow], gates: Gates) -> bool:
 
 
 @dataclass(frozen=True)
-class _Distance:
+class Distance:
     """A distance that is worse when it is larger, as the bets take it: a value for each document."""
 
     gate: str
@@ -70,7 +70,7 @@ class _Distance:
     threshold: float
     """As it is configured and shown."""
     values: bounds.Array
-    """Mean over the tokens of each document, shape (documents,)."""
+    """Mean over the tokens, or the answers, of each document, shape (documents,)."""
     limit: float
     """The threshold as a mean of such values."""
     best: float
@@ -125,7 +125,7 @@ def _line(
     )
 
 
-def _distances(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_Distance]:
+def _distances(rows: Sequence[SampleRow], gates: Gates) -> Iterator[Distance]:
     tokens, documents = [row.scored_tokens for row in rows], [row.document for row in rows]
     ppl = math.log(gates.max_ppl_ratio)
 
@@ -134,15 +134,15 @@ def _distances(rows: Sequence[SampleRow], gates: Gates) -> Iterator[_Distance]:
         return bounds.by_document([math.nan if v is None else v for v in numbers], tokens, documents)
 
     kl = means(lambda row: row.mean_kl)
-    yield _Distance("max_mean_kl", "mean KL", gates.max_mean_kl, kl, gates.max_mean_kl, 0.0, float)
+    yield Distance("max_mean_kl", "mean KL", gates.max_mean_kl, kl, gates.max_mean_kl, 0.0, float)
     loss = 1 - means(lambda row: row.top10_overlap)
     least = gates.min_top10_overlap
-    yield _Distance("min_top10_overlap", "top-10 overlap", least, loss, 1 - least, 0.0, lambda mean: 1 - mean)
+    yield Distance("min_top10_overlap", "top-10 overlap", least, loss, 1 - least, 0.0, lambda mean: 1 - mean)
     nll = means(_nll_difference)
-    yield _Distance("max_ppl_ratio", "PPL ratio", gates.max_ppl_ratio, nll, ppl, -OUTLIER * ppl, _exp)
+    yield Distance("max_ppl_ratio", "PPL ratio", gates.max_ppl_ratio, nll, ppl, -OUTLIER * ppl, _exp)
     squared = means(lambda row: row.mean_squared_delta_p)
     rms = gates.max_rms_delta_p
-    yield _Distance("max_rms_delta_p", "RMS change of p", rms, squared, rms * rms, 0.0, math.sqrt)
+    yield Distance("max_rms_delta_p", "RMS change of p", rms, squared, rms * rms, 0.0, math.sqrt)
 
 
 def _nll_difference(row: SampleRow) -> float | None:
@@ -203,9 +203,10 @@ def rare(rows: Sequence[SampleRow], gates: Gates, look: Look, lines: int) -> lis
     ]
 
 
-def jointly_tested(rows: Sequence[SampleRow]) -> int:
-    """Return how many distances are tested together: those of each workload with its slope, and those of `rare`."""
-    return (MEAN_DISTANCES + 1) * len({row.workload for row in rows}) + 2
+def jointly_tested(rows: Sequence[SampleRow], drafters: int = 0) -> int:
+    """Return how many distances are tested together: of each workload with its slope and drafters, and of `rare`."""
+    answered = len({row.workload for row in rows if row.judged})
+    return (MEAN_DISTANCES + 1) * len({row.workload for row in rows}) + drafters * answered + 2
 
 
 def slope_by_workload(rows: Sequence[SampleRow], gates: Gates, look: Look, lines: int) -> list[Check]:

@@ -17,6 +17,8 @@ Rules of each gate at a look (levels are one-sided and the look's own; the stati
 - Mean KL, top-10 overlap, PPL ratio and RMS delta p per workload, by document: PASS when a bet of what PASS may err with shows
   the mean to be within its limit, where a document counts as four times the limit at most; FAIL when a bet shows it, uncut, to
   be outside. Bets need no level of a look.
+- Loss of acceptance length under speculative decoding, where it was measured, per workload and drafter: as those means, of the
+  log ratio of the baseline's tokens a pass to the candidate's. A drafter that met no answers is a WARNING.
 - The share of ruined requests, whose mean KL is beyond four times its limit, over all workloads: PASS and FAIL by exact bounds.
 - The share of tokens with a KL above `max_p999_kl`, over all workloads: FAIL by exact bounds, a WARNING when it is not shown to
   be small. So are mean distances of a few texts without answers beside samples with answers.
@@ -95,10 +97,11 @@ def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
 
 def _look(look: Look, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> list[Check]:
     """Return the checks of one look at `rows`."""
-    together = distances.jointly_tested(rows)
+    together = distances.jointly_tested(rows, len(report.drafters))
     checks = [
         *answers.accuracy(rows, gates, look),
         *answers.accuracy_by_context(report, rows, gates, look),
+        *answers.acceptance(report.drafters, rows, gates, together),
         *validity.documents_without_answers(rows, gates),
         *distances.distance_by_workload(rows, gates, together),
         *distances.rare(rows, gates, look, together),

@@ -6,6 +6,7 @@ because JSON has no NaN; the gates treat null as a failure.
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -24,6 +25,23 @@ STEP_FLAG_KL = 0.15
 
 LEAST_STEP = 0.01
 """The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Acceptance(Record):
+    """Answers under speculative decoding with one drafter: their tokens, and the passes of the engine that say them."""
+
+    baseline_tokens: Count
+    baseline_passes: Count
+    candidate_tokens: Count
+    candidate_passes: Count
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """Tokens a pass of the baseline, and of the candidate: the mean acceptance lengths."""
+        return self.baseline_tokens / self.baseline_passes, self.candidate_tokens / self.candidate_passes
 
 
 class SampleRow(Record):
@@ -60,6 +78,8 @@ class SampleRow(Record):
     """Graded workloads: "easy", "medium" or "hard"."""
     round: int = 1
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """By drafter, of its two answers."""
 
 
 class Fidelity(Record):
@@ -113,6 +133,8 @@ class Slice(Record):
     accuracy: Accuracy | None
     fidelity: Fidelity
     difficulty: str | None = None
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """By drafter."""
 
 
 class Slope(Record):
@@ -234,6 +256,8 @@ class EvaluationReport(Record):
     probes: EngineProbes | None = None
     scale_changes: list[ScaleChange] | None = None
     """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
+    drafters: list[str] = Field(default=[])
+    """Those that answers were drafted with: `lookup`, `draft`. Empty where `workloads.speculation` is null."""
 
     @field_validator("planned_rounds")
     @classmethod

@@ -60,6 +60,9 @@ class Gates(StrictModel):
     """Root mean square change of the reference token's probability, per workload."""
     max_kl_slope: Positive
     """Growth of the mean KL per 1,000 tokens of context."""
+    max_acceptance_loss: Margin = 0.1
+    """Share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and drafter,
+    where `workloads.speculation` measures it. Evidence from before it was measured lacks it."""
     allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
     """What another library may do to the scales of a checkpoint. Anything else is refused before it is judged."""
 

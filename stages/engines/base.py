@@ -156,8 +156,9 @@ class ChunkedEngine(EngineBase):
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
             for i, prompt in enumerate(prompts):
-                handles.append(self._start())
-                logits[i] = self._prefill(handles[-1], prompt)
+                sequence, held = self._resume(prompt)
+                handles.append(sequence)
+                logits[i] = self._prefill(sequence, prompt[held:])
         except UserError:
             self.release(handles)
             raise
@@ -167,6 +168,10 @@ class ChunkedEngine(EngineBase):
         """Cut a prompt into its chunks."""
         for begin in range(0, len(prompt), self.prefill_chunk):
             yield prompt[begin : begin + self.prefill_chunk]
+
+    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002  (engines that keep prefixes need it)
+        """Start the sequence of a prompt, and return its handle with the tokens that it holds already."""
+        return self._start(), 0
 
     @abstractmethod
     def _start(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stages.evaluate.joining import MeasuredRound, join_rounds
 from stages.evaluate.rounds import assign_rounds
 from stages.evaluate.samples import load_samples
-from stages.evaluate.tokens import open_tokenizer, samples_digest
+from stages.evaluate.tokens import open_tokenizer, samples_digest, vocabulary
 
 if TYPE_CHECKING:
     from stages.evaluate.measure import evaluate_round, measure_baseline
@@ -26,6 +26,7 @@ __all__ = [
     "measure_baseline",
     "open_tokenizer",
     "samples_digest",
+    "vocabulary",
 ]
 
 _WITH_THE_ORACLE = {"Twin": "twin", "evaluate_round": "measure", "measure_baseline": "measure"}

@@ -69,7 +69,15 @@ class Greedy:
         if token in (self.stop_token, NOT_FINITE):
             return True
         answer.append(token)
-        return len(answer) >= len(item.reference) + self.extra_tokens
+        return len(answer) >= self.limit(item)
+
+    def limit(self, item: EncodedSample) -> int:
+        """Return the most tokens of an answer to a sample."""
+        return len(item.reference) + self.extra_tokens
+
+    def said(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
+        """Return all tokens of a finished answer: with the stop token, unless it was cut."""
+        return [*answer, self.stop_token] if len(answer) < self.limit(item) else list(answer)
 
 
 def most_likely(logits_BV: Logits) -> list[int]:

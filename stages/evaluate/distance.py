@@ -130,6 +130,26 @@ class Head:
     """The log-probabilities of the whole vocabulary (V), kept of some tokens as a check."""
 
 
+def head_kl(head: Head, candidate: Distributions, row: int) -> float:
+    """Return the KL of a row of the candidate from the baseline's head in nats, NaN where a logit is not finite."""
+    if not candidate.finite[row]:
+        return float("nan")
+    logq, rest_q, _ = candidate.split(row, head.tokens)
+    return _kl(head, logq, rest_q)
+
+
+def _kl(head: Head, logq: Array, rest_q: float) -> float:
+    """KL of log-probabilities of the head's tokens (K) and the mass of all others from the head."""
+    logp = head.logp.astype(np.float64)
+    # As stored, the probabilities sum to 1 within a few 1e-8 only, which alone could make a KL negative.
+    total = float(np.exp(logp).sum()) + head.rest
+    logp, rest_p = logp - np.log(total), head.rest / total
+    kl = float((np.exp(logp) * (logp - logq)).sum())
+    if rest_p > 0:
+        kl += rest_p * float(np.log(rest_p / rest_q))
+    return max(kl, 0.0) if np.isfinite(kl) else float("nan")
+
+
 def compare_head(head: Head, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
     """Compare a row of the candidate with the baseline's head; the values are those of StepStatistics, in its order.
 
@@ -143,20 +163,13 @@ def compare_head(head: Head, candidate: Distributions, row: int, token: int, gre
     if not candidate.finite[row]:
         return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan, -1)
     logq, rest_q, log_sum = candidate.split(row, head.tokens)
-    logp = head.logp.astype(np.float64)
-    # As stored, the probabilities sum to 1 within a few 1e-8 only, which alone could make a KL negative.
-    total = float(np.exp(logp).sum()) + head.rest
-    logp, rest_p = logp - np.log(total), head.rest / total
-    kl = float((np.exp(logp) * (logp - logq)).sum())
-    if rest_p > 0:
-        kl += rest_p * float(np.log(rest_p / rest_q))
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
     # A token is among the k most likely ones when fewer than k are more likely.
     likelier = (logits[None, :] > logits[head.tokens[:k], None]).sum(axis=1)
     candidate_token = float(logits[token]) - log_sum
     return (
-        max(kl, 0.0) if np.isfinite(kl) else np.nan,
+        _kl(head, logq, rest_q),
         -head.reference,
         -candidate_token,
         float(int(head.tokens[0]) == greedy),

@@ -27,7 +27,7 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
         batch_size: Most prompts that are answered together.
         greedy: How answers end.
     """
-    limits = [len(item.reference) + greedy.extra_tokens for item in encoded]
+    limits = [greedy.limit(item) for item in encoded]
     answers: list[list[int]] = []
     try:
         for begin in range(0, len(encoded), batch_size):
@@ -36,8 +36,8 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
-    for item, answer, limit in zip(encoded, answers, limits, strict=True):
-        said = [*answer, greedy.stop_token] if len(answer) < limit else answer
+    for item, answer in zip(encoded, answers, strict=True):
+        said = greedy.said(answer, item)
         if len(said) < 2:  # the first token comes from the prompt, which reads no cache
             continue
         logits_BV = _forced(engine, item.prompt, said[:-1])

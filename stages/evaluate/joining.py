@@ -122,6 +122,7 @@ def join_rounds(
         coverage=Coverage.merged([record.coverage for record in records]),
         probes=probes,
         scale_changes=first.scale_changes,
+        drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     statistics = arrays(StepStatistics.joined(parts))
     save_file({name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in statistics.items()}, str(out / TOKENS))

@@ -41,10 +41,12 @@ from stages.evaluate.results import ResultFolder, SampleResult
 from stages.evaluate.reuse import reused_prefixes
 from stages.evaluate.rows import run_samples
 from stages.evaluate.scores import BaselineHeads
+from stages.evaluate.speculation import speculated
 from stages.evaluate.stored import (
     LOGPROBS,
     BaselineRound,
     CandidateRound,
+    read_answers,
     read_baseline,
     write_answers,
     write_record,
@@ -126,10 +128,10 @@ def measure_baseline(
                 observe=_observer(comparison),
             )
         BaselineHeads.write(out / LOGPROBS, ((item.sample.id, folder.heads(i)) for i, item in enumerate(encoded)))
-        answers = judged_answers(encoded, results, tokenizer)
+        named, greedy = labelled(progress, "baseline: "), greedy_of(tokenizer, config)
+        answers = speculated(judged_answers(encoded, results, tokenizer), encoded, config.speculation, greedy, named)
         write_answers(out, encoded, answers)
         heads = BaselineHeads(out / LOGPROBS)
-        named = labelled(progress, "baseline: ")
         repeated = repeated_samples(encoded, config)
         noise = noise_floor(engine, encoded, repeated, answers, heads, tokenizer, config, named)[0] if first else None
         record = BaselineRound(
@@ -220,7 +222,9 @@ def evaluate_round(
                 interruption=noted,
                 observe=_observer(comparison),
             )
+        greedy, known = greedy_of(tokenizer, config), read_answers(baseline_dir, encoded)
         answers = judged_answers(encoded, results, tokenizer)
+        answers = speculated(answers, encoded, config.speculation, greedy, progress, known)
         write_answers(out, encoded, answers)
         write_statistics(out, StepStatistics.joined([result.statistics for result in results]))
         repeated = repeated_samples(encoded, config)

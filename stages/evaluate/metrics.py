@@ -7,7 +7,7 @@ import numpy as np
 
 from pipeline.verdict.distances import kl_slope
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import STEP_FLAG_KL, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
+from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distance import Array, StepStatistics
 from stages.evaluate.divergence import divergence
 
@@ -94,6 +94,18 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
     )
 
 
+def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
+    """Sum the tokens and passes of answers by drafter."""
+    parts: dict[str, list[Acceptance]] = {}
+    for row in rows:
+        for drafter, counts in row.acceptance.items():
+            parts.setdefault(drafter, []).append(counts)
+    return {
+        drafter: Acceptance(**{name: sum(getattr(part, name) for part in counts) for name in Acceptance.model_fields})
+        for drafter, counts in parts.items()
+    }
+
+
 def _slice_keys(row: SampleRow, edges: Sequence[int]) -> Iterator[SliceKey]:
     """Yield the keys of the slices that a row belongs to."""
     context = context_bin(row.context_tokens, edges)
@@ -150,6 +162,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 documents=len({row.document for row in slice_rows}),
                 accuracy=accuracy(slice_rows),
                 fidelity=distances,
+                acceptance=acceptance(slice_rows),
             )
         )
     return summaries

@@ -43,9 +43,14 @@ def judged_answers(
     encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: Tokenizer
 ) -> list[Answer | None]:
     """Judge the answers; None for a sample that is not judged."""
-    texts = [None if result.answer is None else tokenizer.text(result.answer) for result in results]
-    pairs = zip(encoded, texts, strict=True)
-    return [None if text is None else Answer(text, judge(item.sample, text)) for item, text in pairs]
+    answers: list[Answer | None] = []
+    for item, result in zip(encoded, results, strict=True):
+        if result.answer is None:
+            answers.append(None)
+        else:
+            text = tokenizer.text(result.answer)
+            answers.append(Answer(text, judge(item.sample, text), result.answer))
+    return answers
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[int]:

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipeline.planning.records import Capacity
+from pipeline.planning.tuning import TuneReport
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 
@@ -88,6 +90,29 @@ def quality_by_memory(candidates: Sequence[Candidate], path: Path, *, metric: st
     return _save(figure, path)
 
 
+def requests_by_context(capacity: Capacity, path: Path) -> Path:
+    """Plot how many requests are admitted if all are of one length, over that length; returns `path`.
+
+    Policies that admit as many at every length share a line. The dashed line is what is asked.
+    """
+    figure, axes = _axes(f"{capacity.model}: requests that fit by their length", "context [tokens]", "requests")
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for entry in capacity.policies:
+        alike.setdefault(tuple(entry.requests_by_context.items()), []).append(entry.name)
+    styles = [(line, colour) for line in ("-", "--", ":", "-.") for colour in SERIES]
+    for (line, colour), (points, names) in zip(cycle(styles), sorted(alike.items(), reverse=True), strict=False):
+        drawn = [(tokens, requests) for tokens, requests in points if requests]
+        label = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        axes.plot([t for t, _ in drawn], [n for _, n in drawn], line, color=colour, linewidth=1.4, label=label)
+    axes.axhline(capacity.use.concurrency, color=UNDECIDED, linewidth=0.8, linestyle=(0, (4, 4)))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _save(figure, path)
+
+
 def flips_by_workload(rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
     """Plot the answers that only one of baseline and candidate got right, lost below zero, gained above; returns `path`."""
     judged = [row for row in rows if row.judged]
@@ -116,3 +141,24 @@ def _flips(rows: Sequence[SampleRow], workload: str, *, baseline: bool) -> int:
     return sum(
         row.workload == workload and row.baseline_correct is baseline and row.candidate_correct is not baseline for row in rows
     )
+
+
+def tuned_front(report: TuneReport, path: Path) -> Path:
+    """Plot the KL of measured policies on the texts held out against their bytes, with the Pareto front; returns `path`."""
+    figure, axes = _axes("Formats chosen by layer and side", "cache [bytes/token]", "mean KL, texts held out [nats/token]")
+    drawn = [(one, one.kl_held_out) for one in report.measured if one.kl_held_out is not None]
+    for origin, colour, marker in (("uniform", UNDECIDED, "s"), ("tuned", SERIES[0], "o"), ("modelopt", SERIES[1], "D")):
+        group = [(one, max(kl, FLOOR)) for one, kl in drawn if one.origin == origin]
+        if group:
+            points = [one.bytes_per_token for one, _ in group], [kl for _, kl in group]
+            axes.scatter(*points, s=40, color=colour, marker=marker, label=origin, zorder=3)
+        if origin != "tuned":
+            for one, kl in group:
+                axes.annotate(one.policy.name, (one.bytes_per_token, kl), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    front = sorted((one.bytes_per_token, max(kl, FLOOR)) for one, kl in drawn if one.on_front)
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", color=SERIES[0], linewidth=1, alpha=0.6, label="Pareto front")
+    axes.axhline(report.max_kl, color=LOST, linewidth=0.8, linestyle="--", label="tune.max_kl")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)

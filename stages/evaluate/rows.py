@@ -1,13 +1,13 @@
 """Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeline.core.records import Engine
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import SampleRow
+from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.batches import Finished, Greedy, Step
 from stages.evaluate.checks import Judgement
 from stages.evaluate.decode import decode
@@ -26,6 +26,10 @@ class Answer:
 
     text: str
     judgement: Judgement
+    tokens: tuple[int, ...] = ()
+    """Without the stop token."""
+    passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafter -> the tokens of the answer, the stop token included, and the passes that an engine says them with."""
 
 
 @dataclass
@@ -208,7 +212,22 @@ def make_row(
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
         difficulty=item.sample.difficulty,
         round=number,
+        acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
     )
+
+
+def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
+    """Return the acceptance of each drafter that both engines' answers were drafted with."""
+    return {
+        name: Acceptance(
+            baseline_tokens=baseline.passes[name][0],
+            baseline_passes=baseline.passes[name][1],
+            candidate_tokens=tokens,
+            candidate_passes=passes,
+        )
+        for name, (tokens, passes) in candidate.passes.items()
+        if name in baseline.passes
+    }
 
 
 def make_rows(

@@ -70,6 +70,8 @@ class _StoredAnswer(BaseModel):
     text: str
     valid: bool | None
     correct: bool
+    tokens: tuple[int, ...]
+    passes: dict[str, tuple[int, int]]
 
 
 def write_record(directory: Path, record: BaselineRound | CandidateRound) -> None:
@@ -90,7 +92,14 @@ def read_candidate(directory: Path) -> CandidateRound:
 def write_answers(directory: Path, encoded: Sequence[EncodedSample], answers: Sequence[Answer | None]) -> None:
     """Write the answers to the samples that are judged."""
     stored = [
-        _StoredAnswer(id=item.sample.id, text=a.text, valid=a.judgement.valid, correct=a.judgement.correct)
+        _StoredAnswer(
+            id=item.sample.id,
+            text=a.text,
+            valid=a.judgement.valid,
+            correct=a.judgement.correct,
+            tokens=a.tokens,
+            passes=dict(a.passes),
+        )
         for item, a in zip(encoded, answers, strict=True)
         if a is not None
     ]
@@ -100,7 +109,7 @@ def write_answers(directory: Path, encoded: Sequence[EncodedSample], answers: Se
 def read_answers(directory: Path, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
     """Return the stored answer to each sample, None for a sample that is not judged."""
     stored = [_StoredAnswer.model_validate_json(line) for line in jsonl_lines(directory / ANSWERS)]
-    by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct)) for a in stored}
+    by_id = {a.id: Answer(a.text, Judgement(valid=a.valid, correct=a.correct), a.tokens, a.passes) for a in stored}
     return [by_id.get(item.sample.id) for item in encoded]
 
 

@@ -135,6 +135,11 @@ def open_tokenizer(directory: Path) -> BundleTokenizer:
     return BundleTokenizer(directory)
 
 
+def vocabulary(directory: Path) -> dict[str, int]:
+    """Return the tokens of a checkpoint's tokenizer, special ones included, with their ids."""
+    return dict(load_tokenizer(directory).get_vocab())
+
+
 def samples_digest(config: WorkloadsConfig, bundle: Path) -> str:
     """Return the `workloads_digest` that a report on these samples cites.
 

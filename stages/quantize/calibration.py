@@ -41,7 +41,7 @@ def calibration_texts(
     Raises:
         UserError: A line of `jsonl` holds no text, or the file has none, or the documentation has fewer pages.
     """
-    texts = _from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed)
+    texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed)
     progress("texts", len(texts), len(texts))
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
 
@@ -54,7 +54,8 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
     return [render(tokenizer, sample) + sample.reference for sample in interleaved]
 
 
-def _from_file(path: Path, samples: int) -> list[str]:
+def texts_from_file(path: Path, samples: int) -> list[str]:
+    """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):

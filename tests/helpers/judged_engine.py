@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gate_reports import every_class, report
@@ -11,6 +11,7 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.run.identity import Link, Role, make_identity, write_identity
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -27,13 +28,20 @@ RECORD = {
 """A bundle.json, with all that a backend on a GPU adds."""
 
 
-def judged_engine(root: Path, jsonl: Path | None = None, gguf: str | None = None, **lost: int) -> Path:
+def judged_engine(
+    root: Path,
+    jsonl: Path | None = None,
+    gguf: str | None = None,
+    measured: Mapping[str, object] | None = None,
+    **lost: int,
+) -> Path:
     """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
 
-    `gguf` is the digest of a GGUF that the checkpoint was converted from.
+    `gguf` is the digest of a GGUF that the checkpoint was converted from; `measured` is what the report says besides.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
     config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
+    policy = plan(["kv=int8"], multirun=False).jobs[0].kv
     store, chain = Store(root), []
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
@@ -48,14 +56,14 @@ def judged_engine(root: Path, jsonl: Path | None = None, gguf: str | None = None
     texts = make("calibration", "calibration", {"checkpoint": checkpoint}, _write({"texts.json": "[]"}))
     inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
     weights = {"checkpoint/model.safetensors": "weights"}
-    exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}))
-    coded = make("quantize", "quantize int8", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}))
-    baseline, engine = (_bundle(make, quantized) for quantized in (exact, coded))
+    exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}), weights="none")
+    coded = make("quantize", "quantize int8", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}), weights="none")
+    baseline, engine = _bundle(make, exact, FP16_POLICY), _bundle(make, coded, policy)
     read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest}
-    judged = report(rows, **cited, workloads_digest=samples_digest(config.workloads, engine.path))
+    judged = report(rows, **cited, workloads_digest=samples_digest(config.workloads, engine.path), **(measured or {}))
     evidence = {
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
@@ -72,7 +80,7 @@ def judged_engine(root: Path, jsonl: Path | None = None, gguf: str | None = None
         "answers": answers.key,
         "evaluation": evaluation.key,
     }
-    named = config.model_copy(update={"kv": config.kv.model_copy(update={"name": "int8"})})
+    named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
     return store.get(Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out)).path
@@ -87,7 +95,7 @@ def _write(files: dict[str, str]) -> Callable[[Path], None]:
     return write
 
 
-def _bundle(make: Callable[..., Artifact], quantized: Artifact) -> Artifact:
+def _bundle(make: Callable[..., Artifact], quantized: Artifact, policy: KVPolicy) -> Artifact:
     inputs = {"model": quantized.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
 
     def write(out: Path) -> None:
@@ -97,7 +105,7 @@ def _bundle(make: Callable[..., Artifact], quantized: Artifact) -> Artifact:
         for tokenizer in TINY.glob("*token*.json"):
             shutil.copyfile(tokenizer, out / tokenizer.name)
 
-    return make("build", f"build {quantized.key[:8]}", inputs, write)
+    return make("build", f"build {quantized.key[:8]}", inputs, write, kv=policy.model_dump())
 
 
 def exported(evidence: Path, target: Path, *roles: str) -> Path:

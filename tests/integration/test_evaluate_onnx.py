@@ -157,6 +157,8 @@ def test_an_eviction_that_loses_nothing_is_its_format_and_one_that_loses_the_rec
 ) -> None:
     roomy, tight = (bench.evaluate(bench.bundle(policy))[0] for policy in (evicting("int8", 2048), evicting("fp16", 64)))
     assert roomy.overall.fidelity == reports["int8"].overall.fidelity
+    assert roomy.coverage is not None
+    assert tight.coverage is not None
     assert roomy.coverage.overall.evicted_rows == 0
     assert roomy.system.max_live_tokens == reports["int8"].system.max_live_tokens
     retrieval = tight.slice("retrieval")

@@ -18,6 +18,7 @@ from gguf_files import (
     SENTENCEPIECE_TOKENS,
     SENTENCEPIECE_TYPES,
     TOKENS,
+    TYPES,
     random_model,
     write_gguf,
 )
@@ -26,6 +27,8 @@ from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import UserError
+from pipeline.gguf.vocabulary import UNUSED
+from pipeline.run.inputs import check_draft
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.gguf import convert
 from stages.gguf.convert import convert_gguf
@@ -290,3 +293,16 @@ def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path) 
         assert ("reused" in line) == second
     (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")
     assert inspect_checkpoint(artifact).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("metadata", [{}, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str, Any], tmp_path: Path) -> None:
+    family = "Mistral" if metadata else "Llama"
+    types = [*metadata.get("tokenizer__ggml__token_type", TYPES)[:-1], UNUSED]
+    draft = converted(tmp_path, family, **metadata | {"tokenizer__ggml__token_type": types})
+    check_draft(str(draft), tmp_path / "model.gguf")
+    other = write_gguf(tmp_path / "other.gguf", "Llama", random_model("Llama"), "F32", **({} if metadata else SENTENCEPIECE))
+    with pytest.raises(UserError, match=r"its tokenizer is another one than model\.path's"):
+        check_draft(str(draft), other)
+    with pytest.raises(UserError, match="is a file; give the directory of a Hugging Face checkpoint"):
+        check_draft(str(other), draft)

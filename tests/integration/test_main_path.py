@@ -117,6 +117,42 @@ def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it
     assert re.search(r"verdict, decided again +same +PASS", result.stdout)
 
 
+USE = [
+    "stage=recommend",
+    "capacity.gpu_gib=1",
+    "capacity.reserve_gib=0",
+    "capacity.contexts=[{tokens: 320, requests: 1}]",
+    "capacity.new_tokens=32",
+]
+
+
+def test_the_judged_policy_that_holds_most_is_recommended_from_what_the_sweep_left(swept: Swept) -> None:
+    work, _ = swept
+    aliases = summary(work)["champion"]
+    result = pipeline(work, *USE, "kv=int8")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"Take fp8: [\d,]+ live tokens in [\d,]+ requests; PASS up to \d+ tokens, batch \d+ on ", result.stdout)
+    assert "not int4_tensor (" in result.stdout
+    assert "FAIL: " in result.stdout
+    chosen = json.loads((work / "recommendation.json").read_text())["chosen"]
+    candidate = next(candidate for candidate in summary(work)["candidates"] if candidate["policy"] == "fp8")
+    assert chosen["engine_digest"] == candidate["engine"]["digest"]
+    assert chosen["identity_digest"] == candidate["identity"]["digest"]
+    assert summary(work)["champion"] == aliases
+
+    result = pipeline(work, *USE, "capacity.contexts=[{tokens: 4096, requests: 1}]")
+    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
+    assert re.search(r"not fp8 \([\d,]+\): PASS, but covered up to \d+ tokens and 4,096 are asked", result.stdout)
+
+
+def test_the_evidence_in_the_registry_counts_in_another_work_directory(swept: Swept, tmp_path: Path) -> None:
+    database = (swept[0] / "mlflow.db").resolve()
+    result = pipeline(tmp_path / "work", *USE, f"tracking.uri=sqlite:///{database}")
+    assert result.returncode == 0, result.stderr
+    assert "evidence: version 1 of kvgate-tiny" in result.stdout
+    assert not (tmp_path / "work" / "artifacts").exists()
+
+
 def test_rollback_without_a_previous_champion_is_a_users_error(
     swept: Swept,
 ) -> None:

@@ -1,5 +1,6 @@
 """The chain of artifacts: what it needs is named when it is missing."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import SCALES_FILE, KVPolicy
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
+from pipeline.run.lineage import USER_INPUTS
 from pipeline.run.loading import open_backend, plots, required_libraries
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
@@ -127,6 +129,19 @@ def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
         parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
+
+
+def test_the_files_of_a_draft_are_part_of_the_key_of_what_it_drafts_for(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
+    config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
+    check_inputs(config)
+    before = Chain(config, Store(tmp_path))._evaluation_recipe("round", {}, 1)
+    (draft / "generation_config.json").write_text("{}")
+    after = Chain(config, Store(tmp_path))._evaluation_recipe("round", {}, 1)
+    assert before.key != after.key
+    assert before.inputs["draft"] != after.inputs["draft"]
+    assert ("round", "draft") in USER_INPUTS
 
 
 @pytest.mark.parametrize(

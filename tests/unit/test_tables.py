@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from judged_candidates import judged_candidate
 
-from pipeline.run.tables import print_baseline_accuracy
+from pipeline.run.tables import print_baseline_accuracy, print_comparison
 
 UNGRADED = {
     "quality/accuracy_baseline": 0.9,
@@ -36,3 +36,13 @@ def test_a_graded_workload_shows_the_baselines_accuracy_by_difficulty(
 def test_workloads_without_difficulties_print_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_baseline_accuracy([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)])
     assert printed(capsys) == []
+
+
+def test_tokens_a_pass_are_columns_where_they_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = {"quality/acceptance_lookup_baseline": 3.456, "quality/acceptance_lookup_candidate": 2.718}
+    print_comparison([judged_candidate(tmp_path, "int8", metrics=UNGRADED), judged_candidate(tmp_path, "fp8", metrics=drafted)])
+    lines = {line[0]: line for line in printed(capsys) if line}
+    assert lines["policy"][-1] == "lookup"
+    assert (lines["fp8"][-1], lines["int8"][-1]) == ("2.72", "-")
+    print_comparison([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)])
+    assert not [line for line in printed(capsys) if "lookup" in line]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from pipeline.artifacts.digest import json_digest
 from pipeline.core.backends import CpuAttention
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import PREFILL_CHUNK
@@ -23,6 +24,7 @@ from stages.engines.onnx.native.rewrite import refusals, use_kernel
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
+from stages.engines.paged.prefixes import PrefixCache
 
 
 def load_engine(
@@ -32,6 +34,7 @@ def load_engine(
     attention: CpuAttention = "auto",
     max_pages: int = 1 << 16,
     prefill_chunk: int = PREFILL_CHUNK,
+    prefix_tokens: int = 0,
 ) -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
@@ -42,9 +45,11 @@ def load_engine(
             `graph` the functions' bodies; `auto` is native where this machine has a C compiler.
         max_pages: Most pages of the pool, which grows as needed.
         prefill_chunk: Tokens of one prefill run: a longer prompt attends over the quantized cache of its earlier chunks.
+        prefix_tokens: Most tokens of prompts' beginnings that stay in the cache for later prompts, in whole chunks of
+            `prefill_chunk`; 0 keeps none.
 
     Raises:
-        UserError: A file is missing or was altered, or a number is below 1.
+        UserError: A file is missing or was altered, a number is below 1, or no chunk fits into `prefix_tokens`.
         MissingRequirement: attention=native and there is no C compiler, or the compiler refuses the kernel.
 
     Example:
@@ -55,7 +60,11 @@ def load_engine(
     described, policy, scales = open_bundle(bundle)
     pool = PagedPool(policy, described.model.shape, max_pages)
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)
-    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
+    engine = OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
+    if prefix_tokens:
+        identity = json_digest(described.files)  # policy, scales, graphs and weights
+        engine.prefixes = PrefixCache(engine, identity, chunk=prefill_chunk, most_tokens=prefix_tokens)
+    return engine
 
 
 def _decode_session(

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool
+from stages.engines.paged.prefixes import PrefixCache
 
 
 class PagedEngine(ChunkedEngine):
@@ -19,6 +21,8 @@ class PagedEngine(ChunkedEngine):
 
     max_sequences: int | None = None
     """See pipeline.core.records.SharingEngine."""
+    prefixes: PrefixCache | None = None
+    """The beginnings of prompts that are kept for later ones; None keeps none."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -43,16 +47,30 @@ class PagedEngine(ChunkedEngine):
     def _start(self) -> int:
         return self.pool.start()
 
+    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:
+        if self.prefixes is None:
+            return super()._resume(prompt)
+        return self.prefixes.begin(prompt, self._start, self._prefill)
+
+    def _reserve(self, handles: Sequence[int], tokens: int) -> None:
+        """As the pool's `reserve`. Where it has no room, kept prefixes go first."""
+        while True:
+            try:
+                return self.pool.reserve(handles, tokens)
+            except UserError:
+                if self.prefixes is None or not self.prefixes.evict():
+                    raise
+
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
-        self.pool.reserve([sequence], len(prompt))
+        self._reserve([sequence], len(prompt))
         for chunk in self._chunks(prompt):
-            self.pool.reserve([sequence], len(chunk))  # with eviction, an earlier chunk frees pages that this one takes
+            self._reserve([sequence], len(chunk))  # with eviction, an earlier chunk frees pages that this one takes
             logits = self._run("prefill", [sequence], np.array([chunk], np.int64))
         last: Logits = logits[0]
         return last
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        self.pool.reserve(sequences, 1)
+        self._reserve(sequences, 1)
         return self._run("decode", sequences, np.array(tokens, np.int64)[:, None])
 
     def _release(self, sequence: int) -> None:

@@ -14,7 +14,7 @@ from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTabl
 from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
-from stages.engines.oracle.model import hidden_states, scales_for, shape_for
+from stages.engines.oracle.model import LayerInput, captured_input, hidden_states, scales_for, shape_for
 from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
@@ -151,12 +151,33 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         logits: Logits = self.model.lm_head(hidden[:, -1]).numpy()
         return logits
 
-    @torch.inference_mode()
     def _forced(self, tokens: Sequence[int], first: int) -> Logits:
+        return self._one_pass(tokens, first, None)
+
+    def forced_above(self, tokens: Sequence[int], first: int, known: LayerInput) -> Logits:
+        """Return what `forced` returns of a sequence whose layers before `known` are computed already, by whatever engine."""
+        self._check_forced(tokens, first)
+        return self._one_pass(tokens, first, known)
+
+    def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
+        """Return what reaches a layer where `forced` computes these tokens, (1, len(tokens), hidden).
+
+        Args:
+            tokens: The sequence.
+            first: The tokens before it are prefilled.
+            layer: The layer.
+            known: The input of an earlier layer, or of this one.
+        """
+        with captured_input(self.model, layer) as found:
+            self._one_pass(tokens, first, known)
+        return found[0]
+
+    @torch.inference_mode()
+    def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
         itself, chunk = self.reads_itself, self.prefill_chunk
         chunks = [Span(begin, min(begin + chunk, first), begin, itself) for begin in range(0, first, chunk)]
         view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None, itself)]))
-        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view])
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view], known)
         logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
         return logits
 
@@ -241,6 +262,8 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
         return plan(self.policy, spans, row_bytes)
 
-    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
+    def _hidden(
+        self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
+    ) -> Tensor:
         """The last layer's normalized hidden states, (B, S, hidden)."""
-        return hidden_states(self.model, ATTENTION, torch.tensor([list(row) for row in ids]), positions, views=views)
+        return hidden_states(self.model, ATTENTION, torch.tensor([list(row) for row in ids]), positions, known, views=views)

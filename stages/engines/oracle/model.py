@@ -1,6 +1,8 @@
 """transformers' own causal language model, as both engines of backend=torch use it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +31,33 @@ def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVS
     return scales
 
 
-def hidden_states(model: Any, attention: str, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
+@dataclass(frozen=True)
+class LayerInput:
+    """What reaches a layer of a model: the layers before it are computed already."""
+
+    layer: int
+    states: Tensor
+    """(B, S, hidden)."""
+
+
+@contextmanager
+def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
+    """Give a list that gets the input of a layer when the model runs."""
+    found: list[LayerInput] = []
+
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(LayerInput(layer, args[0] if args else kwargs["hidden_states"]))
+
+    hook = model.model.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def hidden_states(
+    model: Any, attention: str, ids: Tensor, positions: Tensor, known: LayerInput | None = None, **options: Any
+) -> Tensor:
     """Run the model's layers.
 
     Args:
@@ -37,18 +65,22 @@ def hidden_states(model: Any, attention: str, ids: Tensor, positions: Tensor, **
         attention: A name that is registered with transformers' AttentionInterface.
         ids: Token ids (B, S).
         positions: Their positions (B, S).
+        known: The input of a layer, from which the model runs on instead of from the token ids.
         options: Keyword arguments that the attention gets.
 
     Returns:
         The last layer's normalized hidden states, (B, S, hidden).
     """
-    config = model.config
+    config, layers = model.config, model.model.layers
     configured = config._attn_implementation
     config._attn_implementation = attention
+    inputs = {"input_ids": ids}
+    if known is not None:
+        model.model.layers, inputs = layers[known.layer :], {"inputs_embeds": known.states}
     try:
-        out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
+        out = model.model(**inputs, position_ids=positions, use_cache=False, **options)
     finally:
-        config._attn_implementation = configured
+        config._attn_implementation, model.model.layers = configured, layers
     hidden: Tensor = out.last_hidden_state
     return hidden
 

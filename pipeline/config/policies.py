@@ -1,0 +1,51 @@
+"""The KV policies of conf/kv, by name, for stages that compare several."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from pipeline.config.compose import CONF, suggest
+from pipeline.config.config import Config
+from pipeline.core.errors import UserError
+from pipeline.core.exports import read_layer_algorithms
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.planning.tuning import check_uniform
+
+
+def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
+    """Return the policies of conf/kv with these names.
+
+    Raises UserError, naming the key that lists them, for a name that is not there.
+    """
+    known = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{key}={name}: no such policy in conf/kv{suggest(name, known)}")
+    return [KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "kv" / f"{name}.yaml"))) for name in names]
+
+
+def shipped_policies() -> list[KVPolicy]:
+    """Return all policies of conf/kv, by name."""
+    return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
+
+
+def policy_yaml(policy: KVPolicy, comment: str) -> str:
+    """Return a policy as a file of conf/kv, below a comment of one line."""
+    return f"# {comment}\n{OmegaConf.to_yaml(OmegaConf.create(policy.model_dump(mode='json')))}"
+
+
+def tuned_policies(config: Config, shape: KVShape) -> tuple[list[KVPolicy], KVPolicy | None]:
+    """Return the policies that the search mixes, and the one of ModelOpt's configuration.
+
+    Raises UserError for one that is not there, is no uniform policy, or does not fit the model.
+    """
+    uniform = load_policies("tune.policies", config.tune.policies)
+    for policy in uniform:
+        check_uniform(policy)
+        policy.check_shape(shape)
+    given = None
+    if config.tune.modelopt is not None:
+        given = read_layer_algorithms(Path(config.tune.modelopt).expanduser(), "tune.modelopt")
+        given.check_shape(shape)
+    return uniform, given

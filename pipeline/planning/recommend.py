@@ -1,0 +1,214 @@
+"""Which policy to take: of those whose evidence covers the use, the one that holds the most live tokens. It is pure.
+
+What a verdict covers is what was exercised (`pipeline.verdict.coverage`), and a use asks four things of it:
+
+- Tokens: quality over length shows at that length alone, so that samples reached the longest context (whole pages count).
+- Decoding: errors add up over an answer, so that some sample decoded as many tokens as the longest answer.
+- Batch: a batch changes no quality, only whether the engine computes it. So the stress probe's batches count like those of
+  samples, and they reach `capacity.concurrency`. How many the memory admits may be more: the recommendation says to serve no
+  more at once than were exercised together.
+- A shared prefix: forks of a sequence were exercised, by samples or by the probe.
+
+Eviction and offload are never covered: no engine here has them.
+
+Several evaluations of one policy: the engine that was judged last counts, and a FAIL of that engine in any of them outweighs
+a PASS in another, so that asking again until it passes is no way through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.strict import StrictModel
+from pipeline.planning.labels import overrides_of
+from pipeline.planning.records import Capacity, PolicyCapacity
+from pipeline.planning.use import CapacityConfig
+from pipeline.verdict.coverage import Limits
+from pipeline.verdict.thresholds import Status
+
+NO_EVIDENCE = "no evidence"
+
+SAMPLES = "SAMPLES.jsonl"
+"""Stands in commands for a file of the user's own samples."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One evaluation of an engine, as its evidence shows it now, decided again by the present gates."""
+
+    policy: KVPolicy
+    source: str
+    """Where the evidence is."""
+    made: float
+    """When, in seconds since 1970."""
+    backend: str
+    engine_digest: str
+    identity_digest: str
+    problem: str | None = None
+    """Why it does not count: altered, or of another model, backend, weights or number of GPUs."""
+    status: Status = "INCONCLUSIVE"
+    reasons: tuple[str, ...] = ()
+    attempt: int = 1
+    """`gates.attempt` of the evaluation."""
+    samples_needed: dict[str, int] = field(default_factory=dict)
+    limits: Limits | None = None
+    longest_decode: int = 0
+    """Most tokens that a sample decoded."""
+    forks: int = 0
+    """Forks of sequences, by samples and by the probe."""
+    kl_mean: float = float("inf")
+
+
+class Choice(StrictModel):
+    """The policy to take."""
+
+    name: str
+    policy: KVPolicy
+    live_tokens: int
+    requests: int
+    """Requests that the memory admits."""
+    serve_at_most: int
+    """Of those, at once: as many as were exercised together."""
+    covered: str
+    backend: str
+    evidence: str
+    engine_digest: str
+    identity_digest: str
+    reasons: list[str]
+
+
+class PassedOver(StrictModel):
+    """A policy that is not taken."""
+
+    name: str
+    live_tokens: int
+    reason: str
+    evidence: str | None
+    command: list[str] | None
+    """Arguments of the command that makes the evidence which is missing; None where none would help."""
+
+
+class Recommendation(StrictModel):
+    """`recommendation.json`."""
+
+    model: str
+    use: CapacityConfig
+    notes: list[str]
+    chosen: Choice | None
+    passed_over: list[PassedOver]
+    """By live tokens, the most first."""
+
+
+def recommend(capacity: Capacity, judged: Sequence[Judged], oracle: str, notes: Sequence[str] = ()) -> Recommendation:
+    """Choose a policy.
+
+    Args:
+        capacity: Of every policy that may be chosen.
+        judged: The evidence.
+        oracle: The backend that serves where no other engine holds as many tokens.
+        notes: What a reader has to know of the evidence.
+    """
+    found: list[tuple[PolicyCapacity, Judged]] = []
+    passed: list[PassedOver] = []
+    for entry in sorted(capacity.policies, key=_order, reverse=True):
+        of_policy = [one for one in judged if one.policy == entry.policy]
+        answer = _assess(entry, of_policy, capacity.use)
+        if isinstance(answer, PassedOver):
+            passed.append(answer)
+        else:
+            found.append((entry, answer))
+    best = max(found, key=lambda pair: (*_order(pair[0]), pair[1].backend != oracle, -pair[1].kl_mean), default=None)
+    chosen = None if best is None else _choice(*best)
+    for entry, one in found:
+        if best is not None and entry is not best[0]:
+            tokens = entry.live_tokens
+            but = "fewer live tokens" if tokens < best[0].live_tokens else "as many live tokens in more bytes, or a larger KL"
+            reason = f"PASS, and the evidence covers this use, but {but}"
+            passed.append(PassedOver(name=entry.name, live_tokens=tokens, reason=reason, evidence=one.source, command=None))
+    order = {entry.name: place for place, entry in enumerate(sorted(capacity.policies, key=_order, reverse=True))}
+    return Recommendation(
+        model=capacity.model,
+        use=capacity.use,
+        notes=[*capacity.notes, *notes],
+        chosen=chosen,
+        passed_over=sorted(passed, key=lambda one: order[one.name]),
+    )
+
+
+def _order(entry: PolicyCapacity) -> tuple[int, int]:
+    return entry.live_tokens, -entry.mix_bytes
+
+
+def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
+    assert one.limits is not None
+    return Choice(
+        name=entry.name,
+        policy=entry.policy,
+        live_tokens=entry.live_tokens,
+        requests=entry.requests,
+        serve_at_most=min(entry.requests, one.limits.batch or 0),
+        covered=str(one.limits),
+        backend=one.backend,
+        evidence=one.source,
+        engine_digest=one.engine_digest,
+        identity_digest=one.identity_digest,
+        reasons=list(one.reasons),
+    )
+
+
+def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> Judged | PassedOver:
+    """Return the evidence that covers the use, or why there is none."""
+
+    def passed_over(reason: str, one: Judged | None, *command: str) -> PassedOver:
+        arguments = ["stage=evaluate", *overrides_of(entry.name), *command] if command or one is None else None
+        source = None if one is None else one.source
+        return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source, command=arguments)
+
+    if entry.requests < use.concurrency:
+        reason = f"admits {entry.requests} of {use.concurrency} requests at once"
+        return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=None, command=None)
+    counting = sorted((one for one in judged if one.problem is None), key=lambda one: one.made)
+    if not counting:
+        others = sorted(judged, key=lambda one: one.made)
+        reason = f"no evidence that counts: {others[-1].problem}" if others else NO_EVIDENCE
+        return passed_over(reason, None)
+    of_engine = [one for one in counting if one.engine_digest == counting[-1].engine_digest]
+    failed = next((one for one in reversed(of_engine) if one.status == "FAIL"), None)
+    if failed is not None:
+        return passed_over(f"FAIL: {_first(failed)}", failed)
+    passes = [one for one in reversed(of_engine) if one.status == "PASS"]
+    if not passes:
+        last = of_engine[-1]
+        more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
+        return passed_over(f"INCONCLUSIVE: {_first(last)}", last, *more, f"gates.attempt={last.attempt + 1}")
+    covering = next((one for one in passes if not _missing(one, use)[0]), None)
+    if covering is not None:
+        return covering
+    missing, command = _missing(passes[0], use)
+    return passed_over(f"PASS, but {'; '.join(missing)}", passes[0], *command)
+
+
+def _first(one: Judged) -> str:
+    return one.reasons[0] if one.reasons else "no reason was given"
+
+
+def _missing(one: Judged, use: CapacityConfig) -> tuple[list[str], list[str]]:
+    """Return what of the use the evidence does not cover, and the overrides of the evaluation that would."""
+    missing: list[str] = []
+    command: list[str] = []
+    if one.limits is None:
+        return ["its report does not say how far it holds"], ["workloads=builtin"]
+    tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
+    if -(-tokens // PAGE_TOKENS) * PAGE_TOKENS < use.longest:
+        missing.append(f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long")
+    if one.longest_decode < use.new_tokens:
+        missing.append(f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are asked")
+        command.append(f"workloads.max_scored_tokens={use.new_tokens}")
+    if use.shared_prefix_tokens and not one.forks:
+        missing.append("no shared prefix was exercised: give samples a common document")
+    if missing:
+        command = ["workloads=jsonl", f"workloads.jsonl={SAMPLES}", *command]
+    if batch < use.concurrency:
+        missing.append(f"covered up to batch {batch} and {use.concurrency} requests at once are asked")
+        command.append(f"workloads.probe.max_batch={use.concurrency}")
+    return missing, command

@@ -1,0 +1,226 @@
+"""A model's shapes from its config.json alone: what its cache and its weights take. No weights have to be there.
+
+It reads more than the engines do: any decoder whose layers keep keys and values per head, with full attention or a sliding
+window. What is not read in that way is refused with the key that says so.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, CheckpointInfo, read_json
+from pipeline.core.checkpoint_weights import Shape, expected_tensors
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVShape
+from pipeline.core.weights import WeightsFormat
+from pipeline.gguf.model import inspect_gguf
+
+NEEDED = "num_hidden_layers, num_attention_heads, num_key_value_heads, and head_dim or hidden_size"
+
+OTHER_CACHES = {
+    "kv_lora_rank": "a token has one latent vector for all heads (MLA), no keys and values that a kv policy could format",
+    "attn_layer_period": "some layers keep a state of constant size in place of keys and values",
+    "hybrid_override_pattern": "some layers keep a state of constant size in place of keys and values",
+    "full_attention_interval": "some layers keep a state of constant size in place of keys and values",
+    "mamba_d_state": "some layers keep a state of constant size in place of keys and values",
+    "state_size": "layers keep a state of constant size in place of keys and values",
+    "num_kv_shared_layers": "some layers use the keys and values of others",
+    "cross_attention_layers": "some layers keep keys and values of another input",
+    "is_encoder_decoder": "a decoder layer also keeps keys and values of the encoder",
+    "block_configs": "layers have shapes of their own",
+}
+"""Keys of config.json of models whose caches are not counted here -> why."""
+
+WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
+WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""model_type -> every so many layers one has full attention; the others slide. `sliding_window_pattern` overrides it."""
+
+LARGEST = 1 << 22
+"""No size of a model comes near it."""
+
+AWQ_BLOCK = 128
+"""Input channels that share an INT4 weight's float16 scale."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the cache and the weights of a model depend on."""
+
+    path: Path
+    kv: KVShape
+    q_heads: int
+    windows: tuple[int | None, ...]
+    """By layer: the latest tokens that it attends to, None for all."""
+    max_positions: int | None
+    tensors: tuple[tuple[str, Shape], ...] | None
+    """Names and shapes of the weights; None for a family whose weights are not counted."""
+    notes: tuple[str, ...]
+    """What was assumed where config.json does not say it."""
+
+    def kv_heads_of_a_rank(self, ranks: int) -> int:
+        """Return the KV heads on each of `ranks` GPUs: a share of them, or one that is copied where there are more GPUs.
+
+        Raises:
+            UserError: when they do not divide.
+        """
+        heads = self.kv.kv_heads
+        if self.q_heads % ranks or (heads % ranks and ranks % heads):
+            raise UserError(
+                f"capacity.tensor_parallel={ranks}: does not divide the {self.q_heads} query heads and {heads} KV heads of "
+                f"{self.path}; give a common divisor of both, or a multiple of the KV heads that divides the query heads"
+            )
+        return max(1, heads // ranks)
+
+    def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int | None:
+        """Return the bytes of the weights on each GPU, as they are served; None when they are not counted.
+
+        Linear layers are divided, normalisations are copied; embeddings and the LM head are never quantized.
+        """
+        if self.tensors is None:
+            return None
+        kv_share = self.kv_heads_of_a_rank(ranks) / self.kv.kv_heads
+        total = 0.0
+        for name, shape in self.tensors:
+            share = kv_share if ".k_proj." in name or ".v_proj." in name else 1 / ranks if len(shape) == 2 else 1.0
+            linear = len(shape) == 2 and ".layers." in name
+            total += share * _stored_bytes(shape, weights if linear else "none")
+        return round(total)
+
+
+def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
+    """Bytes of a tensor: 16 bits a number unless it is quantized; scales of FP8 are one a tensor, of INT8 one a row."""
+    numbers, rows = 1, shape[0]
+    for size in shape:
+        numbers *= size
+    scales = {"none": 0, "fp8": 4, "int8_sq": 4 * rows, "int4_awq": 2 * numbers // AWQ_BLOCK}
+    bits = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq": 4}
+    return numbers * bits[weights] / 8 + scales[weights]
+
+
+def read_model(path: Path) -> ModelShape:
+    """Read the shapes of a directory with a config.json, or of a GGUF.
+
+    Raises:
+        UserError: naming `model.path`, the key of config.json, and what to do.
+    """
+    if path.is_file():
+        gguf = inspect_gguf(path)
+        return _describe(path, gguf.config)
+    if not path.is_dir():
+        raise UserError(f"model.path={path}: no such directory; give one with a config.json, or a GGUF file")
+    return _describe(path, read_json(path, "config.json"))
+
+
+def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
+    nested = config.get("text_config")
+    if "num_hidden_layers" not in config and isinstance(nested, dict):
+        config = nested  # of a model that also takes pictures or sound: its decoder
+    for key, reason in OTHER_CACHES.items():
+        if config.get(key):
+            raise UserError(f"model.path={path}: config.json: {key}={_short(config[key])}: {reason}; its cache is not counted")
+    kind = str(config.get("model_type"))
+    notes: list[str] = []
+    known = kind in DEFAULTS
+    config = DEFAULTS.get(kind, {}) | config
+    layers, q_heads = (_size(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
+    every_head = known and config.get("num_key_value_heads") is None
+    kv_heads = q_heads if every_head else _size(path, config, "num_key_value_heads")
+    if config.get("head_dim") is not None:
+        head_dim = _size(path, config, "head_dim")
+    else:
+        hidden = _size(path, config, "hidden_size")
+        if hidden % q_heads:
+            raise UserError(f"model.path={path}: config.json has no head_dim, and {q_heads} heads do not divide {hidden}")
+        head_dim = hidden // q_heads
+        if not known:
+            notes.append(f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {head_dim}")
+    if q_heads % kv_heads:
+        raise UserError(f"model.path={path}: num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
+    if head_dim % 2:
+        raise UserError(f"model.path={path}: head_dim={head_dim} must be even (packed INT4)")
+    shape = KVShape(layers, kv_heads, head_dim)
+    positions = config.get("max_position_embeddings")
+    return ModelShape(
+        path=path,
+        kv=shape,
+        q_heads=q_heads,
+        windows=_windows(path, config, kind, layers),
+        max_positions=positions if type(positions) is int and positions > 0 else None,
+        tensors=_tensors(path, config, shape, q_heads),
+        notes=tuple(notes),
+    )
+
+
+def _windows(path: Path, config: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, as transformers reads it from config.json."""
+    listed = config.get("layer_types")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != layers:
+            raise UserError(f"model.path={path}: config.json: layer_types must name each of the {layers} layers")
+        return tuple(_window_of(path, config, layer_type) for layer_type in listed)
+    window = config.get("sliding_window")
+    if window is None or kind == "llama":
+        return (None,) * layers
+    if kind.startswith("qwen"):
+        first = config.get("max_window_layers", layers) if config.get("use_sliding_window") else layers
+        slides = [layer >= first for layer in range(layers)]
+    elif kind in WINDOW_PATTERNS or "sliding_window_pattern" in config:
+        period = config.get("sliding_window_pattern") or WINDOW_PATTERNS[kind]
+        slides = [bool((layer + 1) % period) for layer in range(layers)]
+    elif kind in WINDOW_IN_EVERY_LAYER:
+        slides = [True] * layers
+    else:
+        raise UserError(
+            f"model.path={path}: config.json: sliding_window={window} of {kind}, and no layer_types: which layers slide is not "
+            "said; add layer_types, full_attention or sliding_attention for each layer"
+        )
+    return tuple(_window_of(path, config, "sliding_attention") if slide else None for slide in slides)
+
+
+def _window_of(path: Path, config: dict[str, Any], layer_type: object) -> int | None:
+    if layer_type == "full_attention":
+        return None
+    if layer_type == "sliding_attention":
+        return _size(path, config, "sliding_window")
+    if layer_type == "chunked_attention":
+        return _size(path, config, "attention_chunk_size")
+    raise UserError(
+        f"model.path={path}: config.json: layer_types holds {_short(layer_type)}, which keeps no keys and values per head; its "
+        "cache is not counted"
+    )
+
+
+def _tensors(path: Path, config: dict[str, Any], shape: KVShape, q_heads: int) -> tuple[tuple[str, Shape], ...] | None:
+    """The model's tensors; None for other families than the engines', and for weights that are quantized already."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1 or ARCHITECTURES.get(str(classes[0])) != config.get("model_type"):
+        return None
+    if config.get("quantization_config") is not None:
+        return None
+    info = CheckpointInfo(
+        path=path,
+        architecture=str(classes[0]),
+        shape=shape,
+        q_heads=q_heads,
+        vocab_size=_size(path, config, "vocab_size"),
+        mlp_columns=config.get("intermediate_size"),
+        max_positions=1,
+        rope_scaling=None,
+        weight_files=(),
+        other_files=(),
+    )
+    return tuple(expected_tensors(info, config))
+
+
+def _size(path: Path, config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"model.path={path}: config.json has no {key}; a capacity needs {NEEDED}: add it")
+    if type(value) is not int or not 0 < value <= LARGEST:
+        raise UserError(f"model.path={path}: config.json: {key} must be an integer from 1 to {LARGEST:,}, got {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

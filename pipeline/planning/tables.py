@@ -1,0 +1,172 @@
+"""Capacities and recommendations as tables and sentences."""
+
+import shlex
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
+from pipeline.planning.records import Capacity
+from pipeline.planning.use import GIB
+
+KIB, MIB = 1024, 1024**2
+
+
+def _table(title: str, first: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _from(tokens: int | None) -> str:
+    return "never" if tokens is None else f"{tokens:,}"
+
+
+def budget_lines(capacity: Capacity) -> list[str]:
+    """Say of what memory and for which requests the tables are."""
+    use, budget = capacity.use, capacity.budget
+    mix = ", ".join(f"{context.requests} of {context.tokens:,}" for context in use.contexts)
+    gpus = f"{use.tensor_parallel} GPUs of " if use.tensor_parallel > 1 else ""
+    lines = [
+        f"[bold]{escape(capacity.model)}[/]: {capacity.layers} layers, {capacity.q_heads} query heads, {capacity.kv_heads} KV "
+        f"heads of {capacity.head_dim}",
+        f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
+        f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
+        f"admitted to {100 * use.ceiling:g} %",
+        f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' tokens hold nothing; "
+        f"{use.concurrency:,} requests at once are asked",
+    ]
+    return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
+
+
+def capacity_table(capacity: Capacity) -> Table:
+    """Return what the budget holds under each policy."""
+    percent = f"{100 * capacity.use.ceiling:g} %"
+    headings = ("KiB/\ntoken", "MiB/\nrequest", "tokens\nthat fit", f"tokens\nat {percent}", f"requests\nat {percent}",
+                "their\ntokens", "< fp16\nfrom", "> weights\nfrom")  # fmt: skip
+    table = _table("What the memory holds", "policy", headings)
+    for entry in capacity.policies:
+        enough = entry.requests >= capacity.use.concurrency
+        table.add_row(
+            escape(entry.name),
+            f"{entry.token_bytes_of_a_gpu / KIB:.3f}",
+            f"{(entry.exact_bytes + entry.window_bytes) / MIB:.1f}",
+            f"{entry.tokens_that_fit:,}",
+            f"{entry.tokens_at_ceiling:,}",
+            f"{entry.requests:,}",
+            f"{entry.live_tokens:,}",
+            _from(entry.smaller_than.get("fp16")),
+            _from(entry.outweighs_weights_from),
+            style=None if enough else "dim",
+        )
+    return table
+
+
+def shares_table(capacity: Capacity) -> Table:
+    """Return the bytes of a token by side, by kind of attention and by GPUs."""
+    heads = list(capacity.policies[0].by_heads)
+    ranks = list(capacity.policies[0].by_ranks)
+    headings = ("keys", "values", "of which\nscales", *heads, *(f"{n} GPU{'s' if n > 1 else ''}" for n in ranks))
+    table = _table("KiB a token: whole model by side and by kind of attention; on each of several GPUs", "policy", headings)
+    for entry in capacity.policies:
+        sizes = (
+            entry.token_bytes.keys,
+            entry.token_bytes.values,
+            entry.token_bytes.scales,
+            *entry.by_heads.values(),
+            *entry.by_ranks.values(),
+        )
+        table.add_row(escape(entry.name), *(f"{size / KIB:.4g}" for size in sizes))
+    return table
+
+
+def effects_table(capacity: Capacity) -> Table | None:
+    """Return the requests that are admitted without what a policy or the use has; None where nothing has any."""
+    effects = list(dict.fromkeys(what for entry in capacity.policies for what in entry.requests_without))
+    if not effects:
+        return None
+    table = _table("Requests, and without", "policy", ("as asked", *(effect.replace(" ", "\n", 1) for effect in effects)))
+    for entry in capacity.policies:
+        if entry.requests_without:
+            without = [entry.requests_without.get(effect) for effect in effects]
+            cells = ["" if number is None else f"{number:,}" for number in without]
+            table.add_row(escape(entry.name), f"{entry.requests:,}", *cells)
+    return table
+
+
+def remark_lines(capacity: Capacity) -> list[str]:
+    """Say from which length on costs by sequence pay, what offload moves, and which policies do not fit."""
+    lines = []
+    for entry in capacity.policies:
+        later: dict[int, list[str]] = {}
+        for other, tokens in entry.smaller_than.items():
+            if tokens is not None and tokens > 1:
+                later.setdefault(tokens, []).append(escape(other))
+        if later:
+            text = "; ".join(f"{tokens:,} tokens than under {', '.join(names)}" for tokens, names in sorted(later.items()))
+            lines.append(f"{escape(entry.name)} takes fewer bytes for a request from {text}")
+        if entry.offload is not None:
+            lines.append(
+                f"{escape(entry.name)}: {entry.offload.host_bytes / GIB:.2f} GiB in host memory come to the GPU in every "
+                f"decode step of these requests: {entry.offload.ms_per_step:,.0f} ms at {capacity.use.link_gb_per_s:g} GB/s"
+            )
+    return lines + [f"{escape(name)} does not fit: {escape(reason)}" for name, reason in capacity.unfit.items()]
+
+
+def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
+    """Return the command with these arguments in place of those of the same keys.
+
+    Other samples than those of `base` take their options away too.
+    """
+    changed = {_key(argument) for argument in arguments}
+    kept = [one for one in base if _key(one) not in changed]
+    if "workloads" in changed:
+        kept = [one for one in kept if not _key(one).startswith("workloads.")]
+    return "python -m pipeline " + shlex.join([*(["-m"] if sweep else []), *kept, *arguments])
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
+    """Say which policy to take and why not the others.
+
+    Of those without evidence, only policies that would hold as much as the chosen one are named; one command judges them all.
+
+    Args:
+        recommendation: What was found.
+        base: Arguments that the commands for missing evidence begin with.
+    """
+    chosen = recommendation.chosen
+    lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
+    if chosen is None:
+        lines.append("[red]No policy can be recommended[/]")
+    else:
+        lines.append(
+            f"[green]Take {escape(chosen.name)}[/]: {chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS "
+            f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
+        )
+        lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
+    least = 0 if chosen is None else chosen.live_tokens
+    unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]
+    more = [one for one in unjudged if one.live_tokens >= least]
+    for one in (one for one in recommendation.passed_over if one not in unjudged):
+        lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
+        if one.command is not None:
+            lines.append(f"    {escape(command_line(base, one.command))}")
+    if more:
+        lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
+        shipped = [one.name for one in more if " " not in one.name]
+        commands = [["stage=evaluate", f"kv={','.join(shipped)}"]] if shipped else []
+        commands += [list(one.command or ()) for one in more if " " in one.name]
+        lines += [f"    {escape(command_line(base, command, sweep=',' in command[1]))}" for command in commands]
+    if len(more) < len(unjudged):
+        lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
+    if any(SAMPLES in " ".join(one.command or ()) for one in recommendation.passed_over):
+        lines.append(f"  {SAMPLES}: questions of your own (docs/cli.md) as long as the contexts that are asked")
+    return lines

@@ -1,0 +1,86 @@
+"""What a capacity is planned for: memory, the mix of requests, and how the cache is shared (`capacity.*`)."""
+
+from fractions import Fraction
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.core.strict import StrictModel
+
+Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+GIB = 1024**3
+MOST_IN_A_MIX = 1000
+
+
+class Context(StrictModel):
+    """Requests of one length."""
+
+    tokens: Tokens
+    """Of one request at its longest, prompt and answer."""
+    requests: Annotated[int, Field(ge=1, le=MOST_IN_A_MIX)]
+    """How many of them come for those of the other lengths."""
+
+
+class Eviction(StrictModel):
+    """Sinks and a recent window: layers with full attention keep the pages of the first and of the latest tokens."""
+
+    first: Annotated[int, Field(ge=0, le=1 << 24)]
+    latest: Tokens
+
+
+class CapacityConfig(StrictModel):
+    """The intended use, `capacity.*` on the command line."""
+
+    gpu_gib: Annotated[float, Field(gt=0, le=1e6)]
+    """Memory of one GPU."""
+    reserve_gib: Annotated[float, Field(ge=0, le=1e6)]
+    """Of each GPU, for what is neither weights nor pages of the cache."""
+    weights_gib: Annotated[float, Field(ge=0, le=1e6)] | None
+    """Of the whole model; None counts them from config.json."""
+    ceiling: Annotated[float, Field(gt=0, le=1)]
+    """Share of the cache's memory that requests are admitted to."""
+    contexts: Annotated[list[Context], Field(min_length=1, max_length=64)]
+    new_tokens: Tokens
+    """The longest answer, a part of its context's tokens."""
+    concurrency: Annotated[int, Field(ge=1, le=1_000_000)]
+    """Requests that have to be served at once."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)]
+    shared_prefix_tokens: Annotated[int, Field(ge=0, le=1 << 24)]
+    """First tokens that all requests have in common."""
+    eviction: Eviction | None
+    offload_share: Annotated[float, Field(ge=0, lt=1)]
+    """Share of a request's own pages that lies in host memory."""
+    link_gb_per_s: Annotated[float, Field(gt=0)]
+    """Rate between host and GPU, 10^9 bytes a second."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        shortest, longest = min(c.tokens for c in self.contexts), max(c.tokens for c in self.contexts)
+        if sum(context.requests for context in self.contexts) > MOST_IN_A_MIX:
+            raise ValueError(f"contexts must be at most {MOST_IN_A_MIX} requests in all: divide them by a common number")
+        if self.shared_prefix_tokens >= shortest:
+            raise ValueError(
+                f"shared_prefix_tokens={self.shared_prefix_tokens} must be less than the shortest of contexts, {shortest}"
+            )
+        if self.new_tokens > longest:
+            raise ValueError(f"new_tokens={self.new_tokens} is a part of a context, and the longest has {longest} tokens")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(context.tokens for context in self.contexts)
+
+    @property
+    def cycle(self) -> list[int]:
+        """The tokens of the requests of one mix in the order in which they come: each length as evenly as it can."""
+        places = [
+            ((2 * number + 1) / (2 * context.requests), context.tokens)
+            for context in self.contexts
+            for number in range(context.requests)
+        ]
+        return [tokens for _, tokens in sorted(places)]
+
+    def below_ceiling(self, amount: int) -> int:
+        """Return the ceiling's share of bytes, rounded down; the ceiling counts as the decimal number that was written."""
+        return int(Fraction(str(self.ceiling)) * amount)

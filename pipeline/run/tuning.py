@@ -1,0 +1,146 @@
+"""`stage=tune`: the artifact of the search, the policies that it leaves for later commands, and its table."""
+
+import json
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipeline.artifacts.backend import TORCH
+from pipeline.artifacts.digest import file_digest, json_digest
+from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.config.policies import policy_yaml, tuned_policies
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.errors import GateRefusal
+from pipeline.core.exports import layer_algorithms
+from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
+from pipeline.core.records import Progress
+from pipeline.planning.tuning import TUNE_FILE, TuneReport
+from pipeline.run import console, loading
+from pipeline.run.chain import Chain
+
+FOLDER = "tuned"
+"""In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
+
+
+def search(chain: Chain) -> tuple[Artifact, TuneReport]:
+    """Return the artifact of the search, and its record."""
+    config, options = chain.config, chain.config.tune
+    uniform, given = tuned_policies(config, inspect_checkpoint(chain.checkpoint).shape)
+    policies = [*uniform, *([given] if given is not None else [])]
+    quantized = [chain.quantized(policy) for policy in policies]
+    weights, texts = chain.quantized(FP16_POLICY), config.calibration.file
+    inputs = {"checkpoint": weights.digest_under("checkpoint")}
+    if texts is not None:
+        inputs["jsonl"] = file_digest(texts)
+    inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
+    content = {
+        "tune": options.model_dump(exclude={"modelopt", "policies"}),
+        "seed": config.seed,
+        "python": platform.python_version(),  # the texts of some workloads are its own
+        "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
+    }
+    recipe = Recipe("tune", ("stages.tune.run",), content, inputs, (*TORCH, "numpy", "scipy"))
+
+    def fill(out: Path, progress: Progress) -> None:
+        scales = [_scales(made.path / SCALES_FILE) for made in quantized]
+        loading.tuning().tune(
+            weights.path / "checkpoint",
+            out,
+            jsonl=texts,
+            seed=config.seed,
+            uniform=list(zip(uniform, scales, strict=False)),
+            given=(given, scales[-1]) if given is not None else None,
+            config=options,
+            threads=chain.twin_config.threads,
+            progress=progress,
+        )
+
+    artifact = chain.make(recipe, fill, resumable=True)
+    return artifact, TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
+
+
+def tune(chain: Chain) -> None:
+    """Search, leave the policies on the front for later commands, and print them.
+
+    Raises:
+        GateRefusal: when no policy of fewer bytes than FP16 is within `tune.max_kl`.
+    """
+    artifact, report = search(chain)
+    shape = inspect_checkpoint(chain.checkpoint).shape
+    folder = chain.config.work / FOLDER
+    _leave(report, artifact.path, folder, shape)
+    print_front(report, shape)
+    if report.chosen is None:
+        least = min(
+            (one for one in report.measured if one.kl_held_out is not None and one.policy.quantized),
+            key=lambda one: one.kl_held_out or 0.0,
+            default=None,
+        )
+        found = f"the least is {least.kl_held_out:.1e}, of {least.policy.name}" if least is not None else "none has a finite KL"
+        raise GateRefusal(
+            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {found}. Raise it, or add "
+            "finer formats to tune.policies"
+        )
+    chosen = next(one for one in report.measured if one.policy.name == report.chosen)
+    console.out.print(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
+    directory = f"--config-dir {folder} " if chosen.origin != "uniform" else ""
+    console.out.print(
+        f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}",
+        soft_wrap=True,
+    )
+
+
+def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:
+    """Replace what an earlier search left by the policies of this one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / FOLDER
+        (new / "kv").mkdir(parents=True)
+        for one in report.measured:
+            if one.origin == "uniform":
+                continue
+            held_out = _number(one.kl_held_out)
+            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {held_out} on texts held out."
+            (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
+            declared = layer_algorithms(one.policy, shape)
+            if declared is not None:
+                (new / "modelopt").mkdir(exist_ok=True)
+                text = json.dumps(declared, indent=2) + "\n"
+                (new / "modelopt" / f"{one.policy.name}.json").write_text(text, encoding="utf-8")
+        for name in (TUNE_FILE, "front.png"):
+            shutil.copyfile(artifact / name, new / name)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+
+
+def print_front(report: TuneReport, shape: KVShape) -> None:
+    """Print a row for each uniform policy, and for each other one on the front."""
+    tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
+    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("bytes/\ntoken", "bits/\nnumber", "sum of\nplaces", "all of\nit", "held\nout", "upper\n95 %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("fewer bytes, no more KL than")
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
+    for one in sorted(shown, key=lambda one: -one.bytes_per_token):
+        style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
+        cells = [_number(value) for value in (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)]
+        bits = f"{8 * one.bytes_per_token / numbers:.2f}"
+        table.add_row(one.policy.name, str(one.bytes_per_token), bits, *cells, ", ".join(one.beats), style=style)
+    console.out.print()
+    console.out.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _scales(path: Path) -> KVScales:
+    return KVScales.model_validate_json(path.read_text(encoding="utf-8"))

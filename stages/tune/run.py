@@ -1,0 +1,264 @@
+"""`stage=tune`: what each place costs, the policies of fewest bytes within budgets, and what all their formats cost at once.
+
+The sum of what places cost alone predicts what they cost together, but for their interactions. So every policy that the integer
+program proposes is measured as it is, and the program is asked again with the budget that the measurement suggests.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from pipeline.core.formats import Format
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape
+from pipeline.core.records import Progress
+from pipeline.planning.tuning import (
+    SIDES,
+    TUNE_FILE,
+    MeasuredPolicy,
+    Place,
+    TuneConfig,
+    TuneReport,
+    UnitSensitivity,
+    beaten,
+    choose,
+    is_on_front,
+    mixed_policy,
+    mixed_scales,
+)
+from pipeline.statistics.bootstrap import resampled_sums
+from pipeline.verdict.record import finite
+from stages.checkpoints import load_causal_lm
+from stages.engines.oracle.model import shape_for
+from stages.evaluate.plots import tuned_front
+from stages.tune.measure import Bench
+from stages.tune.search import Option, fewest_bytes
+from stages.tune.texts import TextSet, parts
+
+ATTEMPTS = 4
+"""Proposals that are measured for one budget."""
+
+MARGINS = (0.9, 0.5)
+"""What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
+
+Unit = tuple[Place, ...]
+
+
+class Tuner:
+    """The search on one model.
+
+    Args:
+        bench: Measures policies.
+        shape: The model's shape.
+        uniform: The uniform policies, in the order of the configuration.
+        config: What is searched.
+        search: Texts on which each place is measured alone.
+        check: Texts on which proposals are measured.
+        held_out: Texts on which what is found is measured.
+        progress: Reports the progress.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        shape: KVShape,
+        uniform: Sequence[KVPolicy],
+        config: TuneConfig,
+        search: TextSet,
+        check: TextSet,
+        held_out: TextSet,
+        progress: Progress,
+    ) -> None:
+        self.bench, self.shape, self.uniform, self.config = bench, shape, uniform, config
+        self.search, self.check, self.held_out, self._progress = search, check, held_out, progress
+        whole = config.unit == "layer"
+        layers = range(shape.layers)
+        self.units: list[Unit] = (
+            [tuple((n, side) for side in SIDES) for n in layers] if whole else [((n, side),) for n in layers for side in SIDES]
+        )
+        self.alone: dict[tuple[Unit, int], float] = {}
+        """Mean KL of a unit in the formats of a uniform policy, by its number, everything else at 16 bits."""
+
+    def measure_units(self) -> None:
+        """Measure every unit alone in the formats of every uniform policy; formats that policies share are measured once."""
+        cells = [(unit, number) for unit in self.units for number in range(len(self.uniform))]
+        for done, (unit, number) in enumerate(cells):
+            self._progress("sensitivity [cells]", done, len(cells))
+            formats = {place: self.uniform[number].sides(place[0])[place[1]] for place in unit}
+            if all(form.exact for form in formats.values()):
+                self.alone[unit, number] = 0.0
+            else:
+                kl = self.bench.kl(self._policy(formats), self.search, above=unit[0][0])
+                self.alone[unit, number] = float(kl.mean())
+        self._progress("sensitivity [cells]", len(cells), len(cells))
+
+    def propose(self, target: float) -> KVPolicy | None:
+        """Return the policy of fewest bytes whose KL is within `target` on the texts for checks; None without one."""
+        budget, best, seen = target, None, set()
+        for _ in range(ATTEMPTS):
+            chosen = fewest_bytes(self._options(), budget)
+            if chosen is None or chosen in seen:
+                break
+            seen.add(chosen)
+            policy = self._mixed(chosen)
+            joint, total = self._kl(policy, self.check), self._sum(chosen)
+            if joint <= target and (best is None or self._bytes(policy) < self._bytes(best)):
+                best = policy
+            if not (np.isfinite(joint) and joint > 0 and total > 0):
+                budget /= 2
+                continue
+            # What the sum may be so that the joint KL is the target, if both keep their ratio.
+            budget = total * target / joint
+        return best
+
+    def targets(self) -> list[float]:
+        """Return the budgets: the configured one, what beats each uniform policy, and points between these; ascending."""
+        uniform = sorted(kl for kl in (self._kl(policy, self.check) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
+        if not uniform:
+            return [self.config.max_kl]
+        between = np.geomspace(uniform[0], uniform[-1], self.config.points + 2)[1:-1]
+        return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
+
+    def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned", "modelopt"]) -> MeasuredPolicy:
+        """Measure a policy on the texts for checks and on those held out."""
+        checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
+        sums = resampled_sums(np.stack([held_out, np.ones_like(held_out)], axis=1), self.held_out.documents)
+        return MeasuredPolicy(
+            policy=policy,
+            origin=origin,
+            bytes_per_token=self._bytes(policy),
+            kl_sum=finite(self._sum_of(policy)),
+            kl_check=finite(float(checked.mean())),
+            kl_held_out=finite(float(held_out.mean())),
+            kl_held_out_upper=finite(float(np.percentile(sums[:, 0] / sums[:, 1], 95))),
+        )
+
+    def sensitivities(self) -> list[UnitSensitivity]:
+        """Return what was measured of each unit."""
+        return [
+            UnitSensitivity(
+                layer=unit[0][0],
+                side=unit[0][1] if len(unit) == 1 else None,
+                kl={policy.name: finite(self.alone[unit, number]) for number, policy in enumerate(self.uniform)},
+            )
+            for unit in self.units
+        ]
+
+    def _options(self) -> list[list[Option]]:
+        return [
+            [Option(self._unit_bytes(unit, policy), self.alone[unit, number]) for number, policy in enumerate(self.uniform)]
+            for unit in self.units
+        ]
+
+    def _unit_bytes(self, unit: Unit, policy: KVPolicy) -> int:
+        head_dim, heads = self.shape.head_dim, self.shape.kv_heads
+        return heads * sum(policy.sides(layer)[side].token_bytes(head_dim) for layer, side in unit)
+
+    def _sum(self, chosen: Sequence[int]) -> float:
+        return sum(self.alone[unit, number] for unit, number in zip(self.units, chosen, strict=True))
+
+    def _sum_of(self, policy: KVPolicy) -> float:
+        """The sum of what a policy's units cost alone; NaN where one of them was not measured."""
+        total = 0.0
+        for unit in self.units:
+            formats = [policy.sides(layer)[side] for layer, side in unit]
+            same = (n for n, other in enumerate(self.uniform) if [other.sides(la)[s] for la, s in unit] == formats)
+            number = next(same, None)
+            total += float("nan") if number is None else self.alone[unit, number]
+        return total
+
+    def _mixed(self, chosen: Sequence[int]) -> KVPolicy:
+        formats = {
+            place: self.uniform[number].sides(place[0])[place[1]]
+            for unit, number in zip(self.units, chosen, strict=True)
+            for place in unit
+        }
+        return self._policy(formats)
+
+    def _policy(self, formats: Mapping[Place, Format]) -> KVPolicy:
+        exact = {(layer, side): FP16_POLICY.key for layer in range(self.shape.layers) for side in SIDES}
+        unnamed = mixed_policy("tuned", exact | dict(formats), self.shape.layers)
+        return unnamed.model_copy(update={"name": f"tuned_{self._bytes(unnamed)}"})
+
+    def _bytes(self, policy: KVPolicy) -> int:
+        return policy.bytes_per_token(self.shape)
+
+    def _kl(self, policy: KVPolicy, texts: TextSet) -> float:
+        return float(self.bench.kl(policy, texts).mean())
+
+
+def tune(
+    checkpoint: Path,
+    out: Path,
+    *,
+    jsonl: Path | None,
+    seed: int,
+    uniform: Sequence[tuple[KVPolicy, KVScales]],
+    given: tuple[KVPolicy, KVScales] | None,
+    config: TuneConfig,
+    threads: int,
+    progress: Progress,
+) -> None:
+    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`, and its plot, `front.png`.
+
+    Args:
+        checkpoint: The checkpoint that engines are built from.
+        out: A directory; an interrupted run of the same search may have left measurements in it.
+        jsonl: The user's texts; None to generate those of the configuration.
+        seed: Seed of the generated texts.
+        uniform: The policies whose formats places may have, with their static scales.
+        given: A policy to measure beside them, with its scales.
+        config: What is searched.
+        threads: Threads of torch.
+        progress: Reports the progress.
+
+    Raises:
+        UserError: The texts are too few, or none can be scored.
+    """
+    torch.set_num_threads(threads)
+    model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
+    search, check, held_out = parts(checkpoint, config, jsonl, seed)
+    shape = shape_for(model, FP16_POLICY)
+    known = [*uniform, *([given] if given is not None else [])]
+    bench = Bench(model, lambda policy: mixed_scales(policy, shape, known), out)
+    tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, held_out, progress)
+    tuner.measure_units()
+    proposed: dict[str, KVPolicy] = {}
+    targets = tuner.targets()
+    for done, target in enumerate(
+        targets
+    ):  # ascending: of two with the same bytes, and so the same name, the first has less KL
+        progress("search [budgets]", done, len(targets))
+        policy = tuner.propose(target)
+        if policy is not None:
+            proposed.setdefault(policy.name, policy)
+    listed: list[tuple[KVPolicy, Literal["uniform", "tuned", "modelopt"]]] = [(policy, "uniform") for policy, _ in uniform]
+    listed += [(policy, "tuned") for policy in proposed.values() if _is_new(policy, [p for p, _ in listed])]
+    listed += [(given[0], "modelopt")] if given is not None else []
+    measured = []
+    for done, (policy, origin) in enumerate(listed):
+        progress("held out [policies]", done, len(listed))
+        measured.append(tuner.measured(policy, origin))
+    measured = [
+        one.model_copy(update={"beats": beaten(one, measured), "on_front": is_on_front(one, measured)}) for one in measured
+    ]
+    chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
+    report = TuneReport(
+        policies=[policy.name for policy, _ in uniform],
+        unit=config.unit,
+        max_kl=config.max_kl,
+        tokens={part.name: part.scored for part in (search, check, held_out)},
+        sensitivities=tuner.sensitivities(),
+        measured=measured,
+        chosen=chosen.policy.name if chosen is not None else None,
+    )
+    (out / TUNE_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    tuned_front(report, out / "front.png")
+    bench.close()
+
+
+def _is_new(policy: KVPolicy, others: Sequence[KVPolicy]) -> bool:
+    formats = policy.model_dump(exclude={"name"})
+    return all(other.model_dump(exclude={"name"}) != formats for other in others)

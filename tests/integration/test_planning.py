@@ -1,0 +1,89 @@
+"""stage=capacity on a config.json alone, through the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def pipeline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, timeout=120)
+
+
+def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_json_and_plot(model: Path) -> None:
+    bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
+    result = pipeline(model.parent, "stage=capacity", f"model.path={model}", "kv=fp8", "kv.sink_tokens=4", *bare)
+    assert result.returncode == 0, result.stderr
+    work = model.parent / "work"
+    assert (work / "capacity.png").read_bytes().startswith(b"\x89PNG")
+    found = {entry["name"]: entry for entry in json.loads((work / "capacity.json").read_text())["policies"]}
+    assert {path.stem for path in (ROOT / "conf" / "kv").glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == found.keys()
+    assert [found[name]["tokens_that_fit"] for name in ("fp16", "fp8", "int4_g64")] == [368_640, 737_280, 1_387_821]
+    assert [found[name]["tokens_at_ceiling"] for name in ("fp16", "fp8", "int4_g64")] == [258_048, 516_096, 971_475]
+    for name in found:
+        assert f" {name} " in result.stdout
+    assert "1,387,821" in result.stdout
+    assert {path.name for path in model.iterdir()} == {"config.json"}
+
+
+def test_a_budget_that_no_policy_meets_is_one_line_and_exit_3(model: Path) -> None:
+    asked = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
+    result = pipeline(model.parent, "stage=capacity", f"model.path={model}", *asked)
+    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
+    assert "capacity.concurrency=500: no policy admits as many requests, int4_tensor " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "expected"),
+    [
+        ({"model_type": "llama"}, [], "config.json has no num_hidden_layers"),
+        (LLAMA_8B | {"kv_lora_rank": 512}, [], "kv_lora_rank=512"),
+        (LLAMA_8B, ["capacity.gpu_gib=8"], "capacity.gpu_gib=8: weights of 14.96 GiB"),
+        (LLAMA_8B, ["-m", "kv=fp8,int8"], "stage=capacity: looks at every policy in one run"),
+        (LLAMA_8B, ["capacity.contexts=[]"], "capacity.contexts: list should have at least 1 item"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["capacity", "recommend"])
+def test_bad_input_is_one_line_exit_2_and_nothing_is_written(
+    model: Path, stage: str, config: dict[str, object], arguments: list[str], expected: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    result = pipeline(model.parent, f"model.path={model}", f"stage={stage}", *arguments)
+    assert result.returncode == 2, result.stderr
+    assert expected.replace("capacity:", f"{stage}:") in result.stderr
+    assert set(result.stderr.splitlines()) == {result.stderr.splitlines()[0]}
+    left = {path.name for path in model.parent.rglob("*")} - {"work", "sweep", "multirun.yaml", ".summary.json.lock"}
+    assert left <= {model.name, "config.json", "summary.json"}
+
+
+def test_without_evidence_nothing_is_recommended_and_no_store_is_made(model: Path) -> None:
+    result = pipeline(model.parent, "stage=recommend", f"model.path={model}", "gates.max_mean_kl=0.02", "kv=int8")
+    assert (result.returncode, result.stderr.count("\n")) == (3, 1), result.stderr
+    assert "no policy has evidence that covers this use: nothing is recommended" in result.stderr
+    command = f"    python -m pipeline -m model.path={model} gates.max_mean_kl=0.02 stage=evaluate kv=int4_tensor,int4,"
+    assert command in result.stdout, "its own options, without the policy that it was called with"
+    assert not list(model.parent.rglob("mlflow.db"))

@@ -1,0 +1,161 @@
+"""Prompts that begin alike: what is found gives the same answers, and nothing of another cache is ever found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, POLICIES, make_bundle, shared_decoder
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import SCALES_FILE, KVPolicy
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.paged.prefixes import PrefixCache
+
+torch.set_num_threads(1)
+
+CHUNK = 64
+NEW = 70
+"""Decoded tokens: they cross a border of a page, and leave the windows of the policies."""
+ROUNDING = 2e-5
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Two that share 200 tokens, one that shares 70 with them, the first again, and its first four chunks."""
+    rng = np.random.default_rng(0)
+    long, end, other = (rng.integers(0, 256, count).tolist() for count in (280, 60, 150))
+    return [long, [*long[:200], *end], [*long[:70], *other], long, long[:256]]
+
+
+def load(bundle: Path, prefix_tokens: int = 0, **options: Any) -> OnnxEngine:
+    return load_engine(bundle, threads=1, prefill_chunk=CHUNK, prefix_tokens=prefix_tokens, **options)
+
+
+def cache(engine: OnnxEngine) -> PrefixCache:
+    assert engine.prefixes is not None
+    return engine.prefixes
+
+
+def logits_of(engine: OnnxEngine, prompt: list[int]) -> np.ndarray:
+    """Logits (1 + NEW, V) of the prompt's last token and of decoding the same tokens after it."""
+    (handle,), first = engine.prefill([prompt])
+    after = [engine.decode([handle], [token])[0] for token in range(NEW)]
+    engine.release([handle])
+    return np.array([first[0], *after])
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_answers_and_logits_are_the_same_with_and_without_reuse(
+    policy: KVPolicy, decoder: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", policy)
+    without, reusing = load(bundle), load(bundle, prefix_tokens=4096)
+    for prompt in prompts:
+        np.testing.assert_allclose(logits_of(reusing, prompt), logits_of(without, prompt), atol=ROUNDING)
+    # three chunks of the second, one of the third, all four of the first again, three of the last: its last one is computed
+    assert cache(reusing).reused_tokens == CHUNK * (3 + 1 + 4 + 3)
+    assert reusing.generate(prompts, 8, None) == without.generate(prompts, 8, None)
+    while cache(reusing).evict():
+        pass
+    assert reusing.pool.in_use == (0, 0)
+    assert reusing.memory().live_tokens == 0
+
+
+def test_two_policies_and_two_scale_sets_never_find_each_others_prefixes(
+    decoder: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    fp8 = BY_NAME["fp8"]
+    bundles = [make_bundle(decoder, tmp_path / "fp8", fp8), make_bundle(decoder, tmp_path / "int8", BY_NAME["int8"])]
+    scales = json.loads((bundles[0] / SCALES_FILE).read_text())
+    side = scales["layers"][0]["key"]
+    side["scale"] = [2 * value for value in side["scale"]]
+    other_scales = tmp_path / "scales.json"
+    other_scales.write_text(json.dumps(scales))
+    rescaled = tmp_path / "rescaled"
+    rescaled.mkdir()
+    build_bundle(decoder, rescaled, policy=fp8, scales=other_scales, progress=lambda *_: None)
+    engines = [load(bundle, prefix_tokens=4096) for bundle in [*bundles, rescaled]]
+    for engine in engines:
+        engine.release(engine.prefill([prompts[0]])[0])
+    named = [set(cache(engine).keys(prompts[0])) for engine in engines]
+    assert [len(keys) for keys in named] == [4, 4, 4]
+    assert len(set.union(*named)) == 12
+    # one store for all of them: whatever the others kept, nothing of it is found
+    shared = {key: handle for engine in engines[1:] for key, handle in cache(engine).kept.items()}
+    cache(engines[0]).kept = shared
+    assert logits_of(engines[0], prompts[0]) == pytest.approx(logits_of(load(bundles[0]), prompts[0]), abs=ROUNDING)
+    assert cache(engines[0]).reused_tokens == 0
+    # the same bundle gives the same keys; another size of chunks, at whose borders other tokens are read as codes, does not
+    assert cache(load(bundles[0], prefix_tokens=4096)).keys(prompts[0]) == cache(engines[0]).keys(prompts[0])
+    wide = load_engine(bundles[0], threads=1, prefill_chunk=2 * CHUNK, prefix_tokens=4096)
+    assert not set(cache(wide).keys(prompts[0])) & named[0]
+
+
+def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+    keys = cache(load(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), prefix_tokens=4096)).keys
+    prompt = prompts[0]
+    changed = [(prompt[0] + 1) % 256, *prompt[1:]]
+    assert not set(keys(prompt)) & set(keys(changed))
+    assert keys(prompt)[:3] == keys([*prompt[:200], *prompts[2]])[:3]
+    assert [len(keys(prompt[:length])) for length in (1, 64, 65, 128, 129)] == [0, 0, 1, 1, 2]
+
+
+def test_memory_is_bounded_and_the_least_recently_used_beginning_goes_first(
+    decoder: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    engine = load(make_bundle(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"]), prefix_tokens=3 * CHUNK + 5)
+    kept = cache(engine)
+    first, other = prompts[0], prompts[2]
+    logits_of(engine, first)
+    assert list(kept.kept) == list(reversed(kept.keys(first)[:3]))  # the fourth chunk found no room
+    assert engine.pool.in_use[0] == 3
+    logits_of(engine, other)  # begins with the first chunk, and has two more
+    assert set(kept.kept) == {*kept.keys(first)[:1], *kept.keys(other)[1:3]}
+    assert engine.pool.in_use[0] == 3
+    before = kept.reused_tokens
+    logits_of(engine, first)
+    assert kept.reused_tokens - before == CHUNK
+
+
+def test_kept_prefixes_make_room_for_live_sequences(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"])
+    engine = load(bundle, prefix_tokens=4096, max_pages=6)
+    engine.release(engine.prefill([prompts[0]])[0])
+    assert engine.pool.in_use[0] == 4
+    (handle,), _ = engine.prefill([prompts[2][70:]])  # three pages of its own
+    assert engine.pool.in_use[0] <= 6
+    for token in range(3 * CHUNK):  # and three more, for which what it does not share has to go
+        engine.decode([handle], [token])
+    assert set(cache(engine).kept) == set(cache(engine).keys(prompts[2][70:]))
+    with pytest.raises(UserError, match="max_pages=6 is too small"):
+        engine.prefill([prompts[0]])
+    assert cache(engine).kept == {}
+    engine.release([handle])
+    assert engine.pool.in_use[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"prefill_chunk": 100, "prefix_tokens": 400},
+            "prefill_chunk must be a multiple of 64 where prefixes are kept, got 100",
+        ),
+        ({"prefill_chunk": 128, "prefix_tokens": 100}, "prefix_tokens must be 0 or at least prefill_chunk=128, got 100"),
+        ({"prefix_tokens": -1}, "prefix_tokens must be 0 or at least prefill_chunk=1024, got -1"),
+    ],
+)
+def test_prefixes_that_cannot_be_kept_are_refused(
+    options: dict[str, Any], expected: str, decoder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        load_engine(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), threads=1, **options)

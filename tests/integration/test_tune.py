@@ -1,0 +1,142 @@
+"""`stage=tune` on the trained tiny model, through the command line: what it finds, what it leaves, and that it goes on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config.policies import load_policies
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride
+from pipeline.planning.tuning import TuneReport
+from stages.checkpoints import load_causal_lm
+from stages.engines.oracle.engine import OracleEngine
+from stages.tune.measure import MEASURED, Bench
+from stages.tune.texts import Text, TextSet
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
+
+SHORT = [
+    "tune.policies=[fp16,fp8,int8,int4_g32]",
+    "tune.texts=48",
+    "tune.points=1",
+    "tune.workloads=[prose,copy]",
+    "calibration.samples=8",
+    "backend.threads=1",
+]
+
+
+def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A work directory after a search, and what the search said."""
+    work = tmp_path_factory.mktemp("tune") / "work"
+    given = work.parent / "hf_quant_config.json"
+    layers = {f"model.layers.{n}.self_attn": {"quant_algo": "FP8"} for n in (0, 1)}
+    declared = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": layers, "kv_cache_schema_version": 1}
+    given.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": declared}), encoding="utf-8")
+    result = pipeline(work, "stage=tune", f"tune.modelopt={given}", *SHORT)
+    assert result.returncode == 0, result.stderr
+    return work, result.stdout
+
+
+def read(work: Path) -> TuneReport:
+    return TuneReport.model_validate_json((work / "tuned" / "tune.json").read_text(encoding="utf-8"))
+
+
+def test_a_policy_of_fewer_bytes_has_no_more_kl_than_a_uniform_one_on_texts_held_out(tuned: tuple[Path, str]) -> None:
+    report = read(tuned[0])
+    beats = {name for one in report.measured if one.origin == "tuned" for name in one.beats}
+    assert "fp8" in beats
+    for one in report.measured:
+        for other in report.measured:
+            if other.policy.name in one.beats:
+                assert one.bytes_per_token < other.bytes_per_token
+                assert one.kl_held_out is not None
+                assert other.kl_held_out is not None
+                assert one.kl_held_out <= other.kl_held_out
+
+
+def test_what_was_chosen_is_measured_together_and_within_the_budget(tuned: tuple[Path, str]) -> None:
+    report = read(tuned[0])
+    chosen = next(one for one in report.measured if one.policy.name == report.chosen)
+    assert chosen.kl_check is not None
+    assert chosen.kl_held_out is not None
+    assert max(chosen.kl_check, chosen.kl_held_out) <= report.max_kl
+    assert chosen.kl_sum != chosen.kl_check, "the sum of what places cost alone is not a measurement"
+    assert chosen.policy.name in tuned[1]
+
+
+def test_modelopts_layers_are_measured_beside_the_rest_and_declared_as_they_were(tuned: tuple[Path, str]) -> None:
+    work = tuned[0]
+    given = next(one for one in read(work).measured if one.origin == "modelopt")
+    assert given.kl_held_out is not None
+    declared = json.loads((work / "tuned" / "modelopt" / "modelopt.json").read_text(encoding="utf-8"))
+    assert declared == json.loads((work.parent / "hf_quant_config.json").read_text(encoding="utf-8"))
+
+
+def test_a_found_policy_builds_like_any_other(tuned: tuple[Path, str]) -> None:
+    work = tuned[0]
+    name = next(one.policy.name for one in read(work).measured if one.origin == "tuned" and one.on_front)
+    built = pipeline(work, "--config-dir", str(work / "tuned"), "stage=build", f"kv={name}", "calibration.samples=8")
+    assert built.returncode == 0, built.stderr
+    assert "engine bundle" in built.stdout
+
+
+def test_a_budget_that_no_policy_meets_moves_nothing(tuned: tuple[Path, str]) -> None:
+    result = pipeline(tuned[0], "stage=tune", "tune.max_kl=1e-12", *SHORT)
+    assert result.returncode == 3, result.stderr
+    assert "tune.max_kl=1e-12: no policy with fewer bytes than fp16" in result.stderr
+    assert result.stderr.count("pipeline: error") == 1
+
+
+def two_texts() -> tuple[KVShape, TextSet]:
+    tokens = tuple(range(5, 69))
+    return KVShape(4, 2, 64), TextSet("search", (Text(tokens, 40, "a"), Text(tokens[::-1], 30, "b")))
+
+
+def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = load_causal_lm(CHECKPOINT, dtype=torch.float32).eval()
+    shape, texts = two_texts()
+    int8, int4 = load_policies("tune.policies", ["int8", "int4_g32"])
+    none = KVScales(layers=({},) * shape.layers)
+    first = Bench(model, lambda _: none, tmp_path)
+    before = [first.kl(int8, texts), first.kl(int4, texts)]
+    kept = (tmp_path / MEASURED).read_text(encoding="utf-8").splitlines()
+    (tmp_path / MEASURED).write_text(kept[0] + "\n" + kept[1][:20], encoding="utf-8")  # the last line was being written
+
+    measured: list[str] = []
+
+    def scales(policy: KVPolicy) -> KVScales:
+        measured.append(policy.name)
+        return none
+
+    second = Bench(model, scales, tmp_path)
+    after = [second.kl(int8, texts), second.kl(int4, texts)]
+    assert measured == ["int4_g32"]
+    assert [a.tolist() for a in after] == [b.tolist() for b in before]
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_below_the_first_quantized_one_need_not_be_computed_again() -> None:
+    torch.set_num_threads(1)
+    model = load_causal_lm(CHECKPOINT, dtype=torch.float32).eval()
+    (int4,) = load_policies("tune.policies", ["int4_g32"])
+    override = LayerOverride(layers=(2, 3), key=int4.key)
+    policy = FP16_POLICY.model_copy(update={"overrides": (override,)})
+    tokens = list(range(7, 107))
+    exact = OracleEngine.from_model(model, FP16_POLICY)
+    engine = OracleEngine.from_model(model, policy, KVScales(layers=({},) * 4))
+    known = exact.layer_input(tokens, 60, 1)
+    known = exact.layer_input(tokens, 60, 2, known)
+    again = engine.forced_above(tokens, 60, known)
+    assert (again == engine.forced(tokens, 60)).all()
+    assert len(model.model.layers) == 4

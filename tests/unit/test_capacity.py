@@ -1,0 +1,307 @@
+"""Capacities against published tables, their shares and effects, and the inputs that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.compose import plan
+from pipeline.config.policies import shipped_policies
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.planning.capacity import measure, memory_budget
+from pipeline.planning.labels import labelled, overrides_of
+from pipeline.planning.records import Capacity, PolicyCapacity
+from pipeline.planning.sequences import SequenceCost
+from pipeline.planning.shapes import read_model
+from pipeline.planning.use import GIB, CapacityConfig
+
+KIB = 1024
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+LLAMA_70B = LLAMA_8B | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+}
+MISTRAL_7B = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+BARE = ["capacity.weights_gib=0", "capacity.reserve_gib=0"]
+"""Memory of the cache alone, as the published tables count it."""
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    """A directory with a config.json alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def use(*overrides: str) -> CapacityConfig:
+    return plan(overrides, multirun=False).jobs[0].capacity
+
+
+def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
+    model = read_model(written(folder, config))
+    return measure("model", model, use(*overrides), "none", labelled(shipped_policies(), []))
+
+
+def of(found: Capacity, name: str) -> PolicyCapacity:
+    (entry,) = (entry for entry in found.policies if entry.name == name)
+    return entry
+
+
+def mix(*contexts: tuple[int, int]) -> str:
+    return "capacity.contexts=[" + ",".join(f"{{tokens: {tokens}, requests: {n}}}" for tokens, n in contexts) + "]"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "at_ceiling"),
+    [("fp16", 368_640, 258_048), ("fp8", 737_280, 516_096), ("int4_g64", 1_387_821, 971_475)],
+)
+def test_live_tokens_of_45_gib_and_their_70_percent_are_the_published_ones(
+    tmp_path: Path, name: str, tokens: int, at_ceiling: int
+) -> None:
+    """GiB of 1024^3 bytes; INT4 with one float16 scale for 64 channels, symmetric; tokens before pages are rounded up."""
+    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE), name)
+    assert (entry.tokens_that_fit, entry.tokens_at_ceiling) == (tokens, at_ceiling)
+
+
+def test_the_published_971475_tokens_are_a_share_of_tokens_and_one_more_than_that_share_of_the_memory_holds(
+    tmp_path: Path,
+) -> None:
+    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE)
+    assert found.ceiling_bytes == 45 * GIB * 7 // 10
+    assert found.ceiling_bytes // (34 * KIB) == 971_474
+    entry = of(found, "int4_g64")
+    assert entry.used_bytes <= found.ceiling_bytes, "requests are admitted by bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("fp16", {8192: 1.0, 32768: 4.0, 131072: 16.0}),
+        ("fp8", {8192: 0.5, 32768: 2.0, 131072: 8.0}),
+        ("int4_g64", {8192: 0.27, 32768: 1.06, 131072: 4.25}),
+    ],
+)
+def test_contexts_of_a_llama_8b_take_the_published_gib(tmp_path: Path, name: str, gib: dict[int, float]) -> None:
+    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), name)
+    for tokens, published in gib.items():
+        assert round(entry.token_bytes.total * tokens / GIB, 2) == published
+
+
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(4096, 1.34), (32768, 10.7), (131072, 42.9)])
+def test_contexts_of_a_70b_take_the_published_gigabytes_of_10_to_the_9(tmp_path: Path, tokens: int, gigabytes: float) -> None:
+    """0.33 GB at 4k and 160 GB at 128k, which are published too, are neither these heads nor this arithmetic."""
+    entry = of(capacity(tmp_path, LLAMA_70B, "capacity.gpu_gib=45", *BARE), "fp16")
+    size = entry.token_bytes.total * tokens / 1e9
+    assert round(size, 2 if gigabytes < 10 else 1) == gigabytes
+
+
+def test_codes_scales_and_sides_of_a_token_are_told_apart(tmp_path: Path) -> None:
+    found = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), "fp8k_int4v").token_bytes
+    assert (found.keys, found.values, found.scales, found.total) == (32 * KIB, 17 * KIB, KIB, 49 * KIB)
+
+
+def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
+    model = read_model(written(tmp_path, LLAMA_8B))
+    parameters, linear = 8_030_261_248, 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert model.weight_bytes("none", 1) == 2 * parameters
+    assert model.weight_bytes("fp8", 1) == 2 * parameters - linear + 4 * 32 * 7
+    assert model.weight_bytes("int4_awq", 1) == 2 * parameters - linear * 3 // 2 + 2 * linear // 128
+    normalisations = 65 * 4096
+    assert model.weight_bytes("none", 8) == 2 * ((parameters - normalisations) // 8 + normalisations)
+
+
+def test_heads_are_divided_among_gpus_and_copied_where_there_are_more(tmp_path: Path) -> None:
+    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE), "fp16")
+    assert entry.by_ranks == {1: 128 * KIB, 2: 64 * KIB, 4: 32 * KIB, 8: 16 * KIB, 16: 16 * KIB}
+    assert entry.token_bytes_of_a_gpu == 16 * KIB
+    assert entry.tokens_that_fit == 8 * 368_640
+    found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
+    assert "each head's cache is stored 2 times" in found.notes[0]
+    assert found.kv_heads_of_a_gpu == 1
+
+
+def test_grouped_heads_are_set_beside_one_head_each_and_one_for_all(tmp_path: Path) -> None:
+    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), "fp8")
+    assert entry.by_heads == {"MHA": 256 * KIB, "GQA": 64 * KIB, "MQA": 8 * KIB}
+
+
+def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=1", "capacity.ceiling=1", mix((65, 1), (128, 1)), *BARE)
+    assert found.block_waste == pytest.approx(1 - (65 + 128) / 256)
+    assert of(found, "fp16").requests == 8192 // 128, "two pages each"
+    assert of(found, "fp16").live_tokens == 32 * (65 + 128)
+
+
+def test_a_shared_prefix_is_stored_once_for_its_whole_pages(tmp_path: Path) -> None:
+    shared = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((256, 1)), "capacity.shared_prefix_tokens=130"]
+    entry = of(capacity(tmp_path, LLAMA_8B, *shared, *BARE), "fp16")
+    assert entry.requests == (128 - 2) // 2, "of 128 pages, two are shared, and each request has two of its own"
+    assert entry.requests_without == {"shared prefix": 32}
+
+
+def test_eviction_and_sliding_layers_keep_no_more_pages_than_their_tokens_touch(tmp_path: Path) -> None:
+    long = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), *BARE]
+    evicted = of(capacity(tmp_path, LLAMA_8B, *long, "capacity.eviction={first: 4, latest: 1024}"), "fp16")
+    assert evicted.used_bytes == evicted.requests * 17 * 8 * 1024 * KIB
+    assert (evicted.requests, evicted.requests_without["eviction"]) == (7, 1)
+    sliding = of(capacity(tmp_path, MISTRAL_7B, *long), "fp16")
+    assert (sliding.requests, sliding.requests_without["sliding layers"]) == (2, 1)
+    assert sliding.outweighs_weights_from == 1, "there are none in this budget"
+
+
+@pytest.mark.parametrize("name", ["fp16_window", "fp8_streaming", "int4_streaming"])
+def test_a_policys_own_eviction_counts_as_its_engine_counts_it(name: str) -> None:
+    policy = next(policy for policy in shipped_policies() if policy.name == name)
+    shape = KVShape(layers=3, kv_heads=2, head_dim=64)
+    cost = SequenceCost(policy, shape, [None] * 3)
+    for tokens in (1, 64, 4096, 4159, 4160, 4161, 4223, 4224, 4225, 100_000):
+        assert cost.alone(tokens) == policy.sequence_bytes(shape, tokens)
+
+
+def test_offload_says_what_stays_and_what_moves_in_every_step(tmp_path: Path) -> None:
+    away = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), "capacity.offload_share=0.75", *BARE]
+    entry = of(capacity(tmp_path, LLAMA_8B, *away), "fp16")
+    assert (entry.requests, entry.requests_without["offload"]) == (4, 1)
+    assert entry.offload is not None
+    assert entry.offload.host_bytes == 3 * GIB
+    assert entry.offload.ms_per_step == pytest.approx(3 * GIB / 25e9 * 1e3)
+
+
+def test_sinks_and_windows_pay_from_a_length_on(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE)
+    assert of(found, "fp8").smaller_than["fp16"] == 1
+    assert of(found, "bf16").smaller_than["fp16"] is None
+    sinks, aged = of(found, "int4_sinks"), of(found, "fp8k_int4v_aged")
+    assert sinks.smaller_than["int4"] is None
+    assert sinks.exact_bytes == 68 * 128 * KIB
+    assert sinks.smaller_than["fp16"] == 65, "8.5 MiB of exact tokens weigh more than the 6 MiB that a page saves"
+    assert aged.window_bytes == 128 * 64 * 32 * KIB
+    assert aged.smaller_than["fp8"] is not None
+    assert aged.smaller_than["fp8"] > 8192
+
+
+def test_the_cache_outweighs_the_weights_from_a_length_on(tmp_path: Path) -> None:
+    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=80", "capacity.concurrency=1"), "fp16")
+    from_tokens = entry.outweighs_weights_from
+    assert from_tokens is not None
+    weights = 2 * 8_030_261_248
+    pages = -(-from_tokens // 64)
+    assert (pages - 1) * 64 * 128 * KIB <= weights < pages * 64 * 128 * KIB
+
+
+def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> None:
+    window = "kv.window={tokens: 64, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: uncalibrated}}"
+    for changes in (["kv.sink_tokens=4"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
+        changed = plan(["kv=fp8k_int4v", *changes], multirun=False).jobs[0].kv
+        (label,) = (name for name, policy in labelled(shipped_policies(), [changed]) if policy == changed)
+        assert plan(overrides_of(label), multirun=False).jobs[0].kv == changed
+    assert label.startswith("fp8k_int4v kv.window={tokens:64,")
+
+
+def test_policies_that_do_not_fit_the_model_are_named_with_the_reason(tmp_path: Path) -> None:
+    small = LLAMA_8B | {"head_dim": 64}
+    found = capacity(tmp_path, small, "capacity.gpu_gib=45")
+    assert "group_size=128 does not divide" in found.unfit["int4_g128"]
+    assert "int4_g128" not in {entry.name for entry in found.policies}
+
+
+GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096}
+
+
+def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: Path) -> None:
+    gemma = read_model(written(tmp_path, GEMMA))
+    assert gemma.windows == (4096, None) * 16
+    assert gemma.weight_bytes("none", 1) is None
+    assert "taken as hidden_size / num_attention_heads = 128" in gemma.notes[0]
+    nested = read_model(written(tmp_path, {"model_type": "gemma3", "text_config": GEMMA | {"sliding_window_pattern": 4}}))
+    assert nested.windows == (4096, 4096, 4096, None) * 8
+    listed = GEMMA | {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}
+    assert read_model(written(tmp_path, listed)).windows == (None,) * 31 + (4096,)
+    qwen = LLAMA_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096}
+    assert read_model(written(tmp_path, qwen)).windows == (None,) * 32
+    half = qwen | {"use_sliding_window": True, "max_window_layers": 16}
+    assert read_model(written(tmp_path, half)).windows == (None,) * 16 + (4096,) * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers; a capacity needs num_hidden_layers, "),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"num_attention_heads": "32"}, "num_attention_heads must be an integer from 1 to"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
+        ({"model_type": "falcon", "num_key_value_heads": None}, "config.json has no num_key_value_heads"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank=512: a token has one latent vector for all heads (MLA)"),
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types holds 'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name each of the 32 layers"),
+        ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 of new, and no layer_types"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_a_config_json_that_does_not_say_its_cache_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read_model(written(tmp_path, LLAMA_8B | changes))
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith(f"model.path={tmp_path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (LLAMA_8B, ["capacity.gpu_gib=16"], "capacity.gpu_gib=16: weights of 14.96 GiB a GPU"),
+        (LLAMA_8B, ["capacity.tensor_parallel=3"], "capacity.tensor_parallel=3: does not divide the 32 query heads and 8 KV"),
+        (LLAMA_8B, ["capacity.tensor_parallel=64"], "capacity.tensor_parallel=64: does not divide"),
+        (GEMMA, [], "capacity.weights_gib=null: the weights are counted for Llama"),
+    ],
+)
+def test_a_memory_that_holds_no_cache_is_refused(
+    tmp_path: Path, config: dict[str, Any], overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        memory_budget(read_model(written(tmp_path, config)), use(*overrides), "none")
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("capacity.ceiling=1.5", "capacity.ceiling: input should be less than or equal to 1 (got 1.5)"),
+        ("capacity.gpu_gib=0", "capacity.gpu_gib: input should be greater than 0 (got 0)"),
+        ("capacity.gpu_gib=nan", "capacity.gpu_gib: input should be a finite number (got nan)"),
+        ("capacity.contexts=[]", "capacity.contexts: list should have at least 1 item"),
+        ("capacity.contexts=[{tokens: 0, requests: 1}]", "capacity.contexts.0.tokens: input should be greater than or equal"),
+        ("capacity.contexts=[{tokens: 5, share: 1}]", "capacity.contexts.0.share: unknown key"),
+        ("capacity.shared_prefix_tokens=2048", "capacity.shared_prefix_tokens=2048 must be less than the shortest of contexts"),
+        ("capacity.new_tokens=100000", "capacity.new_tokens=100000 is a part of a context"),
+        ("capacity.gpu=80", "capacity.gpu: unknown key, did you mean gpu_gib?"),
+    ],
+)
+def test_a_use_that_makes_no_sense_is_refused_with_its_key(override: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan([override], multirun=False)
+    assert expected in str(caught.value)
+
+
+def test_every_policy_of_conf_is_listed() -> None:
+    conf = Path(__file__).resolve().parents[2] / "conf" / "kv"
+    assert [policy.name for policy in shipped_policies()] == sorted(path.stem for path in conf.glob("*.yaml"))
+    assert all(isinstance(policy, KVPolicy) for policy in shipped_policies())

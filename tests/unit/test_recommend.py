@@ -1,0 +1,253 @@
+"""Which policy is recommended: the most live tokens among those whose evidence covers the use, and none without evidence."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gate_reports import report as make_report
+from judged_engine import config_of, judged_engine
+
+from pipeline.config.compose import plan
+from pipeline.config.policies import shipped_policies
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.kv import KVShape
+from pipeline.planning.capacity import measure
+from pipeline.planning.labels import labelled
+from pipeline.planning.recommend import Judged, Recommendation, recommend
+from pipeline.planning.records import Capacity
+from pipeline.planning.shapes import ModelShape
+from pipeline.planning.tables import command_line, recommendation_lines
+from pipeline.run.planning import recommend_policy
+from pipeline.verdict.coverage import Coverage, Exercised, Limits
+from pipeline.verdict.report import SAMPLES_FILE
+
+SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
+MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, (), ())
+USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{tokens: 900, requests: 1}]"]
+POLICIES = {policy.name: policy for policy in shipped_policies()}
+
+
+def capacity(*overrides: str) -> Capacity:
+    asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
+    return measure("some-llm", MODEL, asked, "none", labelled(shipped_policies(), []))
+
+
+def judged(policy: str, **changes: object) -> Judged:
+    """An engine that passed on samples of 900 tokens."""
+    one = Judged(
+        policy=POLICIES[policy],
+        source=f"/evidence/{policy}",
+        made=1.0,
+        backend="onnxruntime",
+        engine_digest=f"engine of {policy}",
+        identity_digest="i",
+        status="PASS",
+        limits=Limits(tokens=900, batch=32),
+        longest_decode=192,
+        forks=8,
+        kl_mean=0.01,
+    )
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def recommended(*evidence: Judged, overrides: tuple[str, ...] = ()) -> Recommendation:
+    return recommend(capacity(*overrides), evidence, "torch")
+
+
+def chosen(found: Recommendation) -> str | None:
+    return None if found.chosen is None else found.chosen.name
+
+
+def reason(found: Recommendation, name: str) -> str:
+    (one,) = (one for one in found.passed_over if one.name == name)
+    return one.reason
+
+
+def test_the_most_live_tokens_among_those_that_passed_are_recommended() -> None:
+    found = recommended(judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",)))
+    assert found.chosen is not None
+    assert (found.chosen.name, found.chosen.evidence, found.chosen.serve_at_most) == ("fp8", "/evidence/fp8", 32)
+    assert "fewer live tokens" in reason(found, "int8")
+    assert reason(found, "int4") == "FAIL: copy: 16 lost"
+    assert reason(found, "int4_tensor") == "no evidence"
+
+
+def test_nothing_is_recommended_without_evidence_not_even_the_baseline() -> None:
+    assert chosen(recommended()) is None
+    assert len(recommended().passed_over) == len(capacity().policies)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "expected"),
+    [
+        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked"),
+        ({"limits": Limits(tokens=900, batch=4)}, [], "covered up to batch 4 and 8 requests at once are asked"),
+        ({"limits": None}, [], "its report does not say how far it holds"),
+        ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are asked"),
+        ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
+    ],
+)
+def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_a_command_that_composes(
+    changes: dict[str, object], overrides: list[str], expected: str
+) -> None:
+    found = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
+    assert chosen(found) == "int8"
+    assert expected in reason(found, "fp8")
+    (one,) = (one for one in found.passed_over if one.name == "fp8")
+    assert one.command is not None
+    line = command_line(["model.path=/models/some-llm", "workloads=chat", "workloads.samples.lookup=9"], one.command)
+    arguments = shlex.split(line.removeprefix("python -m pipeline "))
+    config = plan(arguments, multirun=False).jobs[0]
+    assert (config.stage, config.kv.name, config.model.label) == ("evaluate", "fp8", "some-llm")
+
+
+def test_every_command_for_missing_evidence_composes_and_makes_evidence_of_that_policy() -> None:
+    undecided = judged("int8", status="INCONCLUSIVE", samples_needed={"retrieval": 674, "all": 9}, attempt=1)
+    found = recommended(undecided)
+    base = ["model.path=/models/some-llm", "backend=torch"]
+    for one in found.passed_over:
+        assert one.command is not None, one
+        config = plan(shlex.split(command_line(base, one.command))[3:], multirun=False).jobs[0]
+        assert config.kv == POLICIES[one.name]
+        assert (config.stage, config.backend.name) == ("evaluate", "torch")
+        if one.name == "int8":
+            assert (config.workloads.samples["retrieval"], config.gates.attempt) == (674, 2)
+
+
+def test_a_covered_page_counts_to_its_end() -> None:
+    assert chosen(recommended(judged("fp8", limits=Limits(tokens=897, batch=8)))) == "fp8"
+    assert chosen(recommended(judged("fp8", limits=Limits(tokens=896, batch=8)))) is None
+
+
+def test_a_fail_of_the_same_engine_outweighs_every_pass_of_it() -> None:
+    twice = judged("fp8", status="FAIL", reasons=("worse",), made=1.0), judged("fp8", made=2.0)
+    assert chosen(recommended(*twice)) is None
+    assert reason(recommended(*twice), "fp8") == "FAIL: worse"
+
+
+def test_the_engine_that_was_judged_last_counts() -> None:
+    old = judged("fp8", status="FAIL", made=1.0, engine_digest="old")
+    assert chosen(recommended(old, judged("fp8", made=2.0))) == "fp8"
+    assert chosen(recommended(judged("fp8", made=1.0), replace(old, made=2.0))) is None
+
+
+def test_evidence_of_another_use_is_no_evidence() -> None:
+    found = recommended(judged("fp8", problem="it was judged with backend=torch, not onnxruntime"))
+    assert chosen(found) is None
+    assert reason(found, "fp8") == "no evidence that counts: it was judged with backend=torch, not onnxruntime"
+
+
+def test_a_policy_that_admits_too_few_requests_is_passed_over_whatever_its_evidence() -> None:
+    found = recommended(
+        judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000)), overrides=("capacity.concurrency=700",)
+    )
+    assert chosen(found) == "fp8"
+    assert reason(found, "fp16") == "admits 382 of 700 requests at once"
+
+
+def test_among_policies_of_the_same_bytes_the_oracle_comes_last_and_then_the_lowest_kl_counts() -> None:
+    found = recommended(judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head"))
+    assert chosen(found) == "fp8_head"
+    assert chosen(recommended(judged("fp8", kl_mean=0.001), judged("fp8_head"))) == "fp8"
+
+
+def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
+    lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
+    (command,) = [line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=int4_tensor,int4," in line]
+    jobs = plan(shlex.split(command)[4:], multirun=True).jobs
+    assert {"int4_g32", "fp8k_int4v", "fp8_head"} <= {job.kv.name for job in jobs}
+    assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}
+    assert "not fp16" not in lines
+    assert "without evidence that would hold fewer live tokens" in lines
+
+
+# The stage on evidence as a run leaves it
+
+EXERCISED = Exercised(
+    samples=1, rows=1, longest_context=1000, longest_decode=200, batch_sizes={16: 1}, missing_page_offsets=[], page_borders=1,
+    shared_prefixes=0, forks=0, chunk_borders=0, quantized_rows=1, beyond_window_rows=0,
+)  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    """A command line for a model of which there is a config.json, in a work directory with the evidence of one engine."""
+    system = make_report([]).system.model_copy(update={"kib_per_token": POLICIES["int8"].bytes_per_token(SHAPE) / 1024})
+    measured = {"coverage": Coverage(overall=EXERCISED, cells=[]), "system": system}
+    judged_engine(tmp_path / "work" / "artifacts", measured=measured)
+    (tmp_path / "some-llm").mkdir()
+    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG))
+    return ["stage=recommend", f"model.path={tmp_path}/some-llm", f"workdir={tmp_path}/work", "tracking=none", *USE]
+
+
+def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    recommend_policy(config_of(*asked), False)
+    printed = capsys.readouterr().out
+    assert "Take int8: " in printed
+    assert "PASS up to 1,000 tokens, batch 16 on backend=onnxruntime, so serve at most 16 at once" in printed
+    written = tmp_path / "work" / "recommendation.json"
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, written])
+    found = Recommendation.model_validate_json(written.read_text())
+    assert found.chosen is not None
+    assert found.chosen.policy == POLICIES["int8"]
+    assert "the model's weights are not here" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["gates.max_mean_kl=1e-6"], "FAIL: "),
+        (["backend=torch"], "no evidence that counts: it was judged with backend=onnxruntime, not torch"),
+        (["weights=fp8"], "no evidence that counts: it was judged with weights=none, not fp8"),
+        (["capacity.tensor_parallel=2"], "no evidence that counts: it was judged on 1 GPU, not 2"),
+        (["capacity.concurrency=17"], "PASS, but covered up to batch 16 and 17 requests at once are asked"),
+    ],
+)
+def test_the_stage_decides_by_its_own_gates_and_use(
+    asked: list[str], tmp_path: Path, changes: list[str], expected: str
+) -> None:
+    with pytest.raises(GateRefusal, match="nothing is recommended"):
+        recommend_policy(config_of(*asked, *changes), False)
+    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
+    assert found.chosen is None
+    assert reason(found, "int8").startswith(expected)
+
+
+def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
+    (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
+    samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
+    with pytest.raises(GateRefusal):
+        recommend_policy(config_of(*asked), False)
+    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
+    assert "no evidence that counts: report: samples.jsonl: differs" in reason(found, "int8")
+
+
+def test_a_model_of_the_same_name_and_another_shape_is_another_model(asked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
+    with pytest.raises(GateRefusal):
+        recommend_policy(config_of(*asked), False)
+    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
+    assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(found, "int8")
+
+
+@pytest.mark.parametrize("key", ["capacity.eviction={first: 4, latest: 512}", "capacity.offload_share=0.5"])
+def test_what_no_engine_has_is_refused_before_anything_is_recommended(asked: list[str], tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=r"no engine here has it, so that no evidence covers it"):
+        recommend_policy(config_of(*asked, key), False)
+    assert not (tmp_path / "work" / "recommendation.json").exists()

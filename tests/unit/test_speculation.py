@@ -1,0 +1,257 @@
+"""Acceptance of speculative decoding: counted from answers as real speculation counts it, and judged."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluations import evaluate
+from fake_engine import CharTokenizer, fake_engine
+from gate_reports import GATES, answered, every_class, gates, report, verdict
+from pydantic import ValidationError
+from test_evaluate_measure import SAMPLES, config
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from pipeline.core.workloads import SpeculationConfig
+from pipeline.verdict.distances import jointly_tested
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import Acceptance, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Check, Verdict
+from pipeline.verdict.tracked import flat_metrics
+from stages.evaluate import measure_baseline, speculation
+from stages.evaluate.speculation import draft_passes, lookup_passes
+
+STOP = 0
+
+
+def speculate(prompt: Sequence[int], said: Sequence[int], propose: Callable[[list[int]], list[int]]) -> int:
+    """Passes of a target that says `said`, each of which verifies what is proposed for the text so far."""
+    place = passes = 0
+    while place < len(said):
+        proposed = propose([*prompt, *said[:place]])
+        accepted = 0
+        while accepted < len(proposed) and place + accepted < len(said) and proposed[accepted] == said[place + accepted]:
+            accepted += 1
+        place += accepted + 1
+        passes += 1
+    return passes
+
+
+def texts(count: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers of few different tokens, so that they repeat themselves; the stop token ends an answer."""
+    rng = random.Random(seed)
+    drawn = []
+    for _ in range(count):
+        kinds = rng.randint(1, 6)
+        prompt, said = ([rng.randint(1, kinds) for _ in range(rng.randint(1, 40))] for _ in range(2))
+        drawn.append((prompt, [*said, STOP] if rng.random() < 0.5 else said))
+    return drawn
+
+
+@pytest.mark.parametrize(("tokens", "ngram"), [(1, 1), (10, 3), (4, 2), (3, 8)])
+def test_prompt_lookup_is_that_of_transformers(tokens: int, ngram: int) -> None:
+    generator = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([STOP]), num_output_tokens=tokens, max_matching_ngram_size=ngram, max_length=1 << 20
+    )
+
+    def propose(text: list[int]) -> list[int]:
+        candidates, _ = generator.get_candidates(torch.tensor([text]))
+        proposed: list[int] = candidates[0, len(text) :].tolist()
+        return proposed
+
+    for prompt, said in texts(60):
+        assert lookup_passes(prompt, said, tokens, ngram) == speculate(prompt, said, propose), (prompt, said)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 50])
+def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens: int) -> None:
+    def likely(text: Sequence[int]) -> int:
+        """A draft that is right about as often as not, and whose next token depends on all of its own before."""
+        return random.Random(str(text)).randint(1, 2)
+
+    def propose(text: list[int]) -> list[int]:
+        own: list[int] = []
+        for _ in range(tokens):
+            own.append(likely([*text, *own]))
+        return own
+
+    for prompt, said in texts(60):
+        greedy = [likely([*prompt, *said[:i]]) for i in range(len(said))]
+        assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
+
+
+def test_an_answer_takes_a_pass_a_token_at_most_and_one_for_all_proposed_and_one_more_at_least() -> None:
+    said = [5, 6, 7, 8, 9, 5]
+    assert draft_passes([], said, 5) == 6
+    assert draft_passes(said, said, 5) == 1
+    assert draft_passes(said, said, 2) == 2
+    assert lookup_passes([1, 2], [3], 10, 3) == 1
+    assert lookup_passes([5, 6, 7, 8, 1, 5, 6], [7, 8, 1, 5], 10, 3) == 1
+
+
+def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        vocab_size = 8
+
+        def forced(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+            assert max(tokens) < self.vocab_size
+            return torch.nn.functional.one_hot(torch.tensor(tokens[first:]), self.vocab_size)
+
+    draft = speculation.Draft.__new__(speculation.Draft)
+    monkeypatch.setattr(draft, "engine", Engine(), raising=False)
+    assert draft.greedy([1, 2], [3, 9, 4, 5]) == [2, 3]
+    assert draft.greedy([1, 9], [3, 4]) == []
+
+
+# Measured with answers.
+
+
+def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
+    settings = config(speculation={"lookup_tokens": 10})
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    quiet: Any = lambda *_: None  # noqa: E731
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, CharTokenizer(), before, config=settings, progress=quiet)
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, CharTokenizer(), before, after, config=settings)
+    written, rows = load_report(after), load_rows(after)
+    by_id = {row.id: row for row in rows}
+    tokenizer = CharTokenizer()
+    for sample in SAMPLES:
+        if sample.check == "none":
+            assert by_id[sample.id].acceptance == {}
+            continue
+        said = [*tokenizer.text_ids(sample.reference), tokenizer.eos_token_id]
+        passes = lookup_passes(tokenizer.prompt_ids(sample), said, 10, 3)
+        counts = by_id[sample.id].acceptance["lookup"]
+        assert (counts.baseline_tokens, counts.baseline_passes) == (len(said), passes)
+        if sample.id != "copy-3":
+            assert counts.lengths[0] == counts.lengths[1]
+    assert by_id["copy-3"].acceptance["lookup"].candidate_tokens > by_id["copy-3"].acceptance["lookup"].baseline_tokens
+    counted = [row.acceptance["lookup"] for row in rows if row.judged]
+    lengths = sum(c.baseline_tokens for c in counted) / sum(c.baseline_passes for c in counted)
+    assert flat_metrics(written)["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
+    assert "quality/find/acceptance_lookup_candidate" in flat_metrics(written)
+    assert written.drafters == ["lookup"]
+    lines = [check for check in decide(written, rows, GATES).checks if check.gate == "max_acceptance_loss"]
+    assert [(line.where, line.status) for line in lines] == [
+        ("copy, drafts by lookup", "PASS"), ("find, drafts by lookup", "PASS"),
+    ]  # fmt: skip
+
+
+def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(speculation={"draft": "somewhere"})
+    asked: list[tuple[int, ...]] = []
+
+    class Counting:
+        def __init__(self, path: str) -> None:
+            assert path == "somewhere"
+
+        def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
+            asked.append(tuple(prompt))
+            return list(said)
+
+    monkeypatch.setattr(speculation, "Draft", Counting)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    quiet: Any = lambda *_: None  # noqa: E731
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, CharTokenizer(), before, config=settings, progress=quiet)
+    judged = [sample for sample in SAMPLES if sample.check != "none"]
+    assert len(asked) == len(judged)
+    asked.clear()
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, CharTokenizer(), before, after, config=settings)
+    assert asked == [tuple(CharTokenizer().text_ids("c03"))]
+    assert load_report(after).drafters == ["lookup", "draft"]
+
+
+# Judged.
+
+
+def drafted(rows: list[SampleRow], candidate_passes: Callable[[int], int], baseline_passes: int = 25) -> list[SampleRow]:
+    """Rows with answers of 100 tokens that were drafted by lookup."""
+    return [
+        row.model_copy(
+            update={
+                "acceptance": {
+                    "lookup": Acceptance(
+                        baseline_tokens=100,
+                        baseline_passes=baseline_passes,
+                        candidate_tokens=100,
+                        candidate_passes=candidate_passes(i),
+                    )
+                }
+            }
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def acceptance_lines(result: Verdict) -> list[Check]:
+    return [check for check in result.checks if check.gate == "max_acceptance_loss"]
+
+
+def test_an_engine_that_accepts_as_much_as_the_baseline_passes() -> None:
+    result = verdict(drafted(every_class(), lambda _: 25), drafters=["lookup"])
+    assert result.status == "PASS"
+    lines = acceptance_lines(result)
+    assert len(lines) == 4
+    assert all(line.value == 0 and line.bound is not None and line.bound <= line.threshold for line in lines if line.threshold)
+
+
+def test_noise_of_single_answers_in_both_directions_passes() -> None:
+    rng = random.Random(0)
+    noisy = [25 if rng.random() < 0.9 else rng.choice([15, 42]) for _ in range(600)]
+    assert verdict(drafted(every_class(), lambda i: noisy[i]), drafters=["lookup"]).status == "PASS"
+
+
+def test_a_cache_that_ruins_drafts_fails_although_its_answers_are_right() -> None:
+    result = verdict(drafted(every_class(), lambda _: 34), drafters=["lookup"])
+    assert result.status == "FAIL"
+    assert "loss of acceptance length 0.2647" in result.reasons[0]
+    assert "outside max_acceptance_loss (at most 0.1)" in result.reasons[0]
+    assert verdict(drafted(every_class(), lambda _: 34), gates(max_acceptance_loss=0.4), drafters=["lookup"]).status == "PASS"
+
+
+def test_a_few_ruined_answers_fail_by_what_they_cost_uncut() -> None:
+    ruined = verdict(drafted(every_class(), lambda i: 100 if i % 5 == 0 else 25), drafters=["lookup"])
+    assert ruined.status == "FAIL"
+
+
+def test_few_answers_leave_the_loss_open() -> None:
+    result = verdict(drafted(answered("copy", 8), lambda _: 25), drafters=["lookup"])
+    assert [line.status for line in acceptance_lines(result)] == ["INCONCLUSIVE"]
+
+
+def test_an_answer_that_was_not_drafted_fails() -> None:
+    rows = drafted(every_class(), lambda _: 25)
+    rows[0] = rows[0].model_copy(update={"acceptance": {}})
+    failed = [line for line in acceptance_lines(verdict(rows, drafters=["lookup"])) if line.status == "FAIL"]
+    assert [line.where for line in failed] == ["retrieval, drafts by lookup"]
+
+
+def test_drafters_that_met_no_answers_are_said_to_be_unmeasured() -> None:
+    unanswered = {"judged": False, "baseline_correct": None, "candidate_correct": None}
+    rows = [row.model_copy(update=unanswered) for row in answered("prose", 64)]
+    result = verdict(rows, drafters=["lookup", "draft"])
+    assert [line.status for line in acceptance_lines(result)] == ["WARNING", "WARNING"]
+    assert "was not measured: no sample has an answer" in result.warnings[0]
+
+
+def test_an_evaluation_without_speculation_is_judged_as_before() -> None:
+    rows = every_class()
+    assert acceptance_lines(verdict(rows)) == []
+    assert jointly_tested(rows, 0) == 5 * 4 + 2
+    assert jointly_tested(rows, 2) == 5 * 4 + 2 * 4 + 2
+    older = json.loads(report(rows).model_dump_json())
+    del older["drafters"]
+    assert type(report(rows)).model_validate(older).drafters == []
+
+
+def test_nothing_to_draft_with_is_refused() -> None:
+    with pytest.raises(ValidationError, match="lookup_tokens=0 without a draft measures nothing"):
+        SpeculationConfig(lookup_tokens=0)
+    assert SpeculationConfig(lookup_tokens=0, draft="x").drafters == ["draft"]

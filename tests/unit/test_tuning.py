@@ -1,0 +1,193 @@
+"""Policies whose formats differ by layer and side: how they are put together, chosen and declared to ModelOpt."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from pipeline.config.policies import load_policies, policy_yaml
+from pipeline.core.errors import UserError
+from pipeline.core.exports import layer_algorithms, read_layer_algorithms
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales
+from pipeline.planning.tuning import (
+    SIDES,
+    MeasuredPolicy,
+    beaten,
+    check_uniform,
+    choose,
+    is_on_front,
+    mixed_policy,
+    mixed_scales,
+)
+from stages.tune.search import Option, fewest_bytes
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
+FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 6), st.floats(1e-7, 1)), min_size=1, max_size=3).map(
+            lambda options: [Option(size, kl) for size, kl in options]
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.floats(1e-6, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_choice_within_the_budget_has_fewer_bytes_or_as_many_with_less_kl(units: list[list[Option]], budget: float) -> None:
+    def cost(choice: tuple[int, ...]) -> tuple[int, float]:
+        taken = [options[number] for options, number in zip(units, choice, strict=True)]
+        return sum(option.bytes for option in taken), sum(option.kl for option in taken)
+
+    every = [cost(choice) for choice in product(*(range(len(options)) for options in units))]
+    chosen = fewest_bytes(units, budget)
+    if chosen is None:
+        assert not [kl for _, kl in every if kl <= budget * (1 - 1e-6)]
+        return
+    size, kl = cost(chosen)
+    assert kl <= budget * (1 + 1e-6)
+    best = min((s, k) for s, k in every if k <= budget * (1 + 1e-6))
+    assert size == best[0]
+    assert kl <= best[1] + budget * 1e-5
+
+
+def test_an_option_whose_kl_is_not_finite_is_never_chosen() -> None:
+    broken = Option(1, float("nan"))
+    assert fewest_bytes([[broken, Option(4, 0.1)], [Option(1, float("inf")), Option(2, 0.1)]], 1.0) == (1, 1)
+    assert fewest_bytes([[broken]], 1.0) is None
+
+
+def test_a_mixed_policy_gives_every_place_its_format() -> None:
+    formats = {
+        (layer, side): [FP16_POLICY, FP8, INT4][(layer + side.is_key) % 3].sides(layer)[side]
+        for layer in range(3)
+        for side in SIDES
+    }
+    policy = mixed_policy("mixed", formats, 3)
+    assert {(layer, side): form for layer in range(3) for side, form in policy.sides(layer).items()} == formats
+
+
+def test_a_written_policy_reads_as_itself() -> None:
+    override = LayerOverride(layers=(1,), value=INT4.value)
+    policy = KVPolicy(name="tuned_7", key=FP8.key, value=INT8.value, overrides=(override,))
+    text = policy_yaml(policy, "Found")
+    assert KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.create(text))) == policy
+
+
+def test_each_place_has_the_scales_of_the_policy_that_its_format_is_from() -> None:
+    def scales(value: float) -> KVScales:
+        return KVScales(layers=tuple(dict.fromkeys(SIDES, SideScales(scale=(value + n,))) for n in range(3)))
+
+    e5m2 = load_policies("tune.policies", ["fp8_e5m2"])[0]
+    policy = KVPolicy(
+        name="mixed", key=FP8.key, value=INT8.value, overrides=(LayerOverride(layers=(2,), key=e5m2.key, value=FP8.value),)
+    )
+    mixed = mixed_scales(policy, SHAPE, [(FP8, scales(1.0)), (INT8, KVScales(layers=({}, {}, {}))), (e5m2, scales(10.0))])
+    mixed.check(policy, SHAPE, "scales")
+    assert [entry.get(Side.KEY) for entry in mixed.layers] == [SideScales(scale=(v,)) for v in (1.0, 2.0, 12.0)]
+    assert mixed.layers[2][Side.VALUE] == SideScales(scale=(3.0,))
+
+
+def test_a_policy_with_exceptions_is_no_uniform_one() -> None:
+    with pytest.raises(UserError, match=r"tune\.policies=int4_sinks"):
+        check_uniform(load_policies("tune.policies", ["int4_sinks"])[0])
+
+
+def test_an_unknown_policy_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(UserError, match=r"tune\.policies=int4_g33: no such policy in conf/kv, did you mean int4_g32"):
+        load_policies("tune.policies", ["int4_g33"])
+
+
+def measured(policy: KVPolicy, size: int, kl: float | None, searched: float | None = None) -> MeasuredPolicy:
+    return MeasuredPolicy(
+        policy=policy,
+        origin="uniform" if policy in (FP16_POLICY, FP8, INT8, INT4) else "tuned",
+        bytes_per_token=size,
+        kl_sum=None,
+        kl_check=kl if searched is None else searched,
+        kl_held_out=kl,
+        kl_held_out_upper=kl,
+    )
+
+
+def test_the_front_leaves_out_what_has_more_bytes_and_more_kl() -> None:
+    tuned = mixed_policy("tuned_5", {(0, side): INT8.key for side in SIDES}, 1)
+    exact, worse, better, broken = (
+        measured(FP16_POLICY, 16, 0.0),
+        measured(FP8, 8, 0.2),
+        measured(tuned, 6, 0.1),
+        measured(INT4, 4, None),
+    )
+    every = [exact, worse, better, broken]
+    assert [is_on_front(one, every) for one in every] == [True, False, True, False]
+    assert beaten(better, every) == ["fp8"]
+    assert beaten(broken, every) == []
+
+
+def test_the_choice_has_the_fewest_bytes_within_the_budget_where_it_was_measured() -> None:
+    lucky = measured(INT4, 4, 0.01, searched=0.2)
+    sound, exact = measured(INT8, 8, 0.05), measured(FP16_POLICY, 16, 0.0)
+    assert choose([lucky, sound, exact], 0.1, 16) is sound
+    assert choose([lucky, exact], 0.1, 16) is None
+
+
+def test_a_policy_of_fp8_layers_goes_to_modelopt_and_back(tmp_path: Path) -> None:
+    override = LayerOverride(layers=(0, 2), key=FP8.key, value=FP8.value)
+    policy = KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=(override,))
+    declared = layer_algorithms(policy, SHAPE)
+    assert declared is not None
+    assert declared["quantization"] == {
+        "kv_cache_quant_algo": "MIXED_PRECISION",
+        "kv_cache_quantized_layers": {
+            "model.layers.0.self_attn": {"quant_algo": "FP8"},
+            "model.layers.2.self_attn": {"quant_algo": "FP8"},
+        },
+        "kv_cache_schema_version": 1,
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared), encoding="utf-8")
+    assert read_layer_algorithms(tmp_path / "hf_quant_config.json", "tune.modelopt") == policy
+
+
+def test_what_modelopt_has_no_name_for_is_not_declared() -> None:
+    keys_alone = KVPolicy(name="keys", key=FP8.key, value=FP16_POLICY.value)
+    assert layer_algorithms(keys_alone, SHAPE) is None
+    assert layer_algorithms(INT8, SHAPE) is None
+    assert layer_algorithms(FP16_POLICY, SHAPE) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "has no kv_cache_quantized_layers"),
+        ({"quantization": {"kv_cache_quantized_layers": {}}}, "has no kv_cache_quantized_layers"),
+        (
+            {"quantization": {"kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}}},
+            "kv_cache_schema_version=None: only version 1 is known",
+        ),
+        (
+            {
+                "quantization": {
+                    "kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "NVFP4"}},
+                    "kv_cache_schema_version": 1,
+                }
+            },
+            "quant_algo=NVFP4: kvgate has a format for FP8 alone",
+        ),
+        (
+            {"quantization": {"kv_cache_quantized_layers": {"attention": {"quant_algo": "FP8"}}, "kv_cache_schema_version": 1}},
+            "names no layer",
+        ),
+    ],
+)
+def test_a_configuration_that_says_something_else_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=f"tune.modelopt={path}: .*{message}"):
+        read_layer_algorithms(path, "tune.modelopt")
