@@ -38,6 +38,8 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
     if policy.window is not None:
         return f"other formats for the last {policy.window.tokens} tokens cannot be declared"
+    if policy.eviction is not None:
+        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction cannot be declared"
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} {description}" for name, description in formats.items())
         return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"

@@ -62,6 +62,11 @@ class KVShape:
     head_dim: int
 
 
+def first_recent_page(length: int, tokens: int) -> int:
+    """Return the first page of a cache of `length` tokens that holds any of the last `tokens`."""
+    return max(0, length - tokens) // PAGE_TOKENS
+
+
 class Window(StrictModel):
     """A finer format for the latest tokens. A page is in the window while any of its tokens is among the last `tokens`.
 
@@ -81,7 +86,28 @@ class Window(StrictModel):
 
     def first_page(self, length: int) -> int:
         """Return the first page that is in the window of a cache of `length` tokens."""
-        return max(0, length - self.tokens) // PAGE_TOKENS
+        return first_recent_page(length, self.tokens)
+
+
+class Eviction(StrictModel):
+    """Only the pages of the first `sink_tokens` and of the last `window_tokens` are kept, in all layers alike.
+
+    Without sinks this is a sliding window, with them it is StreamingLLM's cache (arXiv 2309.17453), in whole pages: a page is
+    kept while any of its tokens is among the last. Tokens keep the positions at which they were rotated, where StreamingLLM
+    numbers them anew by their place in the cache. Pages leave when tokens are appended, so that the tokens of a prefill chunk
+    attend to all before them in the chunk, however long it is.
+    """
+
+    window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
+
+    @property
+    def sink_pages(self) -> int:
+        return self.sink_tokens // PAGE_TOKENS
+
+    def pages(self, length: int) -> range:
+        """Return the pages that a cache of `length` tokens has lost; the next ones hold its latest tokens."""
+        return range(self.sink_pages, max(self.sink_pages, first_recent_page(length, self.window_tokens)))
 
 
 class LayerOverride(StrictModel):
@@ -106,7 +132,7 @@ class KVPolicy(StrictModel):
     """The formats of a cache: one for keys, one for values, and exceptions from them.
 
     The exceptions are the first and the latest tokens, which are also kept exact (float16), a window of the latest tokens
-    with finer formats, and single layers.
+    with finer formats, and single layers. With `eviction` the cache does not keep every token.
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
@@ -115,6 +141,7 @@ class KVPolicy(StrictModel):
     sink_tokens: int = Field(default=0, ge=0, le=1024)
     recent_tokens: int = Field(default=0, ge=0, le=4096)
     window: Window | None = None
+    eviction: Eviction | None = None
     overrides: Annotated[tuple[LayerOverride, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
@@ -124,6 +151,23 @@ class KVPolicy(StrictModel):
             twice = sorted({layer for layer in layers if layers.count(layer) > 1})
             if twice:
                 raise ValueError(f"overrides give layer {twice[0]} two {side} formats; name each layer once")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_it_reads(self) -> Self:
+        if self.eviction is None:
+            return self
+        sinks, latest = self.eviction.sink_tokens, self.eviction.window_tokens
+        if self.sink_tokens > sinks:
+            raise ValueError(
+                f"eviction.sink_tokens={sinks} keeps fewer than the sink_tokens={self.sink_tokens} that stay exact: set at "
+                f"least {-(-self.sink_tokens // PAGE_TOKENS) * PAGE_TOKENS}"
+            )
+        if self.recent_tokens and PAGE_TOKENS % self.recent_tokens:
+            # An exact token's slot in its buffer follows from its place among the tokens that are kept.
+            raise ValueError(f"recent_tokens={self.recent_tokens} must divide a page of {PAGE_TOKENS} tokens with eviction")
+        if self.window is not None and self.window.tokens > latest:
+            raise ValueError(f"window.tokens={self.window.tokens} must be at most eviction.window_tokens={latest}")
         return self
 
     def sides(self, layer: int) -> dict[Side, Format]:
@@ -167,6 +211,10 @@ class KVPolicy(StrictModel):
         """Tokens per sequence that are also kept as float16 (the pool holds every token, these included)."""
         return self.sink_tokens + self.recent_tokens
 
+    def evicted_pages(self, length: int) -> range:
+        """Return the pages that a cache of `length` tokens has lost, none without eviction."""
+        return range(0) if self.eviction is None else self.eviction.pages(length)
+
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
         for key, form in self.formats:
@@ -181,7 +229,7 @@ class KVPolicy(StrictModel):
                 )
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        """Return the bytes that one more token adds to the pools of all layers for good, per-token scales included.
+        """Return the bytes that a token takes in the pools of all layers while it is kept, per-token scales included.
 
         The copies of sinks, recent tokens and the window are bounded per sequence: see `exact_bytes` and
         `window_page_bytes`.
@@ -216,8 +264,11 @@ class KVPolicy(StrictModel):
         return sequences * self.exact_tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * EXACT_BYTES
 
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
-        """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers."""
-        pages = -(-tokens // PAGE_TOKENS)
+        """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers.
+
+        With eviction they are bounded: those of its sinks, its latest tokens and one page more.
+        """
+        pages = -(-tokens // PAGE_TOKENS) - len(self.evicted_pages(tokens))
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
 
@@ -266,6 +317,8 @@ FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype
 
 def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
     """Return the most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
+
+    Evicted tokens count: the sequence that they belong to is served.
 
     >>> live_tokens(FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=64), budget_bytes=1 << 20, sequence_tokens=100)
     1600

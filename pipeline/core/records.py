@@ -167,6 +167,8 @@ class StoredCopy:
     static_scale: npt.NDArray[np.float32] | None
     """(1 | H, 1, 1 | D), as attention reads it; None for dynamic and exact formats."""
     static_zero: npt.NDArray[np.float32] | None
+    evicted: tuple[int, int] = (0, 0)
+    """First and one past the last position of tokens that were evicted: theirs are zeros."""
 
 
 @runtime_checkable

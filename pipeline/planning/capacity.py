@@ -196,8 +196,9 @@ def _without(policy: KVPolicy, model: ModelShape, rank: KVShape, use: CapacityCo
         )
     if use.shared_prefix_tokens:
         found["shared prefix"] = _cost(policy, model, rank, use.model_copy(update={"shared_prefix_tokens": 0}))
-    if use.eviction is not None:
-        found["eviction"] = _cost(policy, model, rank, use.model_copy(update={"eviction": None}))
+    if use.eviction is not None or policy.eviction is not None:
+        keeping = policy.model_copy(update={"eviction": None})
+        found["eviction"] = _cost(keeping, model, rank, use.model_copy(update={"eviction": None}))
     if use.offload_share:
         found["offload"] = _cost(policy, model, rank, use.model_copy(update={"offload_share": 0.0}))
     return found

@@ -2,7 +2,8 @@
 
 The pages are those of the engines (`stages.engines.paged`): a sequence holds whole pages, those in the policy's window twice,
 and a buffer of exact tokens. The whole pages of a prefix that all sequences share are stored once, as `fork` shares them.
-On top of that a capacity may have layers that slide, an eviction, and pages in host memory, which no engine here has.
+A policy may evict. On top of that a capacity may have layers that slide, an eviction of its own, and pages in host memory,
+which no engine here has.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,13 +93,15 @@ class SequenceCost:
             shape: The model's, with the KV heads of one GPU.
             windows: By layer, the latest tokens that it attends to; None for all.
             shared_prefix: First tokens that all sequences have in common.
-            eviction: What the layers with full attention keep; None for everything.
+            eviction: What the layers with full attention keep of a policy without an eviction; None for everything.
             offload_share: Share of a sequence's own pages that lies in host memory, rounded down to whole pages.
         """
         self.policy = policy
         self.shared_pages = shared_prefix // PAGE_TOKENS
         self.offload = Fraction(str(offload_share))
         self.exact_bytes = policy.exact_bytes(shape, 1)
+        if policy.eviction is not None:
+            eviction = Eviction(first=policy.eviction.sink_tokens, latest=policy.eviction.window_tokens)
         by_kept: dict[tuple[int, int | None], list[int]] = {}
         for layer, window in enumerate(windows):
             kept = (0, window) if window is not None else (0, None) if eviction is None else (eviction.first, eviction.latest)

@@ -53,10 +53,10 @@ class TuneConfig(StrictModel):
 
 def check_uniform(policy: KVPolicy) -> None:
     """Raise UserError for a policy that is more than one format for keys and one for values."""
-    if policy.exact_tokens or policy.window is not None or policy.overrides:
+    if policy.exact_tokens or policy.window is not None or policy.eviction is not None or policy.overrides:
         raise UserError(
-            f"tune.policies={policy.name}: keeps some tokens or layers in other formats; name policies that have one format "
-            "for keys and one for values"
+            f"tune.policies={policy.name}: keeps some tokens or layers in other formats, or not at all; name policies that "
+            "have one format for keys and one for values"
         )
 
 

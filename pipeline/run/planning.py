@@ -74,10 +74,13 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         GateRefusal: when no policy qualifies.
     """
     _refuse_sweep(config, sweeping)
-    for key, value in (("eviction", config.capacity.eviction), ("offload_share", config.capacity.offload_share)):
+    for key, value, fix in (
+        ("eviction", config.capacity.eviction, ", and judge a policy with kv.eviction"),
+        ("offload_share", config.capacity.offload_share, ""),
+    ):
         if value:
             raise UserError(
-                f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend"
+                f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend{fix}"
             )
     with ExitStack() as stack:
         evidence = list(_find_evidence(config, stack))

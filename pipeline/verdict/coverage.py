@@ -43,6 +43,8 @@ class Exercised(Record):
     """Rows whose cache held tokens besides those that the policy keeps exact."""
     beyond_window_rows: int
     """Rows whose cache held tokens that had left the policy's window; 0 without a window."""
+    evicted_rows: int = 0
+    """Rows whose cache had lost tokens; 0 without eviction."""
 
     @property
     def largest_batch(self) -> int:
@@ -57,7 +59,7 @@ class Exercised(Record):
         missing = [set(part.missing_page_offsets) for part in parts]
         sums = (
             "samples", "rows", "one_pass_rows", "page_borders", "shared_prefixes", "forks", "chunk_borders", "quantized_rows",
-            "beyond_window_rows",
+            "beyond_window_rows", "evicted_rows",
         )  # fmt: skip
         return Exercised(
             longest_context=max((part.longest_context for part in parts), default=0),

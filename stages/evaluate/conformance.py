@@ -87,7 +87,7 @@ class Comparison:
                 request.logits.append(step.logits_BV[row].copy())
                 request.places.append(None if step.rows is None else (step.rows[row], step.size))
                 last = position + 1 == len(self.encoded[i].reference)
-                looked = last or self._leaves_window(i, position)
+                looked = last or self._frees_a_page(i, position)
                 if looked and step.sequences is not None and isinstance(self.engine, ReadableEngine):
                     _merge(request.layers, self.engine.stored(step.sequences[row]))
                 elif last and step.request is not None and isinstance(self.engine, ReadableRequests):
@@ -121,10 +121,11 @@ class Comparison:
             **worst,
         )
 
-    def _leaves_window(self, i: int, position: int) -> bool:
-        """Whether a page of the window may be freed with the next token: it is read before."""
-        length = len(self.encoded[i].prompt) + position
-        return self.engine.policy.window is not None and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
+    def _frees_a_page(self, i: int, position: int) -> bool:
+        """Whether a page may leave the window or be evicted with the next token: it is read before."""
+        length, policy = len(self.encoded[i].prompt) + position, self.engine.policy
+        frees = policy.window is not None or policy.eviction is not None
+        return frees and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
 
     def _compare(self, i: int, request: Request) -> None:
         item = self.encoded[i]
@@ -205,7 +206,7 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
 
 
 def _merge(layers: list[dict[Side, StoredCopy]], shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
-    """Add what an engine shows to what it showed before: pages of the window that it has freed since stay."""
+    """Add what an engine shows to what it showed before: pages that it has freed since stay."""
     if not layers:
         layers += [dict(layer) for layer in shown]
         return
@@ -215,19 +216,22 @@ def _merge(layers: list[dict[Side, StoredCopy]], shown: Sequence[Mapping[Side, S
 
 
 def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
-    """Return a copy with the tokens of an earlier look before its own."""
-    count = copy.first - before.first
+    """Return a copy with the tokens of an earlier look in place of those that it has lost since."""
+    # Of a window the first tokens go, of an evicting cache those after its sinks, which it shows as zeros.
+    start, stop = copy.evicted
+    count = stop if stop > start else copy.first - before.first
     if count <= 0 or count > before.codes.shape[1]:
         return copy
+    skipped = count if stop > start else 0
 
     def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-        return None if old is None or new is None else np.concatenate([old[:, :count], new], axis=1)
+        return None if old is None or new is None else np.concatenate([old[:, :count], new[:, skipped:]], axis=1)
 
     codes = joined(before.codes, copy.codes)
     assert codes is not None
     return StoredCopy(
         before.first, codes, joined(before.scale, copy.scale), joined(before.zero, copy.zero),
-        copy.static_scale, copy.static_zero,
+        copy.static_scale, copy.static_zero, before.evicted,
     )  # fmt: skip
 
 
@@ -247,6 +251,9 @@ def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shap
                 return f"{where} have {'no' if form.static else 'a'} static scale"
             if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                 return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
+            (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens)
+            if stop > start and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
+                return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
     return ""
 
 

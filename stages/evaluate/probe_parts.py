@@ -299,6 +299,9 @@ def _ragged(policy: KVPolicy, size: int, most: int) -> list[int]:
     borders = {policy.sink_tokens, policy.recent_tokens, policy.exact_tokens, PAGE_TOKENS, 2 * PAGE_TOKENS}
     if policy.window is not None:
         borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
+    if policy.eviction is not None:
+        kept = policy.eviction.sink_tokens + policy.eviction.window_tokens
+        borders |= {kept, kept + PAGE_TOKENS, kept + 2 * PAGE_TOKENS}
     lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
     rest = size - len(lengths)
     pairs = np.linspace(1, min(most, PAGE_TOKENS), (rest + 1) // 2).astype(int).repeat(2).tolist()

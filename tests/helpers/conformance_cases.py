@@ -9,7 +9,7 @@ import torch
 import yaml
 from onnx_fixtures import make_bundle, make_decoder, static_scales
 
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import EngineConformance
 from stages.checkpoints import load_causal_lm
@@ -27,6 +27,14 @@ POLICIES = {
     for path in sorted(CONF.glob("*.yaml"))
     if path.stem != "int4_g128"  # groups of 128 channels in heads of 64
 }
+POLICIES |= {
+    f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})
+    for name, eviction in (
+        ("int8", Eviction(window_tokens=64)),
+        ("int4_sinks", Eviction(window_tokens=128, sink_tokens=64)),
+    )
+}
+"""Every shipped policy that heads of 64 channels allow, and evictions that are shorter than the samples."""
 BATCH = 3
 
 
@@ -93,6 +101,11 @@ def codes_towards_zero(new: dict[str, Any]) -> None:
 
 def groups_swapped(new: dict[str, Any]) -> None:
     new["value_scale_pool.1"][:, 1] = new["value_scale_pool.1"][:, 1][..., ::-1].copy()
+
+
+def second_page_negated(new: dict[str, Any]) -> None:
+    """The values of the second page of a prompt are stored with the wrong sign in one layer."""
+    new["value_pool.1"][:, :, 64:128] *= -1
 
 
 def sinks_zeroed(engine: OnnxEngine) -> OnnxEngine:

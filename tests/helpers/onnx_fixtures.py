@@ -12,7 +12,7 @@ from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.core.formats import Format, Granularity, ScaleSource
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import ComputeDType, export_decoder
@@ -75,6 +75,10 @@ COMBINED = [
     KVPolicy(name="overridden_window", key=INT4, value=INT4, window=Window(tokens=64, key=BF16, value=FP8),
              overrides=(LayerOverride(layers=(0,), key=fmt("fp8_e5m2", "per_head")),
                         LayerOverride(layers=(1,), key=FP16, value=fmt("int8", "per_token", symmetric=False)))),
+    KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=64)),
+    KVPolicy(name="streaming", key=FP8, value=int4_groups(64), eviction=Eviction(window_tokens=128, sink_tokens=64)),
+    KVPolicy(name="evicted_ages", key=INT4_G32_ASYM_HADAMARD, value=INT4, sink_tokens=4, recent_tokens=32,
+             window=Window(tokens=64, value=FP8), eviction=Eviction(window_tokens=64, sink_tokens=64)),
 ]  # fmt: skip
 
 POLICIES = [*SHIPPED, *COMBINED]

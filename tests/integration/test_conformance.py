@@ -12,6 +12,7 @@ from conformance_cases import (
     groups_swapped,
     key_scale_twice,
     last_of_a_page_unwritten,
+    second_page_negated,
     sinks_zeroed,
     stale_page_now_and_then,
     stores,
@@ -19,7 +20,7 @@ from conformance_cases import (
 )
 from evaluations import evaluate, quiet
 
-from pipeline.core.kv import FP16_POLICY
+from pipeline.core.kv import FP16_POLICY, Eviction
 from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance, conformance
 from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate import Twin, load_samples, measure_baseline, open_tokenizer
@@ -105,6 +106,44 @@ def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity,
     assert where.layer < 3
     assert where.batch_row is not None
     assert where.batch_size is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [
+        ("int8_evicting", None),
+        ("int8_evicting", Eviction(window_tokens=128)),
+        ("int8_evicting", Eviction(window_tokens=64, sink_tokens=64)),
+        ("int4_sinks_evicting", Eviction(window_tokens=64, sink_tokens=64)),
+    ],
+    ids=["nothing is evicted", "a page too late", "sinks that there are none of", "a page too early"],
+)
+def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
+    name: str, keeps: Eviction | None, bench: Conformity, baseline: EngineConformance
+) -> None:
+    engine = bench.engine(POLICIES[name])
+    engine.pool.policy = engine.policy.model_copy(update={"eviction": keeps})
+    result = bench.compared(POLICIES[name], engine)
+    assert gate(baseline, result)["candidate"] == "FAIL"
+    if keeps is None:
+        assert result.explanation is not None
+        assert result.explanation.what == "nothing is evicted"
+
+
+def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
+    bench: Conformity, baseline: EngineConformance
+) -> None:
+    """The prose prompt keeps its second page for a few decoded tokens; the longer prompts lose theirs before any."""
+    policy = POLICIES["int8_evicting"]
+    result = bench.compared(policy, stores(bench.engine(policy), second_page_negated))
+    assert gate(baseline, result)["candidate"] == "FAIL"
+    where = found(result.deviation)
+    assert (where.act, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
+    assert [times > 1 for times in result.ranked(ALLOWED)].count(True) == 1
+    (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
+    before, after = (policy.evicted_pages(length) for length in (len(item.prompt), len(item.prompt) + len(item.reference) - 1))
+    assert 1 not in before
+    assert 1 in after
 
 
 def test_what_both_engines_lack_fails_the_baseline(bench: Conformity) -> None:

@@ -25,8 +25,8 @@ from stages.engines.paged.pool import PagedPool
 torch.set_num_threads(1)
 examples = settings(max_examples=6, derandomize=True, deadline=None, database=None)
 
-NAMES = ("fp8", "int4_g32_asym_hadamard", "window_of_keys_and_values", "ages")
-"""Static and dynamic scales, zeros, both sides of a window, sinks and recent tokens."""
+NAMES = ("fp8", "int4_g32_asym_hadamard", "window_of_keys_and_values", "ages", "evicted_ages")
+"""Static and dynamic scales, zeros, both sides of a window, sinks and recent tokens, pages that are evicted."""
 
 VOCABULARY = 256
 STEPS = 3

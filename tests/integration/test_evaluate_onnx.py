@@ -8,7 +8,7 @@ import pytest
 import yaml
 from evaluations import evaluate
 
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.distances import canary
 from pipeline.verdict.report import EvaluationReport, load_rows
@@ -89,6 +89,12 @@ def reports(bench: Bench) -> dict[str, EvaluationReport]:
     return evaluated | {"fp16": bench.evaluate(bench.fp16)[0]}
 
 
+def evicting(name: str, window_tokens: int) -> KVPolicy:
+    eviction = Eviction(window_tokens=window_tokens, sink_tokens=64)
+    policy = KVPolicy.model_validate(conf("kv", name))
+    return policy.model_copy(update={"name": f"{name}_{window_tokens}", "eviction": eviction})
+
+
 def test_the_baseline_answers_and_has_no_distance_to_itself(reports: dict[str, EvaluationReport]) -> None:
     retrieval = reports["fp16"].slice("retrieval")
     assert retrieval is not None
@@ -144,3 +150,21 @@ def test_rows_keep_what_was_generated(bench: Bench, reports: dict[str, Evaluatio
     assert right
     assert all(row.candidate_generation and json.loads(row.candidate_generation) for row in right)
     assert all(row.context_tokens > 100 and row.depth is not None for row in right)
+
+
+def test_an_eviction_that_loses_nothing_is_its_format_and_one_that_loses_the_records_loses_their_answers(
+    bench: Bench, reports: dict[str, EvaluationReport]
+) -> None:
+    roomy, tight = (bench.evaluate(bench.bundle(policy))[0] for policy in (evicting("int8", 2048), evicting("fp16", 64)))
+    assert roomy.overall.fidelity == reports["int8"].overall.fidelity
+    assert roomy.coverage is not None
+    assert tight.coverage is not None
+    assert roomy.coverage.overall.evicted_rows == 0
+    assert roomy.system.max_live_tokens == reports["int8"].system.max_live_tokens
+    retrieval = tight.slice("retrieval")
+    assert retrieval is not None
+    assert retrieval.accuracy is not None
+    assert retrieval.accuracy.lost > retrieval.accuracy.baseline * SAMPLES["retrieval"] / 2
+    assert tight.coverage.overall.evicted_rows > 100
+    assert tight.system.kib_per_token_allocated == tight.system.kib_per_token
+    assert tight.system.max_live_tokens > 2 * reports["fp16"].system.max_live_tokens

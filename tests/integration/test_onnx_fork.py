@@ -11,6 +11,7 @@ from pipeline.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine
 
 STEPS = 4
+PAGED = ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values", "streaming", "evicted_ages"]
 torch.set_num_threads(1)
 
 
@@ -30,7 +31,7 @@ def decode(engine: OnnxEngine, handle: int, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 64, 130, 192])
-@pytest.mark.parametrize("name", ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values"])
+@pytest.mark.parametrize("name", PAGED)
 def test_a_fork_and_its_origin_decode_like_sequences_prefilled_alone(
     name: str, length: int, decoder: Path, tmp_path: Path, text: list[int]
 ) -> None:
@@ -83,7 +84,7 @@ def test_a_window_holds_no_more_pages_than_the_policy_says(decoder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [1, 64, 100])
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values"])
+@pytest.mark.parametrize("name", [*PAGED, "int8"])
 def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
     name: str, cut: int, decoder: Path, tmp_path: Path, text: list[int]
 ) -> None:

@@ -164,11 +164,23 @@ def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine],
     static = [(form.static_scales(shape.kv_heads, shape.head_dim), 1 if form.symmetric else 2)
               for layer in range(shape.layers) for form in policy.sides(layer).values()]  # fmt: skip
     assert report.static_scale_bytes == 4 * sum(count * parameters for count, parameters in static)
-    assert report.live_tokens == sum(len(text) for text in texts)
+    assert report.live_tokens == sum(len(text) - 64 * len(policy.evicted_pages(len(text))) for text in texts)
 
 
 @pytest.mark.parametrize(
-    "name", ["int4", "fp8k_int4v", "int4_sinks", "sinks_over_a_page", "ages", "window_of_keys_and_values", "overridden_window"]
+    "name",
+    [
+        "int4",
+        "fp8k_int4v",
+        "int4_sinks",
+        "sinks_over_a_page",
+        "ages",
+        "window_of_keys_and_values",
+        "overridden_window",
+        "sliding",
+        "streaming",
+        "evicted_ages",
+    ],
 )
 def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_ones(
     name: str, model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]

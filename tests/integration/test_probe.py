@@ -62,6 +62,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("int4_sinks", "graph"),
         ("ages", "native"),
         ("window_of_keys_and_values", "graph"),
+        ("sliding", "graph"),
+        ("streaming", "native"),
+        ("evicted_ages", "native"),
     ],
 )
 def test_a_sound_onnx_engine_passes(
@@ -78,7 +81,7 @@ def test_a_sound_onnx_engine_passes(
     assert engine.pool.in_use == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4_g32", "ages"])
+@pytest.mark.parametrize("name", ["fp16", "int4_g32", "ages", "evicted_ages"])
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(name: str, model: Any, tmp_path_factory: Any) -> None:
     described = json.loads((shared_decoder(tmp_path_factory, "float32") / "model.json").read_text())
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])

@@ -9,10 +9,11 @@ import pytest
 from pipeline.config.compose import plan
 from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.planning.capacity import measure, memory_budget
 from pipeline.planning.labels import labelled, overrides_of
 from pipeline.planning.records import Capacity, PolicyCapacity
+from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
 
@@ -160,6 +161,15 @@ def test_eviction_and_sliding_layers_keep_no_more_pages_than_their_tokens_touch(
     sliding = of(capacity(tmp_path, MISTRAL_7B, *long), "fp16")
     assert (sliding.requests, sliding.requests_without["sliding layers"]) == (2, 1)
     assert sliding.outweighs_weights_from == 1, "there are none in this budget"
+
+
+@pytest.mark.parametrize("name", ["fp16_window", "fp8_streaming", "int4_streaming"])
+def test_a_policys_own_eviction_counts_as_its_engine_counts_it(name: str) -> None:
+    policy = next(policy for policy in shipped_policies() if policy.name == name)
+    shape = KVShape(layers=3, kv_heads=2, head_dim=64)
+    cost = SequenceCost(policy, shape, [None] * 3)
+    for tokens in (1, 64, 4096, 4159, 4160, 4161, 4223, 4224, 4225, 100_000):
+        assert cost.alone(tokens) == policy.sequence_bytes(shape, tokens)
 
 
 def test_offload_says_what_stays_and_what_moves_in_every_step(tmp_path: Path) -> None:

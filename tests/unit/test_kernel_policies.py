@@ -66,6 +66,7 @@ PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
         ),
         ({"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int4"].key),)}, "kv.overrides.0.key.dtype=int4"),
         ({"window": SHIPPED["fp8k_int4v_aged"].window}, "kv.window.tokens=8192"),
+        ({"eviction": SHIPPED["fp8_streaming"].eviction}, "kv.eviction.window_tokens=4096"),
     ],
 )
 def test_what_is_refused_is_named(change: dict[str, Any], key: str) -> None:
@@ -153,6 +154,13 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
         checked("backend.device=cuda", "kv=fp8")
     checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built where there is no GPU
     checked("backend.device=auto", "kv=int4_g64")
+
+
+@pytest.mark.parametrize("backend", ["tensorrt_rtx", "tensorrt", "vllm", "trtllm"])
+def test_backends_that_keep_every_token_refuse_an_eviction_with_its_key(backend: str) -> None:
+    with pytest.raises(UserError, match=r"eviction\.window_tokens=4096: .*backend=onnxruntime") as caught:
+        checked(f"backend={backend}", "kv=fp8_streaming")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("a_gpu")

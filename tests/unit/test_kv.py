@@ -9,7 +9,18 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import CODES, Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window, live_tokens
+from pipeline.core.kv import (
+    FP16_POLICY,
+    Eviction,
+    KVPolicy,
+    KVScales,
+    KVShape,
+    LayerOverride,
+    Side,
+    SideScales,
+    Window,
+    live_tokens,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -97,6 +108,50 @@ def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequenc
     for tokens, pages in ((64, 1), (8_192, 128), (131_072, 128)):
         extra = aged.sequence_bytes(LLAMA_8B, tokens) - plain.sequence_bytes(LLAMA_8B, tokens)
         assert extra == pages * values_of_a_page + aged.exact_bytes(LLAMA_8B, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost"),
+    [(1, []), (192, []), (193, []), (255, []), (256, [1]), (257, [1]), (319, [1]), (320, [1, 2]), (1000, list(range(1, 13)))],
+)
+def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(tokens: int, lost: list[int]) -> None:
+    evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
+    assert list(evicting.evicted_pages(tokens)) == lost
+    assert list(policy("fp8").evicted_pages(tokens)) == []
+    kept = [page for page in range(-(-tokens // 64)) if page not in lost]
+    assert kept == [page for page in range(-(-tokens // 64)) if page == 0 or 64 * page + 63 >= tokens - 128]
+
+
+def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:
+    plain, streaming = policy("fp8"), policy("fp8_streaming")
+    assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
+    assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
+    most = (64 + 4096 + 64) * 64 * KIB
+    assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [most - 4096 * KIB, most, most]
+    served = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
+    assert served == 45 * GIB // (most - 4096 * KIB) * 131_072
+    assert served > 30 * live_tokens(plain, LLAMA_8B, 45 * GIB, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 64"),
+        ({"recent_tokens": 48, "eviction": {"window_tokens": 64}}, r"recent_tokens=48 must divide a page of 64 tokens"),
+        (
+            {"window": {"tokens": 128, "key": dict(FP16_POLICY.key)}, "eviction": {"window_tokens": 64}},
+            r"window\.tokens=128 must be at most eviction\.window_tokens=64",
+        ),
+        ({"eviction": {"window_tokens": 100}}, "multiple of 64"),
+        ({"eviction": {"window_tokens": 0}}, "greater than or equal to 64"),
+        ({"eviction": {"window_tokens": 64, "sink_tokens": 4}}, "multiple of 64"),
+    ],
+)
+def test_an_eviction_that_loses_what_the_policy_reads_or_is_no_whole_pages_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
 
 
 def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:

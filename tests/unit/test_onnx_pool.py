@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, Window
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, Window
 from stages.engines.paged.pool import PagedPool
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
@@ -12,6 +12,8 @@ FP16 = FP16_POLICY.key
 EXACT = KVPolicy(name="exact", key=FP16, value=FP16, sink_tokens=2, recent_tokens=3)
 LAST_64 = Window(tokens=64, value=FP16)
 WINDOW = KVPolicy(name="window", key=FP16, value=FP16, window=LAST_64)
+STREAMING = KVPolicy(name="streaming", key=FP16, value=FP16, eviction=Eviction(window_tokens=128, sink_tokens=64))
+SLIDING = KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=128))
 
 
 def tokens(first: int, count: int, batch: int = 1) -> np.ndarray:
@@ -166,4 +168,89 @@ def test_a_fork_copies_what_either_will_write_to_and_shares_the_rest(policy: KVP
     pool.release(origin)
     assert stored(pool, fork)[:64] == list(range(64))
     pool.release(fork)
+    assert pool.in_use == (0, 0)
+
+
+def kept_positions(policy: KVPolicy, length: int) -> list[int]:
+    """The rule, token by token."""
+    assert policy.eviction is not None
+    first = max(0, length - policy.eviction.window_tokens) // 64 * 64
+    return [position for position in range(length) if position < policy.eviction.sink_tokens or position >= first]
+
+
+@pytest.mark.parametrize("chunks", [[1] * 500, [500], [63, 1, 65, 128, 43, 200], [10, 480, 10], [130, 64, 64, 300]])
+@pytest.mark.parametrize("policy", [STREAMING, SLIDING], ids=lambda policy: policy.name)
+def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_tokens(policy: KVPolicy, chunks: list[int]) -> None:
+    pool = PagedPool(policy, SHAPE, 16)
+    handle = pool.start()
+    for count in chunks:
+        fill(pool, handle, count)
+        kept = kept_positions(policy, pool.length(handle))
+        tables = pool.tables([handle])
+        assert tables["lengths"].tolist() == [len(kept)]
+        assert stored(pool, handle)[: len(kept)] == kept
+        assert pool.in_use == (-(-len(kept) // 64), 0)
+        assert pool.memory(0).live_tokens == len(kept)
+        first, codes = pool.stored(handle)["value_pool.1"]
+        shown = codes.view(np.float16)[2, :, 3]
+        assert (first, len(shown)) == (0, pool.length(handle))
+        assert shown[kept].tolist() == kept
+        assert not shown[sorted(set(range(len(shown))) - set(kept))].any()
+    pool.release(handle)
+    assert pool.in_use == (0, 0)
+
+
+def test_an_evicting_sequence_takes_no_more_pages_however_long_it_gets_and_tokens_that_leave_at_once_take_none() -> None:
+    pool = PagedPool(STREAMING, SHAPE, 16)
+    handle = pool.start()
+    fill(pool, handle, 5000)
+    for _ in range(200):
+        fill(pool, handle, 1)
+    assert pool.memory(0).pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
+
+
+@pytest.mark.parametrize("length", [128, 130, 320, 330])
+def test_a_page_that_two_sequences_share_stays_until_both_have_evicted_it(length: int) -> None:
+    pool = PagedPool(STREAMING, SHAPE, 32)
+    origin = pool.start()
+    fill(pool, origin, length)
+    fork = pool.fork(origin)
+    before = kept_positions(STREAMING, length)
+    for _ in range(200):
+        fill(pool, fork, 1)
+        assert stored(pool, origin)[: len(before)] == before
+    after = kept_positions(STREAMING, length + 200)
+    assert stored(pool, fork)[: len(after)] == after
+    pool.release(origin)
+    assert pool.in_use == (-(-len(after) // 64), 0)
+    assert stored(pool, fork)[: len(after)] == after
+
+
+def test_sequences_of_a_batch_evict_each_for_itself() -> None:
+    pool, other = PagedPool(STREAMING, SHAPE, 32), PagedPool(STREAMING, SHAPE, 32)
+    lengths = (3, 190, 700)
+    for each in (pool, other):
+        for length in lengths:
+            fill(each, each.start(), length)
+    for step in range(70):
+        pool.reserve([0, 1, 2], 1)
+        pool.append([0, 1, 2], dict.fromkeys(pool.arrays, np.concatenate([tokens(length + step, 1) for length in lengths])))
+        for handle in range(3):
+            fill(other, handle, 1)
+    for handle, length in enumerate(lengths):
+        kept = kept_positions(STREAMING, length + 70)
+        assert stored(pool, handle)[: len(kept)] == stored(other, handle)[: len(kept)] == kept
+
+
+def test_pages_that_were_reserved_for_a_step_that_failed_serve_the_next_one() -> None:
+    pool = PagedPool(STREAMING, SHAPE, 16)
+    handle = pool.start()
+    fill(pool, handle, 260)
+    for tokens_of_a_failed_step in (1000, 1):
+        pool.reserve([handle], tokens_of_a_failed_step)
+    for count in (1, 70, 1, 300):
+        fill(pool, handle, count)
+        kept = kept_positions(STREAMING, pool.length(handle))
+        assert stored(pool, handle)[: len(kept)] == kept
+    pool.release(handle)
     assert pool.in_use == (0, 0)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, Window
+from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, Window
 from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
 
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
-SINK, BASE, WINDOW, RECENT, OWN, UNSEEN = range(6)
+SINK, BASE, WINDOW, RECENT, OWN, EVICTED, UNSEEN = range(7)
 
 POLICIES = [
     KVPolicy(name="plain", key=INT4, value=INT4),
@@ -18,7 +18,11 @@ POLICIES = [
     KVPolicy(name="window", key=INT4, value=INT4, window=Window(tokens=64, key=FP16)),
     KVPolicy(name="everything", key=INT4, value=INT4, sink_tokens=3, recent_tokens=40, window=Window(tokens=64, value=FP16)),
     KVPolicy(name="nothing_left", key=INT4, value=INT4, sink_tokens=300, recent_tokens=300, window=Window(tokens=64, key=FP16)),
-]
+    KVPolicy(name="sliding", key=INT4, value=INT4, eviction=Eviction(window_tokens=64)),
+    KVPolicy(name="streaming", key=INT4, value=INT4, eviction=Eviction(window_tokens=128, sink_tokens=64)),
+    KVPolicy(name="all_at_once", key=INT4, value=INT4, sink_tokens=4, recent_tokens=32, window=Window(tokens=64, key=FP16),
+             eviction=Eviction(window_tokens=64, sink_tokens=64)),
+]  # fmt: skip
 SPANS = [
     [Span(0, 200, 0)],
     [Span(200, 330, 200)],
@@ -34,10 +38,10 @@ def source(policy: KVPolicy, windowed: bool, start: int, row: int, position: int
         return UNSEEN
     if position >= start:
         return OWN
-    if position < policy.sink_tokens:
-        return SINK
-    if position >= start - policy.recent_tokens:
-        return RECENT
+    if position // PAGE_TOKENS in policy.evicted_pages(start):
+        return EVICTED
+    if position < policy.sink_tokens or position >= start - policy.recent_tokens:
+        return SINK if position < policy.sink_tokens else RECENT
     if windowed and policy.window and position // PAGE_TOKENS >= policy.window.first_page(start):
         return WINDOW
     return BASE

@@ -111,7 +111,8 @@ class OnnxEngine(PagedEngine):
         session = self._sessions[mode]
         batch, tokens = ids.shape
         tables, spans = self.pool.view(handles)
-        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(tokens)
+        starts = np.array([self.pool.length(handle) for handle in handles], np.int64)
+        positions = starts[:, None] + np.arange(tokens)
         inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
         for name, values in inputs.items():
             session.put(name, values)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVScales, Side
+from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
 from stages.engines.paged.layout import layer_sides
@@ -64,6 +64,7 @@ class PagedEngine(ChunkedEngine):
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
         self._reserve([sequence], len(prompt))
         for chunk in self._chunks(prompt):
+            self._reserve([sequence], len(chunk))  # with eviction, an earlier chunk frees pages that this one takes
             logits = self._run("prefill", [sequence], np.array([chunk], np.int64))
         last: Logits = logits[0]
         return last
@@ -97,6 +98,8 @@ class PagedEngine(ChunkedEngine):
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return what a sequence's pages hold, and the static scales that attention reads it with."""
         held = self.pool.stored(sequence)
+        lost = self.policy.evicted_pages(self.pool.length(sequence))
+        evicted = (lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS)
 
         def copy(side: Side, layer: int) -> StoredCopy:
             first, codes = held[f"{side}_pool.{layer}"]
@@ -109,6 +112,7 @@ class PagedEngine(ChunkedEngine):
                 None if zero is None else zero[1].view(np.float16),
                 None if static_scale is None else self._host(static_scale)[0],
                 None if static_zero is None else self._host(static_zero)[0],
+                (0, 0) if side.in_window else evicted,
             )
 
         return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]

@@ -1,9 +1,9 @@
 """Attention in which each row reads its own copy of each token; one code path for prefill, decode and one pass.
 
 A row is a query; `start` is the length of the cache when the row's chunk began. By position, row i attends to, in this
-order: float16 sinks, base copies, window copies, float16 recent tokens, and its chunk up to itself as it was computed. All
-these borders grow with i, so that in a block of rows nearly every column is the same copy for all rows, and a narrow band is
-masked. Blocks bound the memory: nothing is quadratic in the tokens.
+order: float16 sinks, base copies, window copies, float16 recent tokens, and its chunk up to itself as it was computed; with
+eviction there is a gap in the base copies. All these borders grow with i, so that in a block of rows nearly every column is the
+same copy for all rows, and a narrow band is masked. Blocks bound the memory: nothing is quadratic in the tokens.
 
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
@@ -33,20 +33,29 @@ SMALLEST_EXPONENT = -80.0
 
 @dataclass(frozen=True)
 class Copies:
-    """One copy of consecutive tokens of one side of one layer, dequantized."""
+    """One copy of consecutive tokens of one side of one layer, dequantized; of the first ones too, where others are evicted."""
 
     tokens: Tensor
     """(H, n, D) float32."""
     begin: int = 0
-    """Position of the first token."""
+    """Position of the first token after the sinks."""
+    sinks: int = 0
+    """How many of the sequence's first tokens come before that one."""
 
     def part(self, low: int, high: int) -> Tensor:
         """Return the tokens of positions low to high - 1."""
-        return self.tokens[:, low - self.begin : high - self.begin]
+        before = 0 if low < self.sinks else self.begin - self.sinks
+        return self.tokens[:, low - before : high - before]
 
 
 Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
 """Sinks, base, window, recent, the row's chunk; None where no row reads it."""
+
+
+EVICTED = 5
+"""In place of a source: tokens that no row in the mask attends to any more."""
+PARTS = (0, 1, EVICTED, 1, 2, 3, 4)
+"""Sources in the order of a row's columns."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns [low, high) of one source, which the rows in `mask_RT` attend to; None is all rows."""
+    """Columns [low, high) of one source, which the rows in `mask_RT` attend to; None is all rows. Source EVICTED is none."""
 
     source: int
     low: int
@@ -108,19 +117,24 @@ def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]
 
 
 def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, windowed: bool) -> Tensor:
-    """Borders (6, R): row i reads columns borders[v, i] to borders[v + 1, i] - 1 from source v."""
+    """Borders (8, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
     sinks = starts.clamp(max=policy.sink_tokens)
     recent = torch.maximum(starts - policy.recent_tokens, sinks)
     window = recent
     if windowed and policy.window is not None:
         page = (starts - policy.window.tokens).clamp(min=0) // PAGE_TOKENS
         window = torch.minimum(torch.maximum(page * PAGE_TOKENS, sinks), recent)
-    return torch.stack([torch.zeros_like(row), sinks, window, recent, starts, row + 1])
+    kept, latest = sinks, sinks
+    if policy.eviction is not None:
+        page = (starts - policy.eviction.window_tokens).clamp(min=0) // PAGE_TOKENS
+        kept = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
+        latest = torch.maximum(page * PAGE_TOKENS, kept)
+    return torch.stack([torch.zeros_like(row), sinks, kept, latest, window, recent, starts, row + 1])
 
 
 def _pieces(borders: Tensor) -> Iterator[Piece]:
-    for source in range(5):
-        low, high = borders[source], borders[source + 1]
+    for part, source in enumerate(PARTS):
+        low, high = borders[part], borders[part + 1]
         bands: tuple[tuple[int, int], ...]
         begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
         if last_low < first_high:  # all rows read these columns; only some read the bands beside them
@@ -145,6 +159,10 @@ def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece
     # Columns that no piece covers stay masked: the later tokens of the rows' chunk.
     by_row[..., columns - rows :] = -torch.inf
     for piece in key_pieces:
+        if piece.source == EVICTED:
+            evicted = by_row[..., piece.low : piece.high]
+            evicted.masked_fill_(torch.ones((), dtype=torch.bool) if piece.mask_RT is None else piece.mask_RT, -torch.inf)
+            continue
         k = _read(keys, piece, q.dtype).transpose(1, 2)
         if piece.mask_RT is None:
             torch.matmul(flat, k, out=scores[..., piece.low : piece.high])
@@ -157,6 +175,8 @@ def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece
     weights = scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=SMALLEST_EXPONENT).exp_()
     out = torch.zeros_like(flat)
     for piece in value_pieces:
+        if piece.source == EVICTED:
+            continue
         weight = weights[..., piece.low : piece.high]
         if piece.mask_RT is not None:
             weight = (weight.view(heads, groups, rows, -1) * piece.mask_RT).flatten(1, 2)

@@ -1,4 +1,5 @@
-"""A sequence's quantized cache: whole pages of codes and scales for every token, a window's second copies, exact tokens.
+"""A sequence's quantized cache: whole pages of codes and scales for every token that it keeps, a window's second copies, exact
+tokens.
 
 Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
 """
@@ -46,12 +47,12 @@ def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales) -> list[L
 
 
 class Pages:
-    """One copy of the tokens from page `first` on, in whole pages of PAGE_TOKENS."""
+    """One copy of a sequence's tokens in whole pages of PAGE_TOKENS: those of the sinks, and those after the `freed` ones."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, sink_pages: int = 0) -> None:
+        self.storage, self.sink_pages = storage, sink_pages
         self.length = 0
-        self.first = 0
+        self.freed = 0
         self.pages: list[Stored] = []
 
     def append(self, x: Tensor) -> None:
@@ -69,22 +70,24 @@ class Pages:
             done += count
 
     def forget(self, first: int) -> None:
-        """Free the pages before the sequence's page `first`."""
-        del self.pages[: first - self.first]
-        self.first = first
+        """Free the pages before the sequence's page `first`, but those of the sinks."""
+        freed = max(0, first - self.sink_pages)
+        del self.pages[self.sink_pages : self.sink_pages + freed - self.freed]
+        self.freed = freed
 
     def repeat(self) -> None:
-        """Let the second page hold what the first one does, unless there are fewer or the first one was freed."""
-        if self.first == 0 and len(self.pages) > 1:
+        """Let the second page that it holds be as the first one, unless it holds fewer."""
+        if len(self.pages) > 1:
             self.pages[1] = _each(lambda pages: pages[0].clone(), self.pages[:1])
 
     def read(self, gain: Tensor | None) -> Copies | None:
         """Return all tokens of the pages, dequantized, None without a page."""
         if not self.pages:
             return None
-        begin = self.first * PAGE_TOKENS
-        joined = _each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - begin], self.pages)
-        return Copies(self.storage.read(joined, gain), begin)
+        freed = self.freed * PAGE_TOKENS
+        joined = _each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - freed], self.pages)
+        sinks = self.sink_pages * PAGE_TOKENS if freed else 0
+        return Copies(self.storage.read(joined, gain), sinks + freed, sinks)
 
     @property
     def nbytes(self) -> int:
@@ -124,19 +127,26 @@ class LayerCache:
 
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
         self.policy = policy
-        self.pages = {side: Pages(storage) for side, storage in storages.items()}
+        sinks = 0 if policy.eviction is None else policy.eviction.sink_pages
+        self.pages = {side: Pages(storage, 0 if side.in_window else sinks) for side, storage in storages.items()}
         self.exact = {side: Exact(policy, shape) for side in (Side.KEY, Side.VALUE)}
 
     @property
     def length(self) -> int:
         return self.exact[Side.KEY].length
 
+    @property
+    def kept_tokens(self) -> int:
+        return self.length - self.pages[Side.KEY].freed * PAGE_TOKENS
+
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values (H, S, D), then free the pages that left the window."""
+        """Store new keys and values (H, S, D), then free the pages that left the window or are evicted."""
         for side, pages in self.pages.items():
             pages.append(key if side.is_key else value)
             if side.in_window and self.policy.window is not None:
                 pages.forget(self.policy.window.first_page(pages.length))
+            elif evicted := self.policy.evicted_pages(pages.length):
+                pages.forget(evicted.stop)
         self.exact[Side.KEY].append(key)
         self.exact[Side.VALUE].append(value)
 

@@ -232,7 +232,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
             window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.in_window),
             static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
             pages=sum(len(sequence[0].pages[Side.KEY].pages) for sequence in self.sequences.values()),
-            live_tokens=sum(sequence[0].length for sequence in self.sequences.values()),
+            live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
         )
 
     def gain(self, side: Side, layer: int) -> Tensor | None:
@@ -254,8 +254,9 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         """See pipeline.core.records.CorruptibleEngine."""
         for sequence in self.sequences.values():
             for cache in sequence:
-                for pages in cache.pages.values():
-                    pages.repeat()
+                for side, pages in cache.pages.items():
+                    if not (side.in_window and pages.freed):
+                        pages.repeat()
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end

@@ -64,6 +64,9 @@ def relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
         yield "keys and values are not quantized", OracleEngine.from_model(twin.model, FP16_POLICY)
         yield "codes are rounded towards zero", each(lambda s: TowardsZero(s.form, s.static))
         yield "the last bit of every code is lost", each(lambda s: Coarser(s.form, s.static))
+    if twin.policy.eviction is not None:
+        keeping = twin.policy.model_copy(update={"eviction": None})
+        yield "nothing is evicted", OracleEngine(twin.model, keeping, twin.shape, storages, twin.prefill_chunk)
     forms = {storage.form for layer in storages for storage in layer.values()}
     if any(form.dtype in OTHER_FLOAT for form in forms):
         others = {form: form.model_copy(update={"dtype": OTHER_FLOAT.get(form.dtype, form.dtype)}) for form in forms}

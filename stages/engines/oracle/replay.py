@@ -91,23 +91,27 @@ class ReplayView:
         exact, own, window, recent, new = one_pass(tape.policy, storages, base, x, None)
         shown = tape.caches[layer] if tape.caches else {}
         if base in shown and own is not None:
-            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base]))
+            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base]), shown[base].evicted)
         if base.window in shown and window is not None:
             window = self._replaced(layer, base.window, window, x, read_copy(shown[base.window], storages[base.window]))
         return exact, own, window, recent, new
 
-    def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies) -> Copies:
-        """Note the errors of a copy, and return the oracle's own with the engine's in its place."""
+    def _replaced(
+        self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies, evicted: tuple[int, int] = (0, 0)
+    ) -> Copies:
+        """Note the errors of a copy, and return the oracle's own with the engine's in its place, but for what it has lost."""
         tape, first = self.tape, shown.begin
         end = min(own.tokens.shape[1], first + shown.tokens.shape[1])
         part = slice(first, end)
-        theirs = shown.tokens[:, : end - first]
+        theirs, lost = shown.tokens[:, : end - first], slice(*evicted)
+        theirs[:, lost] = own.tokens[:, part][:, lost]
         if not self.disturbed:
             tape.exact[layer, side], tape.nearest[layer, side] = x, own.tokens
             error = _excess(theirs, x[:, part], own.tokens[:, part])
             tape.errors[layer][side] = Errors(first, error, torch.zeros_like(error))
         else:
             error = _excess(own.tokens[:, part], tape.exact[layer, side][:, part], tape.nearest[layer, side][:, part])
+            error[:, lost] = 0
             tape.errors[layer][side] = Errors(first, tape.errors[layer][side].engine, error)
         joined = own.tokens.clone()
         joined[:, part] = theirs

@@ -71,6 +71,9 @@ def layer_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> 
     if policy.window is not None:
         reason = "the CUDA kernels read one copy of a token, so window must be null"
         return KernelRefusal("kv.window.tokens", policy.window.tokens, reason)
+    if policy.eviction is not None:
+        reason = "the CUDA kernels read every page of a sequence, so eviction must be null"
+        return KernelRefusal("kv.eviction.window_tokens", policy.eviction.window_tokens, reason)
     sides: dict[Side, SideLayout] = {}
     for side, form in policy.sides(layer).items():
         refusal = _refuse_format(policy.format_key(side, layer), side, form)

@@ -17,13 +17,13 @@ from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
 from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.eviction import Indices, entries, evict, pages_for
 from stages.engines.paged.layout import FLOAT16, layer_sides
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
 """Of a whole array, or (1, H, 1, 1) of its heads."""
-Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
 """Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
 
@@ -73,16 +73,18 @@ class PagedPool(SequencePages):
         Full pages are shared; those that either of the two will write to are copied. Raises UserError when there is no room
         for the copies.
         """
-        full = self.length(handle) // PAGE_TOKENS
         source = self.sequences[handle]
+        full = source.length // PAGE_TOKENS
+        held = full - source.evicted_pages
         partial = source.length % PAGE_TOKENS != 0
         self._make_room(self.pages, int(partial))
         child = self.start()
         fork = self.sequences[child]
         fork.length, fork.first_window_page = source.length, source.first_window_page
-        fork.pages = [self.pages.share(page) for page in source.pages[:full]]
+        fork.evicted_pages = source.evicted_pages
+        fork.pages = [self.pages.share(page) for page in source.pages[:held]]
         if partial:
-            fork.pages.append(self._copy(self.pages, source.pages[full]))
+            fork.pages.append(self._copy(self.pages, source.pages[held]))
         for number, page in enumerate(source.window_pages, start=source.first_window_page):
             copy = self.window_pages.share(page) if number < full else self._copy(self.window_pages, page)
             fork.window_pages.append(copy)
@@ -158,10 +160,11 @@ class PagedPool(SequencePages):
     def tables(self, handles: Sequence[int]) -> dict[str, npt.NDArray[np.int32]]:
         """Return the attention's tables, as AttentionSpec.tables names them.
 
-        Unused entries name the lowest page, which lengths or starts mask.
+        Unused entries name the lowest page, which lengths or starts mask. Lengths and starts count the tokens that are kept:
+        attention does not ask for positions, which the keys have in them.
         """
         rows = [self.sequences[handle] for handle in handles]
-        lengths = [row.length for row in rows]
+        lengths = [row.kept_tokens for row in rows]
         # Pages that hold no token yet need not be gathered.
         ends = [-(-length // PAGE_TOKENS) for length in lengths]
         tables = {"lengths": np.array(lengths, np.int32)}
@@ -172,7 +175,7 @@ class PagedPool(SequencePages):
         else:
             if not self.window_pages.capacity:
                 self._enlarge(self.window_pages, 1)
-            firsts = [window.first_page(length) for length in lengths]
+            firsts = [window.first_page(row.length) - row.evicted_pages for row in rows]
             tables["page_table"] = _table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
             in_window = [row.pages[first:end] for row, first, end in zip(rows, firsts, ends, strict=True)]
             tables["window_base_table"] = _table(in_window, low)
@@ -196,7 +199,7 @@ class PagedPool(SequencePages):
         positions = starts + np.arange(tokens)
         pages = positions // PAGE_TOKENS
         slots = (positions % PAGE_TOKENS).ravel()
-        places = {self.pages: [(np.arange(slots.size), _lookup([(row.pages, 0) for row in rows], pages), slots)]}
+        places = {self.pages: [self._page_places(rows, pages, slots, tokens)]}
         if self.policy.window is not None:
             for row in rows:
                 self._move_window(row, row.length + tokens)
@@ -220,6 +223,20 @@ class PagedPool(SequencePages):
         flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])
         for chosen, number, slot in places:
             array[number, :, slot] = flat[chosen]
+
+    def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
+        return pages_for(self.policy, sequence, tokens)
+
+    def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
+        """Places of the new tokens on the pages that are kept; those that leave are freed."""
+        listed = [(row.pages, 0) for row in rows]
+        if self.policy.eviction is None:
+            return np.arange(slots.size), _lookup(listed, pages), slots
+        for row in rows:
+            for page in evict(self.policy, row, tokens):
+                self.pages.free(page)
+        kept, places = entries(rows, pages, self.policy.eviction.sink_pages)
+        return kept, _lookup(listed, places)[kept], slots[kept]
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
         """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""
@@ -245,8 +262,12 @@ class PagedPool(SequencePages):
         return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
 
     def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
-        """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens."""
+        """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens.
+
+        Tokens that were evicted between others are zeros.
+        """
         row = self.sequences[handle]
+        lost = self.policy.evicted_pages(row.length)
         places = {
             self.pages: (0, row.pages),
             self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages),
@@ -256,7 +277,12 @@ class PagedPool(SequencePages):
             if self._allocators[name] is not self.buffers:
                 first, numbers = places[self._allocators[name]]
                 by_head = self._bytes(array, numbers).swapaxes(0, 1)
-                held[name] = first, by_head.reshape(len(by_head), -1, by_head.shape[-1])[:, : max(0, row.length - first)]
+                codes = by_head.reshape(len(by_head), -1, by_head.shape[-1])
+                if lost and self._allocators[name] is self.pages:
+                    gap = np.zeros((len(codes), len(lost) * PAGE_TOKENS, codes.shape[-1]), codes.dtype)
+                    sinks = lost.start * PAGE_TOKENS
+                    codes = np.concatenate([codes[:, :sinks], gap, codes[:, sinks:]], axis=1)
+                held[name] = first, codes[:, : max(0, row.length - first)]
         return held
 
     def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
@@ -264,7 +290,7 @@ class PagedPool(SequencePages):
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
     def repeat_page(self) -> None:
-        """Let the second page of every sequence hold what its first one does; sequences of one page stay as they are."""
+        """Let the second page that a sequence holds be as its first one, in all of them; those of one page stay as they are."""
         for row in self.sequences.values():
             listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
             for allocator, pages in listed:

@@ -16,12 +16,19 @@ class PagedSequence:
     buffer: int
     """Number of its buffer for exact tokens."""
     length: int = 0
-    """Tokens in the cache."""
+    """Tokens that were appended."""
     pages: list[int] = field(default_factory=list)
-    """Page i holds its tokens from i * PAGE_TOKENS on."""
+    """Page i holds its tokens from i * PAGE_TOKENS on; with eviction those are left out that it has lost."""
+    evicted_pages: int = 0
+    """How many it has lost: those after the pages of the sinks."""
     window_pages: list[int] = field(default_factory=list)
     """Pages of the window's pool; the first holds the second copy of its page `first_window_page`."""
     first_window_page: int = 0
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens in the cache."""
+        return self.length - self.evicted_pages * PAGE_TOKENS
 
 
 class SequencePages(ABC):
@@ -50,22 +57,26 @@ class SequencePages(ABC):
             self.pages.free(page)
 
     def length(self, handle: int) -> int:
-        """Return the tokens in the cache. Raises KeyError for a sequence that is not live."""
+        """Return the tokens that were appended, evicted ones included. Raises KeyError for a sequence that is not live."""
         return self.sequences[handle].length
 
     @property
     def live_tokens(self) -> int:
         """Tokens in the caches of all sequences."""
-        return sum(sequence.length for sequence in self.sequences.values())
+        return sum(sequence.kept_tokens for sequence in self.sequences.values())
 
     def reserve(self, handles: Sequence[int], tokens: int) -> None:
         """Give each sequence the pages for `tokens` more tokens. Raises UserError when not all fit, and gives none a page."""
         missing = {
-            handle: -(-(self.length(handle) + tokens) // PAGE_TOKENS) - len(self.sequences[handle].pages) for handle in handles
+            handle: self._pages_for(self.sequences[handle], tokens) - len(self.sequences[handle].pages) for handle in handles
         }
         self._make_room(self.pages, sum(missing.values()))
         for handle, count in missing.items():
             self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
+
+    def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
+        """Return the pages that a sequence holds while `tokens` are appended to it."""
+        return -(-(sequence.length + tokens) // PAGE_TOKENS)
 
     def _make_room(self, allocator: PageAllocator, count: int) -> None:
         """Let at least `count` be free. Raises UserError as `_enlarge`."""

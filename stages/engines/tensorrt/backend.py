@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
-from pipeline.core.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
 from stages.engines.tensorrt.library import Name, load
@@ -70,6 +70,7 @@ class RTXBackend(PlanBackend):
         self.targets = sorted(set(config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
+        refuse_eviction(job.policy)
         if job.builds:
             load(self.library)
 
@@ -103,6 +104,7 @@ class TensorRTBackend(PlanBackend):
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
+        refuse_eviction(job.policy)
         if not job.builds:
             return
         load(self.library)
@@ -135,6 +137,15 @@ class TensorRTBackend(PlanBackend):
             progress=progress,
             max_batch=self.config.max_batch,
             max_tokens=self.config.max_tokens,
+        )
+
+
+def refuse_eviction(policy: KVPolicy) -> None:
+    """Raise UserError for a policy whose cache does not keep every page: the engine of plans counts positions by its pages."""
+    if policy.eviction is not None:
+        raise UserError(
+            f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "
+            "kv.eviction=null, or backend=onnxruntime, which evicts"
         )
 
 

@@ -10,7 +10,8 @@ import torch
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import KVShape
-from stages.engines.paged.pool import Factor, Indices, PagedPool
+from stages.engines.paged.eviction import Indices
+from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.tensorrt.shapes import Limits
 
 STORAGE = {

@@ -105,6 +105,8 @@ def _other_than_two_formats(policy: KVPolicy) -> str | None:
         return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
     if policy.window is not None:
         return f"other formats for the last {policy.window.tokens} tokens have no equal there"
+    if policy.eviction is not None:
+        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction has no equal there"
     described = {name: describe_format(form) for name, form in forms.items()}
     if len(set(described.values())) > 1:
         return f"{', '.join(f'{name} {text}' for name, text in described.items())}: its cache has one type"
