@@ -147,6 +147,22 @@ class Worker:
             raise
         return self._read(op, line, answer)
 
+    def describe(self, timeout_s: float, answer: type[A], asked: str | None) -> A:
+        """Return what the interpreter says of itself. Raises MissingRequirement where the library cannot be used there.
+
+        Args:
+            timeout_s: Seconds until the answer.
+            answer: The record of the answer.
+            asked: `backend.python` as it was given.
+        """
+        try:
+            return self.call("describe", timeout_s, key="backend.python", answer=answer)
+        except WorkerError as error:
+            reason = " ".join(str(error).split())
+            raise MissingRequirement(
+                f"backend.python={asked}: {self.program.library} cannot be used there ({reason}); {self.program.hint}"
+            ) from error
+
     def close(self) -> None:
         """End the worker, by force if it does not end itself, and remove its files."""
         if self._process.stdin is not None:

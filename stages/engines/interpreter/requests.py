@@ -17,10 +17,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.core.kv import KVPolicy, KVShape
-from stages.engines.base import Logits, OnePassBase, SequenceTable
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.records import LoadTimes, MemoryReport
+from stages.engines.base import Logits, OnePassBase, SequenceTable, check_tokens
 from stages.engines.interpreter.process import A, Worker, WorkerError
-from stages.engines.interpreter.protocol import Generation, RunAnswer
+from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
 
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
@@ -49,6 +50,8 @@ class RequestEngineBase(OnePassBase):
     another engine ends this one's worker, and this one's next request starts it again.
     """
 
+    _static_scale_bytes = 0
+    """Of all layers, as the library stores them."""
     _running: ClassVar["weakref.ref[RequestEngineBase] | None"] = None
 
     def __init__(
@@ -106,6 +109,33 @@ class RequestEngineBase(OnePassBase):
     def _release(self, sequence: int) -> None:
         """Forget a sequence; the library freed its blocks when its request ended."""
         del self._sequences[sequence]
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of the live sequences by the policy's arithmetic, in whole pages."""
+        return self._memory_of(self._lengths())
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """Return the library's own times of `steps` decode steps: timing the steps from here would time the requests."""
+        loaded = self._load(prompts, steps, Loaded)
+        return LoadTimes(loaded.first_token_ms, loaded.step_ms, self._memory_of([len(prompt) + steps for prompt in prompts]))
+
+    def _load(self, prompts: Sequence[Sequence[int]], steps: int, answer: type[A]) -> A:
+        """Let the worker time prompts and `steps` decode steps of each."""
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        return self._call("load", answer, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+
+    def _memory_of(self, lengths: Sequence[int]) -> MemoryReport:
+        """What sequences of these lengths take."""
+        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
+        return MemoryReport(
+            pool_bytes=self.policy.pool_bytes(self.shape, pages),
+            exact_bytes=0,
+            window_bytes=0,
+            static_scale_bytes=self._static_scale_bytes,
+            pages=pages,
+            live_tokens=sum(lengths),
+        )
 
     def _lengths(self) -> list[int]:
         """Tokens of each live sequence."""

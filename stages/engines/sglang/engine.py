@@ -1,15 +1,12 @@
 """pipeline.core.records.RequestEngine on SGLang."""
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.artifacts.files import link_or_copy
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
-from pipeline.core.records import LoadTimes, MemoryReport
-from stages.engines.base import check_tokens
-from stages.engines.interpreter.protocol import EmptyAnswer, Loaded
+from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.interpreter.requests import LOGIT_STEP, RequestEngineBase, open_model
 from stages.engines.sglang.bundle import CHECKPOINT, LIBRARY, SglangBundle, open_bundle
 from stages.engines.sglang.interpreter import Worker, probe
@@ -56,21 +53,6 @@ class SglangEngine(RequestEngineBase):
         self._fault = 1.0
         self._faulted: tempfile.TemporaryDirectory[str] | None = None
 
-    def memory(self) -> MemoryReport:
-        """Return the bytes of the live sequences by the policy's arithmetic: SGLang shows none of its own."""
-        lengths = self._lengths()
-        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
-        return self._memory(pages, sum(lengths))
-
-    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the times of `steps` decode steps as SGLang's interpreter sees them."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
-        lengths = [len(prompt) + steps for prompt in prompts]
-        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
-        return LoadTimes(loaded.first_token_ms, loaded.step_ms, self._memory(pages, sum(lengths)))
-
     def corrupt_key_scale(self, factor: float) -> None:
         """Let keys be `factor` times the right ones, from the next request on: a cache without scales stores them so."""
         self._fault *= factor
@@ -104,9 +86,6 @@ class SglangEngine(RequestEngineBase):
         faulted = Path(self._faulted.name) / CHECKPOINT
         write_faulted(self._bundle / CHECKPOINT, faulted, self._fault)
         return faulted
-
-    def _memory(self, pages: int, live_tokens: int) -> MemoryReport:
-        return MemoryReport(self.policy.pool_bytes(self.shape, pages), 0, 0, 0, pages, live_tokens)
 
 
 def write_faulted(checkpoint: Path, out: Path, factor: float) -> None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipeline.core.errors import MissingRequirement
 from stages.engines.interpreter import process
-from stages.engines.interpreter.process import Program, WorkerError
+from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.protocol import Description
 
@@ -54,11 +53,5 @@ def probe(python: str | None) -> Interpreter:
     """Return what `backend.python` has installed, asked once a process. Raises MissingRequirement without SGLang."""
     path = process.find_python(PROGRAM, python)
     with Worker(path) as asked:
-        try:
-            described = asked.call("describe", PROBE_SECONDS, key="backend.python", answer=Description)
-        except WorkerError as error:
-            reason = " ".join(str(error).split())
-            raise MissingRequirement(
-                f"backend.python={python}: SGLang cannot be used there ({reason}); {INSTALL_HINT}"
-            ) from error
+        described = asked.describe(PROBE_SECONDS, Description, python)
     return Interpreter(path, described)

@@ -1,15 +1,13 @@
 """pipeline.core.records.RequestEngine on TensorRT-LLM."""
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, Side
-from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport
-from stages.engines.base import check_tokens
+from pipeline.core.kv import KVPolicy, KVScales, Side
+from pipeline.core.records import LayerDelivery
 from stages.engines.bundle import BuiltFor, check_built_for
-from stages.engines.interpreter.protocol import EmptyAnswer, Loaded
+from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.interpreter.requests import RequestEngineBase, open_model
 from stages.engines.trtllm.build import compile_engine
 from stages.engines.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
@@ -70,6 +68,7 @@ class TrtllmEngine(RequestEngineBase):
         self._scales = scales
         self._bundle, self._described, self._python = bundle, described, interpreter.python
         self._build_timeout_s = build_timeout_s
+        self._static_scale_bytes = 2 * 4 * len(described.kv_scales)  # a float32 and its reciprocal
         self._fault = 1.0
         self._faulted: tempfile.TemporaryDirectory[str] | None = None
 
@@ -81,25 +80,6 @@ class TrtllmEngine(RequestEngineBase):
             LayerDelivery(given, {Side.KEY: (scale,), Side.VALUE: (scale,)}) for given, scale in zip(carried, used, strict=True)
         ]
 
-    def memory(self) -> MemoryReport:
-        """Return the bytes of the live sequences by the policy's arithmetic.
-
-        For each layer and PAGE_TOKENS tokens, TensorRT-LLM's pool has one block of head_dim x kv_heads codes for keys and one
-        for values, and nothing else (tokens_per_block is PAGE_TOKENS: the build sets it and reads it back).
-        """
-        lengths = self._lengths()
-        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
-        return self._memory(pages, sum(lengths))
-
-    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the runtime's own times of `steps` decode steps: timing the steps from here would time the requests."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
-        lengths = [len(prompt) + steps for prompt in prompts]
-        memory = self._memory(sum(-(-length // PAGE_TOKENS) for length in lengths), sum(lengths))
-        return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
-
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply the scale that decoding reads the cache with, from the next request on; the codes stay right.
 
@@ -109,16 +89,6 @@ class TrtllmEngine(RequestEngineBase):
             raise UserError(f"kv={self.policy.name}: the cache has no scale to corrupt, so backend=trtllm cannot judge it")
         self._fault *= factor
         self.close()
-
-    def _memory(self, pages: int, live_tokens: int) -> MemoryReport:
-        return MemoryReport(
-            pool_bytes=self.policy.pool_bytes(self.shape, pages),
-            exact_bytes=0,
-            window_bytes=0,
-            static_scale_bytes=2 * 4 * len(self._described.kv_scales),  # a float32 and its reciprocal
-            pages=pages,
-            live_tokens=live_tokens,
-        )
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
         limits = self._described

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, Side
 from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport, StoredCopy
-from stages.engines.base import Logits, check_tokens
+from stages.engines.base import Logits
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation
 from stages.engines.interpreter.requests import LOGIT_STEP, RequestEngineBase, open_model, whole
 from stages.engines.vllm import settings
@@ -132,9 +132,7 @@ class VllmEngine(RequestEngineBase):
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
         """Return vLLM's own times of `steps` decode steps: timing the steps from here would time the requests."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        loaded = self._call("load", LoadedInBlocks, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        loaded = self._load(prompts, steps, LoadedInBlocks)
         memory = self._memory(loaded.blocks, self._loaded(), sum(len(prompt) + steps for prompt in prompts))
         return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement
 from stages.engines.interpreter import process
-from stages.engines.interpreter.process import Program, WorkerError
+from stages.engines.interpreter.process import Program
 from stages.engines.vllm import worker
 from stages.engines.vllm.protocol import Description
 
@@ -88,13 +88,7 @@ def probe(python: str | None) -> Interpreter:
     """Return what `backend.python` has installed, asked once a process. Raises MissingRequirement without a fit release."""
     path = process.find_python(PROGRAM, python)
     with Worker(path) as asked:
-        try:
-            described = asked.call("describe", PROBE_SECONDS, key="backend.python", answer=Description)
-        except WorkerError as error:
-            reason = " ".join(str(error).split())
-            raise MissingRequirement(
-                f"backend.python={python}: vLLM cannot be used there ({reason}); {INSTALL_HINT}"
-            ) from error
+        described = asked.describe(PROBE_SECONDS, Description, python)
     major, minor = described.release.split(".")[:2]
     if (int(major), int(minor)) < OLDEST:
         raise MissingRequirement(
