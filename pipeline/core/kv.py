@@ -60,6 +60,18 @@ class KVShape:
     layers: int
     kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...] = ()
+    """By layer, the latest tokens that it attends to, the attending one included; None for all. Empty where no layer slides."""
+
+    def window(self, layer: int) -> int | None:
+        """Return the latest tokens that a layer attends to, None for all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def reach(self) -> int | None:
+        """The latest tokens beyond which no layer attends; None where some layer attends to all."""
+        slid = [window for window in self.windows if window is not None]
+        return max(slid) if slid and len(slid) == self.layers else None
 
 
 def first_recent_page(length: int, tokens: int) -> int:
@@ -104,10 +116,6 @@ class Eviction(StrictModel):
     @property
     def sink_pages(self) -> int:
         return self.sink_tokens // PAGE_TOKENS
-
-    def pages(self, length: int) -> range:
-        """Return the pages that a cache of `length` tokens has lost; the next ones hold its latest tokens."""
-        return range(self.sink_pages, max(self.sink_pages, first_recent_page(length, self.window_tokens)))
 
 
 class LayerOverride(StrictModel):
@@ -211,12 +219,36 @@ class KVPolicy(StrictModel):
         """Tokens per sequence that are also kept as float16 (the pool holds every token, these included)."""
         return self.sink_tokens + self.recent_tokens
 
-    def evicted_pages(self, length: int) -> range:
-        """Return the pages that a cache of `length` tokens has lost, none without eviction."""
-        return range(0) if self.eviction is None else self.eviction.pages(length)
+    @property
+    def sink_pages(self) -> int:
+        """First pages that an eviction keeps."""
+        return 0 if self.eviction is None else self.eviction.sink_pages
+
+    def latest_tokens(self, shape: KVShape) -> int | None:
+        """Return the latest tokens whose pages the cache keeps, besides those of the sinks; None for all.
+
+        Without eviction these are the tokens that some layer of the model may still attend to. All layers share their pages, so
+        that one layer with full attention keeps all. So do exact tokens, whose slots count from the sequence's first token.
+        """
+        if self.eviction is not None:
+            return self.eviction.window_tokens
+        if shape.reach is None or self.exact_tokens:
+            return None
+        return max(shape.reach, 0 if self.window is None else self.window.tokens)
+
+    def evicted_pages(self, length: int, shape: KVShape) -> range:
+        """Return the pages that a model's cache of `length` tokens has lost; the next ones hold its latest tokens."""
+        latest, sinks = self.latest_tokens(shape), self.sink_pages
+        return range(sinks, sinks if latest is None else max(sinks, first_recent_page(length, latest)))
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
+        """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
+        if self.eviction is not None and shape.windows:
+            slides = sum(window is not None for window in shape.windows)
+            raise UserError(
+                f"kv.eviction.window_tokens={self.eviction.window_tokens}: {slides} of the model's {shape.layers} layers "
+                "attend to their latest tokens alone by themselves, and no eviction is defined beside it; set kv.eviction=null"
+            )
         for key, form in self.formats:
             refusal = form.refuse_head_dim(shape.head_dim)
             if refusal is not None:
@@ -266,9 +298,10 @@ class KVPolicy(StrictModel):
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
         """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers.
 
-        With eviction they are bounded: those of its sinks, its latest tokens and one page more.
+        With eviction, or where every layer of the model slides, they are bounded: those of its sinks, its latest tokens and one
+        page more.
         """
-        pages = -(-tokens // PAGE_TOKENS) - len(self.evicted_pages(tokens))
+        pages = -(-tokens // PAGE_TOKENS) - len(self.evicted_pages(tokens, shape))
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
 

@@ -116,10 +116,45 @@ def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequenc
 )
 def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(tokens: int, lost: list[int]) -> None:
     evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
-    assert list(evicting.evicted_pages(tokens)) == lost
-    assert list(policy("fp8").evicted_pages(tokens)) == []
+    assert list(evicting.evicted_pages(tokens, LLAMA_8B)) == lost
+    assert list(policy("fp8").evicted_pages(tokens, LLAMA_8B)) == []
     kept = [page for page in range(-(-tokens // 64)) if page not in lost]
     assert kept == [page for page in range(-(-tokens // 64)) if page == 0 or 64 * page + 63 >= tokens - 128]
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 133, 134, 135, 197, 198, 1000])
+def test_a_page_is_freed_when_no_layer_of_the_model_will_attend_to_it(tokens: int) -> None:
+    sliding = KVShape(3, 8, 128, windows=(20, 70, 64))
+    lost = list(policy("fp8").evicted_pages(tokens, sliding))
+    needed = range(max(0, tokens + 1 - 70), tokens)  # by the next token, in the layer that sees farthest
+    assert not {position // 64 for position in needed} & set(lost)
+    assert all(page in lost for page in range((tokens - 70) // 64)), "nothing is kept for long"
+    pages = -(-tokens // 64) - len(lost)
+    assert policy("fp8").sequence_bytes(sliding, tokens) == policy("fp8").pool_bytes(sliding, pages)
+
+
+@pytest.mark.parametrize(
+    ("windows", "changes", "lost"),
+    [
+        ((70, 70, 70), {}, 14),
+        ((70, None, 70), {}, 0),
+        ((), {}, 0),
+        ((70, 70, 70), {"recent_tokens": 32}, 0),
+        ((70, 70, 70), {"window": Window(tokens=512, key=Format(dtype="fp16"))}, 7),
+    ],
+    ids=["every layer slides", "one does not", "none does", "exact tokens", "finer window"],
+)
+def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
+    windows: tuple[int | None, ...], changes: dict[str, object], lost: int
+) -> None:
+    changed = policy("fp8").model_copy(update=changes)
+    assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
+
+
+def test_an_eviction_is_refused_of_a_model_whose_layers_slide() -> None:
+    evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128)})
+    with pytest.raises(UserError, match=r"^kv\.eviction\.window_tokens=128: 2 of the model's 3 layers .* kv\.eviction=null$"):
+        evicting.check_shape(KVShape(3, 8, 128, windows=(None, 70, 70)))
 
 
 def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:

@@ -126,9 +126,8 @@ class LayerCache:
     """Keys and values of one layer of one sequence."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
-        self.policy = policy
-        sinks = 0 if policy.eviction is None else policy.eviction.sink_pages
-        self.pages = {side: Pages(storage, 0 if side.in_window else sinks) for side, storage in storages.items()}
+        self.policy, self.shape = policy, shape
+        self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
         self.exact = {side: Exact(policy, shape) for side in (Side.KEY, Side.VALUE)}
 
     @property
@@ -145,7 +144,7 @@ class LayerCache:
             pages.append(key if side.is_key else value)
             if side.in_window and self.policy.window is not None:
                 pages.forget(self.policy.window.first_page(pages.length))
-            elif evicted := self.policy.evicted_pages(pages.length):
+            elif evicted := self.policy.evicted_pages(pages.length, self.shape):
                 pages.forget(evicted.stop)
         self.exact[Side.KEY].append(key)
         self.exact[Side.VALUE].append(value)

@@ -260,7 +260,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
-        return plan(self.policy, spans, row_bytes)
+        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None})
 
     def _hidden(
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
