@@ -108,10 +108,15 @@ class Eviction(StrictModel):
     kept while any of its tokens is among the last. Tokens keep the positions at which they were rotated, where StreamingLLM
     numbers them anew by their place in the cache. Pages leave when tokens are appended, so that the tokens of a prefill chunk
     attend to all before them in the chunk, however long it is.
+
+    With `heavy_tokens` it is H2O's cache (arXiv 2306.14048). Each layer and KV head keeps tokens of its own then, so that
+    single tokens are lost, no pages, and no page table can say which.
     """
 
     window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
     sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
+    heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
+    """Of the tokens before the last ones, so many with the most attention are kept, by layer and KV head."""
 
     @property
     def sink_pages(self) -> int:
@@ -166,6 +171,11 @@ class KVPolicy(StrictModel):
         if self.eviction is None:
             return self
         sinks, latest = self.eviction.sink_tokens, self.eviction.window_tokens
+        if self.eviction.heavy_tokens and (sinks or self.exact_tokens or self.window is not None):
+            raise ValueError(
+                f"eviction.heavy_tokens={self.eviction.heavy_tokens} keeps tokens by their attention alone: set sink_tokens, "
+                "eviction.sink_tokens and recent_tokens to 0, and window to null"
+            )
         if self.sink_tokens > sinks:
             raise ValueError(
                 f"eviction.sink_tokens={sinks} keeps fewer than the sink_tokens={self.sink_tokens} that stay exact: set at "
@@ -231,7 +241,7 @@ class KVPolicy(StrictModel):
         that one layer with full attention keeps all. So do exact tokens, whose slots count from the sequence's first token.
         """
         if self.eviction is not None:
-            return self.eviction.window_tokens
+            return None if self.eviction.heavy_tokens else self.eviction.window_tokens
         if shape.reach is None or self.exact_tokens:
             return None
         return max(shape.reach, 0 if self.window is None else self.window.tokens)
@@ -240,6 +250,12 @@ class KVPolicy(StrictModel):
         """Return the pages that a model's cache of `length` tokens has lost; the next ones hold its latest tokens."""
         latest, sinks = self.latest_tokens(shape), self.sink_pages
         return range(sinks, sinks if latest is None else max(sinks, first_recent_page(length, latest)))
+
+    def kept_tokens(self, length: int, shape: KVShape) -> int:
+        """Return how many of a sequence's `length` tokens a model's cache holds."""
+        if self.eviction is not None and self.eviction.heavy_tokens:
+            return min(length, self.eviction.heavy_tokens + self.eviction.window_tokens)
+        return length - PAGE_TOKENS * len(self.evicted_pages(length, shape))
 
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
@@ -301,7 +317,7 @@ class KVPolicy(StrictModel):
         With eviction, or where every layer of the model slides, they are bounded: those of its sinks, its latest tokens and one
         page more.
         """
-        pages = -(-tokens // PAGE_TOKENS) - len(self.evicted_pages(tokens, shape))
+        pages = -(-self.kept_tokens(tokens, shape) // PAGE_TOKENS)
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
 
@@ -349,12 +365,13 @@ FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype
 
 
 def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
-    """Return the most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
+    """Return the most tokens that are held in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
 
-    Evicted tokens count: the sequence that they belong to is served.
+    Tokens that are evicted, or that no layer can see any more, are not held: a policy is not better than another one for what
+    it has lost.
 
     >>> live_tokens(FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=64), budget_bytes=1 << 20, sequence_tokens=100)
     1600
     """
     sequences = budget_bytes // policy.sequence_bytes(shape, sequence_tokens)
-    return sequences * sequence_tokens
+    return sequences * policy.kept_tokens(sequence_tokens, shape)

@@ -77,7 +77,7 @@ def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, 
         chunk_borders=sum(trace.chunk_borders for _, trace in members),
         quantized_rows=sum(length - 1 > policy.exact_tokens for length in lengths),
         beyond_window_rows=0 if window is None else sum(length - 1 > window for length in lengths),
-        evicted_rows=sum(len(policy.evicted_pages(length - 1, shape)) > 0 for length in lengths),
+        evicted_rows=sum(policy.kept_tokens(length - 1, shape) < length - 1 for length in lengths),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import CODES, Format
 from pipeline.core.kv import (
@@ -163,9 +164,24 @@ def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_ta
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
     most = (64 + 4096 + 64) * 64 * KIB
     assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [most - 4096 * KIB, most, most]
-    served = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
-    assert served == 45 * GIB // (most - 4096 * KIB) * 131_072
-    assert served > 30 * live_tokens(plain, LLAMA_8B, 45 * GIB, 131_072)
+    held = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
+    assert held == 45 * GIB // (most - 4096 * KIB) * (64 + 4096)
+    heavy = policy("fp16_h2o")
+    assert heavy.kept_tokens(131_072, LLAMA_8B) == 512
+    assert heavy.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
+
+
+@pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
+@pytest.mark.parametrize("name", ["fp16_streaming", "fp16_h2o"])
+def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(name: str, tokens: int) -> None:
+    kept = live_tokens(policy("fp16"), LLAMA_8B, 45 * GIB, 64)
+    assert live_tokens(policy(name), LLAMA_8B, 45 * GIB, tokens) <= kept
+
+
+@pytest.mark.parametrize("changes", [{"sink_tokens": 4}, {"recent_tokens": 32}])
+def test_heavy_hitters_are_kept_by_their_attention_alone(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"):
+        KVPolicy.model_validate(policy("fp16_h2o").model_dump() | changes)
 
 
 @pytest.mark.parametrize(
@@ -331,3 +347,18 @@ def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dic
 
 def test_scales_that_the_policy_needs_are_accepted() -> None:
     KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole"),
+    [
+        (["kv.eviction.window_tokens=128"], "kv.eviction={window_tokens: 128}"),
+        (["kv.eviction.window_tokens=128", "kv.eviction.sink_tokens=64"], "kv.eviction={window_tokens: 128, sink_tokens: 64}"),
+        (["workloads.speculation.ngram=3"], "workloads.speculation={ngram: 3}"),
+    ],
+)
+def test_a_key_below_null_is_refused_with_what_to_write(overrides: list[str], whole: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        plan(["kv=fp8", *overrides], multirun=False)
+    parent = whole.partition("=")[0]
+    assert str(refusal.value) == f"{overrides[0].partition('=')[0]}: {parent} is null here: write '{whole}' instead"

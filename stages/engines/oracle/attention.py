@@ -10,6 +10,7 @@ is quadratic in the tokens.
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from stages.engines.base import not_finite
 from stages.engines.oracle.model import refuse_options
 
 ATTENTION = "kvgate_oracle"
@@ -92,15 +94,44 @@ class Block:
 
 
 class View(Protocol):
-    """One sequence of a batch: the copies that attention reads, and where the new tokens go."""
+    """One sequence of a batch."""
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+        """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D).
+
+        `slide` is the layer's own window, None where it attends to all.
+        """
+        ...
+
+
+class BlockView(ABC):
+    """A view whose rows read copies that are known before any of them attends."""
 
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
 
+    @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         """Take the new tokens' keys and values (H, S, D), and return the copies of keys and of values to read."""
-        ...
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+        keys, values = self.exchange(layer, key, value)
+        out = torch.empty_like(q)
+        for block in self.blocks:
+            rows = slice(block.begin - self.first_row, block.end - self.first_row)
+            key_pieces, value_pieces = (block.pieces[slide, sources[2] is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces)
+        return out
+
+
+def check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
+    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
+    for side, x in (("key", key), ("value", value)):
+        fits = torch.isfinite(x.half())
+        if not fits.all():
+            row = int((~fits).any(-1).any(0).nonzero()[0])
+            raise not_finite(side, layer, first_row + row, sequence)
 
 
 def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collection[int | None] = (None,)) -> list[Block]:
@@ -229,11 +260,7 @@ def _attention(
     q = query.view(batch, heads, -1, length, head_dim) * scaling
     out = torch.empty_like(q)
     for b, view in enumerate(views):
-        keys, values = view.exchange(int(module.layer_idx), key[b], value[b])  # type: ignore[arg-type]
-        for block in view.blocks:
-            rows = slice(block.begin - view.first_row, block.end - view.first_row)
-            key_pieces, value_pieces = (block.pieces[slide, sources[2] is not None] for sources in (keys, values))
-            out[b, :, :, rows] = attend(q[b, :, :, rows], keys, values, key_pieces, value_pieces)
+        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], slide)  # type: ignore[arg-type]
     return out.flatten(1, 2).transpose(1, 2), None
 
 

@@ -138,6 +138,29 @@ class LayerCache:
     def kept_tokens(self) -> int:
         return self.length - self.pages[Side.KEY].freed * PAGE_TOKENS
 
+    @property
+    def page_count(self) -> int:
+        return len(self.pages[Side.KEY].pages)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if not side.in_window)
+
+    @property
+    def window_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if side.in_window)
+
+    @property
+    def exact_bytes(self) -> int:
+        return sum(exact.nbytes for exact in self.exact.values())
+
+    def repeated(self) -> "LayerCache":
+        """Let the second page of each copy be as the first one, and return the cache."""
+        for side, pages in self.pages.items():
+            if not (side.in_window and pages.freed):
+                pages.repeat()
+        return self
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store new keys and values (H, S, D), then free the pages that left the window or are evicted."""
         for side, pages in self.pages.items():

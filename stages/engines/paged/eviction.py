@@ -8,10 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from stages.engines.paged.sequences import PagedSequence
 
 Indices = npt.NDArray[np.int64]
+
+
+def refuse_heavy_tokens(policy: KVPolicy) -> None:
+    """Raise UserError for H2O's eviction."""
+    if policy.eviction is not None and policy.eviction.heavy_tokens:
+        raise UserError(
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head keeps tokens of its own, which a "
+            "page table that all of them share cannot say; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+        )
 
 
 def pages_for(policy: KVPolicy, shape: KVShape, sequence: PagedSequence, tokens: int) -> int:
