@@ -13,6 +13,7 @@ from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
+from pipeline.registry.settings import PromoteConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 from pipeline.verdict.thresholds import Gates
@@ -89,6 +90,7 @@ class Config(StrictModel):
     monitor: MonitorConfig
     """What stage=monitor looks at; no other stage reads it."""
     tracking: Tracking
+    promote: PromoteConfig
     routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str
@@ -101,6 +103,13 @@ class Config(StrictModel):
             raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
         if self.stage != "verify" and self.bundle is not None:
             raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_for_promotions(self) -> Self:
+        for key, value in (("name", self.promote.name), ("sweep", self.promote.sweep)):
+            if value is not None and self.stage != "promote":
+                raise ValueError(f"promote.{key}={value}: only stage=promote reads it; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ def run_color(verdict: str, policy: str) -> str:
 
 
 class MlflowStore:
-    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.registry.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
@@ -237,6 +237,14 @@ class MlflowStore:
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
+
+    def model_tags(self) -> dict[str, str]:
+        """Return the tags of the registered model itself."""
+        return dict(self.client.get_registered_model(self.location.model_name).tags)
+
+    def set_model_tag(self, name: str, text: str) -> None:
+        """Write a tag of the registered model, at once."""
+        self.client.set_registered_model_tag(self.location.model_name, name, text)
 
 
 @dataclass(frozen=True)

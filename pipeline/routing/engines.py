@@ -8,7 +8,8 @@ from typing import Protocol, get_args
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.promotion import Decide, Proof, Registry, Replay, verify
+from pipeline.registry.movelog import MoveLog, Registry
+from pipeline.registry.proof import Decide, Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
 from pipeline.verdict.thresholds import Check
@@ -60,6 +61,8 @@ class Engines:
     """The registered engines of a model, and what a promotion asks of one."""
 
     registry: RouteRegistry
+    log: MoveLog
+    """Of that registry."""
     find: Find
     replay: Replay
     decide: Decide

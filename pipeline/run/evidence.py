@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.registry.promotion import Finding
+from pipeline.registry.proof import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.routing.engines import Engine
 from pipeline.run.identity import (
@@ -26,6 +26,7 @@ from pipeline.run.identity import (
     round_input,
 )
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.tracked import flat_metrics
 
 USER_INPUTS = {
     ("checkpoint", "gguf"),
@@ -151,12 +152,14 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
-    """Return a registered engine whose evidence lies in an artifact store; what its version cites is not checked here.
+def registered_candidate(store: Path, registration: Registration, tags: Mapping[str, str]) -> tuple[Candidate, Evidence]:
+    """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
+
+    Only the name that it is shown by is the registry's. What its version cites is not checked here.
 
     Args:
         store: The store's root.
-        registration: The engine's version.
+        registration: The candidate's version.
         tags: The tags of that version.
 
     Raises:
@@ -172,15 +175,11 @@ def registered_engine(store: Path, registration: Registration, tags: Mapping[str
         )
     try:
         evidence = read_evidence(path.parent)
-        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
-    except (UserError, KeyError, ValueError) as error:
+    except UserError as error:
         raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
     if report is None:
         raise GateRefusal(f"{name}: its report is missing, or cannot be read")
-    held = report.system.max_live_tokens
-    if held is None:
-        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
     candidate = Candidate(
         name=tags.get("kv", identity.policy),
         policy=identity.policy,
@@ -188,14 +187,31 @@ def registered_engine(store: Path, registration: Registration, tags: Mapping[str
         backend=identity.backend,
         verdict=identity.verdict.status,
         reasons=tuple(identity.verdict.reasons),
-        metrics={},
+        covered=identity.verdict.covered,
+        metrics=flat_metrics(report),
         engine=Cited(path=store / identity.link("engine").place, digest=cited["engine"]),
         baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
         report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
         identity=Cited(path=path, digest=cited["identity"]),
         registration=registration,
     )
-    system, workloads = report.system, frozenset(row.workload for row in evidence.rows)
+    return candidate, evidence
+
+
+def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
+    """Return a registered engine whose evidence lies in an artifact store. Arguments and errors: `registered_candidate`."""
+    candidate, evidence = registered_candidate(store, registration, tags)
+    name = f"version {registration.model_version} ({candidate.name})"
+    report = evidence.report
+    assert report is not None, "a candidate has a report"
+    try:
+        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+    except (KeyError, ValueError) as error:
+        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    system, held = report.system, report.system.max_live_tokens
+    if held is None:
+        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
+    workloads = frozenset(row.workload for row in evidence.rows)
     return Engine(candidate, policy, held, (system.budget_gib, system.sequence_tokens), workloads)
 
 

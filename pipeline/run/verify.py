@@ -21,7 +21,7 @@ from pipeline.artifacts.store import MANIFEST
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.proof import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, lineage, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle

@@ -14,6 +14,7 @@ from judged_candidates import decide_pass, judged_candidate, replay_without_find
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.movelog import MoveLog
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, conclude, load, record
 from pipeline.registry.tracking import Tracking, locate
@@ -47,7 +48,7 @@ def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
 
 def promote_last(store: MlflowStore, work: Path) -> promotion.Move:
     summary = load(work)
-    move = promotion.promote(summary.candidates, store, replay_without_findings, decide_pass, sweep=summary.sweep)
+    move = promotion.promote(summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep)
     conclude(work, move.champion)
     return move
 
@@ -99,11 +100,11 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
     assert tags is not None
     assert tags["promoted_by_sweep"] == "tuesday"
 
-    back = promotion.rollback(store)
+    back = promotion.rollback(MoveLog(store))
     assert (back.champion, back.version) == ("fp8", first.version)
     assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
     with pytest.raises(UserError, match="no previous champion"):
-        promotion.rollback(store)
+        promotion.rollback(MoveLog(store))
 
     (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
     with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: the engine"):

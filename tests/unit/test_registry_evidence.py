@@ -13,6 +13,7 @@ from judged_engine import config_of, judged_engine
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.store import Store
 from pipeline.core.errors import GateRefusal
+from pipeline.registry.movelog import MoveLog
 from pipeline.registry.promotion import Move, promote
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.run.chain import Chain
@@ -73,7 +74,7 @@ def promote_it(candidate: Candidate, folder: Path, thresholds: Gates = GATES) ->
     def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         return decide(report, rows, thresholds)
 
-    return promote([candidate], registry, replay_candidate, decide_again, sweep="s")
+    return promote([candidate], MoveLog(registry), replay_candidate, decide_again, sweep="s")
 
 
 def first_finding(candidate: Candidate) -> str:
@@ -117,6 +118,20 @@ def test_what_summary_and_registry_cite_anew_but_the_identity_does_not_is_refuse
     assert str(caught.value) == f"int8 is not promoted: {first_finding(candidate)}"
     assert str(caught.value).startswith(f"int8 is not promoted: {name}: differs, recorded ")
     assert name in refusal_of_stage_verify(candidate)
+
+
+@pytest.mark.parametrize("kind", ["hidden file", "link", "directory"])
+def test_an_engine_directory_holds_its_files_and_nothing_else(candidate: Candidate, tmp_path: Path, kind: str) -> None:
+    extra = candidate.engine.path / ".extra"
+    if kind == "hidden file":
+        extra.write_text("x")
+    elif kind == "link":
+        extra.symlink_to(candidate.engine.path / "weights.bin")
+    else:
+        extra.mkdir()
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: engine: \.extra: differs, is "):
+        promote_it(candidate, tmp_path)
+    assert "engine: .extra" in refusal_of_stage_verify(candidate)
 
 
 def test_another_engine_than_the_identitys_is_replayed_where_the_candidate_says_it_is(

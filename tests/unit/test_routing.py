@@ -9,6 +9,7 @@ from routed_engines import Fleet, RecordingRegistry
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
+from pipeline.registry.movelog import MoveLog
 from pipeline.registry.summary import Registration, evidence_digest
 from pipeline.routing.files import read_routing_file
 from pipeline.routing.moves import Aliases, read_aliases
@@ -207,35 +208,23 @@ class FailsAt(RecordingRegistry):
         super().delete_alias(alias)
 
 
+@pytest.mark.parametrize("killed", [True, False])
 @pytest.mark.parametrize("at", range(5))
-def test_when_a_move_fails_those_before_it_are_put_back(fleet: Fleet, at: int) -> None:
-    routed(fleet, "routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
-    before = dict(fleet.registry.aliases)
-    failing = FailsAt(fleet.folder, at, killed=False)
-    failing.versions, failing.aliases = fleet.registry.versions, dict(before)
-    fleet.registry = failing
-    with pytest.raises(ConnectionError):
-        routed(fleet, BOTH)
-    assert failing.aliases == before
-    assert [ended for _, _, ended in failing.records] == ["FAILED"]
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_after_a_kill_between_two_moves_every_class_is_whole_and_the_same_command_completes_it(fleet: Fleet, at: int) -> None:
+def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(fleet: Fleet, at: int, killed: bool) -> None:
     routed(fleet, "routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
     before, alive = dict(fleet.registry.aliases), fleet.registry
-    dying = FailsAt(fleet.folder, at, killed=True)
-    dying.versions, dying.aliases = alive.versions, dict(before)
+    dying = FailsAt(fleet.folder, at, killed=killed)
+    dying.versions, dying.aliases, dying.model = alive.versions, dict(before), dict(alive.model)
     fleet.registry = dying
-    with pytest.raises(Killed):
+    with pytest.raises(Killed if killed else ConnectionError):
         routed(fleet, BOTH)
+    assert [ended for _, _, ended in dying.records] == ["FAILED"]
     for workload, old, new in (("retrieval", "3", "2"), ("copy", "1", "3")):
         found = read_aliases(dying, workload)
         assert found.now in (old, new)
         assert old in (found.now, found.previous), "a route that moved has its way back"
-    alive.aliases = dying.aliases
-    fleet.registry = alive
-    routed(fleet, BOTH)
+    alive.aliases, alive.model = dying.aliases, dying.model
+    MoveLog(alive).repair()
     assert read_aliases(alive, "retrieval") == Aliases("2", "3", "1")
     assert read_aliases(alive, "copy") == Aliases("3", "1")
 
