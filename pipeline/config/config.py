@@ -13,9 +13,10 @@ from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
-from pipeline.registry.settings import PromoteConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.trust.keys import SigningConfig
+from pipeline.trust.settings import PromoteConfig
 from pipeline.verdict.thresholds import Gates
 
 Stage = Literal[
@@ -32,6 +33,10 @@ Stage = Literal[
     "route",
     "monitor",
 ]
+
+
+MOVING = ("promote", "rollback", "all", "route", "monitor")
+"""Stages that move aliases."""
 
 
 class ModelConfig(StrictModel):
@@ -91,6 +96,7 @@ class Config(StrictModel):
     """What stage=monitor looks at; no other stage reads it."""
     tracking: Tracking
     promote: PromoteConfig
+    signing: SigningConfig
     routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: str
@@ -110,6 +116,10 @@ class Config(StrictModel):
         for key, value in (("name", self.promote.name), ("sweep", self.promote.sweep)):
             if value is not None and self.stage != "promote":
                 raise ValueError(f"promote.{key}={value}: only stage=promote reads it; leave it out")
+        if self.promote.policy is not None and self.stage not in ("promote", "all"):
+            raise ValueError(f"promote.policy={self.promote.policy}: only stage=promote and stage=all read it; leave it out")
+        if self.signing.trusted and self.signing.key is None and self.stage in MOVING:
+            raise ValueError(f"signing.key: missing; with signing.trusted the moves of stage={self.stage} are signed as well")
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_pa
 from pipeline.registry import processes
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import ENVIRONMENT, Location
+from pipeline.trust.statement import SIGNATURE_FILE
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 SHADES = {
@@ -55,7 +56,7 @@ def run_color(verdict: str, policy: str) -> str:
 
 
 class MlflowStore:
-    """One experiment and one registered model. Implements `pipeline.registry.movelog.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
@@ -373,7 +374,9 @@ def _collect_evidence(candidate: Candidate, folder: Path) -> None:
         source = candidate.engine.path / name
         if source.is_file():
             copy_redacted(source, folder / name)
-    for path in (candidate.report.path, candidate.samples, candidate.identity.path):
+    signature = candidate.identity.path.with_name(SIGNATURE_FILE)
+    signed = [signature] if signature.is_file() else []
+    for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
         copy_redacted(path, folder / path.name)
     verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

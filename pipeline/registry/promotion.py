@@ -3,7 +3,7 @@
 The aliases are `candidate` (the version that was registered last), `champion` (the one that serves) and `previous` (the one
 that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
 
-A move is decided by one record of the log (`pipeline.registry.movelog`), which the aliases follow. A rollback makes `previous`
+A move is decided by one record of the log (`pipeline.trust.movelog`), which the aliases follow. A rollback makes `previous`
 the champion and removes `previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad
 engine back. What was rolled back stays back until it is judged anew, by another report, or asked for by name.
 """
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.registry.movelog import MoveLog
-from pipeline.registry.proof import PASS, Decide, Proof, Replay, verify
+from pipeline.registry.proof import PASS, Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
+from pipeline.trust.movelog import MoveLog
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 
 

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.registry.movelog import Registry
 from pipeline.registry.summary import Candidate, evidence_digest
+from pipeline.trust.movelog import Registry
 from pipeline.verdict.coverage import Limits
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
@@ -43,9 +44,6 @@ class ReplayedEvidence:
 
 Replay = Callable[[Candidate], ReplayedEvidence]
 """Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.run.verify`."""
-
-Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
-"""The gates, bound to their thresholds."""
 
 
 @dataclass(frozen=True)

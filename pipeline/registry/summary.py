@@ -71,6 +71,8 @@ class Candidate(StrictModel):
     """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
     identity: Cited
     """identity.json; the evidence that a replay reads lies beside it."""
+    signed_by: str | None = None
+    """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
     """None without tracking."""
 
@@ -81,13 +83,14 @@ class Candidate(StrictModel):
 
     @property
     def citations(self) -> dict[str, str]:
-        """Digests by the names of the tags under which a model version cites them."""
-        return {
+        """Digests, and the key that signed, by the names of the tags under which a model version cites them."""
+        cited = {
             "engine_digest": self.engine.digest,
             "baseline_digest": self.baseline.digest,
             "report_digest": self.report.digest,
             "identity_digest": self.identity.digest,
         }
+        return cited if self.signed_by is None else cited | {"signed_by": self.signed_by}
 
     def metric(self, name: str) -> float:
         """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""

@@ -8,10 +8,11 @@ from typing import Protocol, get_args
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.movelog import MoveLog, Registry
-from pipeline.registry.proof import Decide, Proof, Replay, verify
+from pipeline.registry.proof import Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
+from pipeline.trust.movelog import MoveLog, Registry
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.thresholds import Check
 
 WARNING = "WARNING"

@@ -3,7 +3,7 @@
 `route-CLASS` is the engine that serves the class, `route-CLASS-previous` the one before, `route-CLASS-fallback` the one that a
 broken route goes to where there is none before. Servers read the first.
 
-Moves of one command are one record of the log of moves (`pipeline.registry.movelog` says what its lock covers), from the
+Moves of one command are one record of the log of moves (`pipeline.trust.movelog` says what its lock covers), from the
 aliases on which they were decided: where those moved meanwhile, nothing is moved. The record decides for all classes at once.
 A command that is killed, or fails, before every alias has followed leaves the rest to the next one that reads them. An MLflow
 run says what was moved, and why; it is opened before the record, so that a move which failed has one too.
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.core.errors import GateRefusal
-from pipeline.registry.movelog import MoveLog, Registry, mover, now
 from pipeline.routing.engines import RouteRegistry
+from pipeline.trust.movelog import MoveLog, Registry, mover, now
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pipeline.run.identity import (
     read_identity,
     round_input,
 )
+from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
@@ -101,6 +102,8 @@ def find_evidence(directory: Path) -> list[Path]:
                 about.append(path.parent)
         except UserError as error:  # it may belong to another engine, and must not stop the verification of this one
             unreadable.append(str(error))
+    signed = {file_digest(path / IDENTITY_FILE) for path in about if (path / SIGNATURE_FILE).is_file()}
+    about = [path for path in about if (path / SIGNATURE_FILE).is_file() or file_digest(path / IDENTITY_FILE) not in signed]
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:
@@ -168,7 +171,8 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
     name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    path = next((path for path in paths if file_digest(path) == cited["identity"]), None)
+    paths = [path for path in paths if file_digest(path) == cited["identity"]]
+    path = next((path for path in paths if path.with_name(SIGNATURE_FILE).is_file()), paths[0] if paths else None)
     if path is None:
         raise GateRefusal(
             f"{name} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
@@ -193,6 +197,7 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
         baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
         report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
         identity=Cited(path=path, digest=cited["identity"]),
+        signed_by=tags.get("signed_by"),
         registration=registration,
     )
     return candidate, evidence

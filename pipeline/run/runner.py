@@ -9,7 +9,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -30,8 +30,7 @@ from pipeline.core.errors import (
 )
 from pipeline.core.redaction import redact_text
 from pipeline.registry import promotion, summary
-from pipeline.registry.movelog import MoveLog
-from pipeline.registry.proof import PASS
+from pipeline.registry.proof import PASS, Replay, ReplayedEvidence
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.routing import stages as routes
@@ -45,7 +44,11 @@ from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
 from pipeline.run.tuning import tune
 from pipeline.run.verify import replay, replay_candidate
-from pipeline.verdict.gates import decide
+from pipeline.trust.binding import read_policy, settle, standing_policy
+from pipeline.trust.keys import Keys, load_keys
+from pipeline.trust.movelog import MoveLog
+from pipeline.trust.policy import GatePolicy, kept
+from pipeline.verdict.gates import Decide, decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
 from pipeline.verdict.tracked import flat_metrics
@@ -79,7 +82,26 @@ class Run:
 
     def log(self, store: "MlflowStore") -> MoveLog:
         """Return the log of moves of the registered model."""
-        return MoveLog(store, accept_broken=self.config.promote.accept_broken_log, say=_warn)
+        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=_warn)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The key that signs, and those that are trusted."""
+        return load_keys(self.config.signing)
+
+    @property
+    def trusted(self) -> list[Keys]:
+        """Sets of keys, of each of which one must have signed what is promoted or verified."""
+        return [self.keys] if self.keys.trusted else []
+
+    def replay_under(self, policy: GatePolicy | None) -> Replay:
+        """Return what replays a candidate's evidence, and checks who signed it where that matters."""
+        signers = policy.keys() if policy is not None else None
+        return partial(replay_candidate, trusted=[*self.trusted, *([signers] if signers is not None else [])])
+
+    def decide_under(self, policy: GatePolicy | None) -> Decide:
+        """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
+        return kept(policy, self.config.gates, self.decide)
 
     def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         """Decide by the gates of this command."""
@@ -130,6 +152,7 @@ def evaluate(run: Run) -> None:
             baseline=Cited(path=baseline.path, digest=baseline.digest),
             report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
             identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
+            signed_by=run.keys.signer_id,
         )
         for stage in chain.finished:
             artifact = stage.artifact
@@ -181,12 +204,14 @@ def _promote(run: Run, last: summary.Summary) -> None:
     summary.check_writable(config.work, REPORT)
     store = run.registry()
     find = partial(registered_candidate, config.work / "artifacts")
-    candidates = promotion.judged_again(listed, store.registered(), find, run.decide, model, config.promote.name)
+    log = run.log(store)
+    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
+    decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
+    candidates = promotion.judged_again(listed, store.registered(), find, decide_again, model, config.promote.name)
     with TemporaryDirectory() as scratch:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        log = run.log(store)
-        move = promotion.promote(candidates, log, replay_candidate, run.decide, sweep=last.sweep, name=config.promote.name)
+        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
             best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -240,7 +265,18 @@ def _engines(run: Run) -> Engines:
     store = run.registry()
     log = run.log(store)
     log.repair()
-    return Engines(store, log, find, replay_candidate, run.decide)
+
+    @cache
+    def policy() -> GatePolicy | None:  # the way back of a broken engine must not wait for it
+        return standing_policy(log, log.read())
+
+    def replay_again(candidate: Candidate) -> ReplayedEvidence:
+        return run.replay_under(policy())(candidate)
+
+    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        return run.decide_under(policy())(report, rows)
+
+    return Engines(store, log, find, replay_again, decide_again)
 
 
 def _warn(line: str) -> None:
@@ -259,7 +295,7 @@ def verify(run: Run) -> None:
         MissingRequirement: when nothing differs, but something is missing.
     """
     directory = Path(str(run.config.bundle))
-    replays = [(evidence, replay(evidence)) for evidence in map(read_evidence, find_evidence(directory))]
+    replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence, findings)
     names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}

@@ -1,1 +1,1 @@
-"""Who may say what serves: signatures, and the policy that promotions keep to."""
+"""Who may say what serves: signatures, the log of moves, the policy that promotions keep to."""

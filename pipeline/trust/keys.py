@@ -93,10 +93,6 @@ class Keys:
             return None
         return f"it is signed by {', '.join(unknown)}, which is no trusted key"
 
-    def also(self, trusted: Mapping[str, "Ed25519PublicKey"]) -> "Keys":
-        """Return these with other trusted keys in place of theirs."""
-        return Keys(self.signer, dict(trusted))
-
 
 def _encoded(kind: str, payload: bytes) -> bytes:
     """Return DSSE's pre-authentication encoding."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.engines import Engine, Engines
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
 

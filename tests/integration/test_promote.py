@@ -14,10 +14,10 @@ from judged_candidates import decide_pass, judged_candidate, replay_without_find
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, conclude, load, record
 from pipeline.registry.tracking import Tracking, locate
+from pipeline.trust.movelog import MoveLog
 
 FORK = multiprocessing.get_context("fork")
 """Forked children have MLflow imported already: importing takes 2 s in each."""

@@ -9,7 +9,6 @@ from routed_engines import Fleet
 
 from pipeline.core.errors import GateRefusal
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Tracking, locate
@@ -17,6 +16,7 @@ from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.moves import Aliases, Move, make_moves, read_aliases, way_back
 from pipeline.routing.settings import RoutingConfig
 from pipeline.routing.stages import roll_back, route
+from pipeline.trust.movelog import MoveLog
 
 
 @pytest.fixture(scope="module")

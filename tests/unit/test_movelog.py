@@ -8,9 +8,9 @@ import pytest
 from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, replay_without_findings
 
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.registry.movelog import MoveLog, mover
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.summary import Candidate, Registration
+from pipeline.trust.movelog import MoveLog, mover
 
 
 class Killed(BaseException):

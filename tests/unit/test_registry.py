@@ -8,11 +8,12 @@ from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, rep
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.promotion import Move, choose
-from pipeline.registry.proof import Decide, Finding, Replay, ReplayedEvidence
+from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
 

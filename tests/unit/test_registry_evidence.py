@@ -13,7 +13,6 @@ from judged_engine import config_of, judged_engine
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.store import Store
 from pipeline.core.errors import GateRefusal
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.promotion import Move, promote
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.run.chain import Chain
@@ -22,6 +21,7 @@ from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.runner import Run
 from pipeline.run.runner import verify as verify_stage
 from pipeline.run.verify import replay, replay_candidate
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Gates, Verdict

@@ -9,7 +9,6 @@ from routed_engines import Fleet, RecordingRegistry
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.registry.movelog import MoveLog
 from pipeline.registry.summary import Registration, evidence_digest
 from pipeline.routing.files import read_routing_file
 from pipeline.routing.moves import Aliases, read_aliases
@@ -18,6 +17,7 @@ from pipeline.routing.stages import roll_back, route
 from pipeline.run.evidence import registered_engine
 from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.verify import replay_candidate
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
 
 BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"

@@ -10,6 +10,7 @@ work directory (with a server). Against other hosts there is only a check after 
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,7 @@ from filelock import FileLock
 
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.registry import processes
-from pipeline.registry.history import PREFIX, SIGNED_AS, History, Kind, Record, canonical, read_history, tag_name, written
+from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, canonical, read_history, tag_name, written
 from pipeline.trust.keys import Keys
 
 MOST_CHARS = 4900
@@ -202,4 +202,4 @@ def mover(environ: Mapping[str, str] = os.environ) -> str:
         user = getuser()
     except (KeyError, OSError):  # a container's user may have no name
         user = f"uid {os.getuid()}"
-    return f"{user}@{processes.host()}"
+    return f"{user}@{socket.gethostname()}"
