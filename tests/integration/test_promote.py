@@ -48,7 +48,9 @@ def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
 
 def promote_last(store: MlflowStore, work: Path, name: str | None = None) -> promotion.Move:
     summary = load(work)
-    move = promotion.promote(summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep, name=name)
+    move = promotion.promote(
+        summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep, name=name
+    )
     conclude(work, move.champion)
     return move
 
