@@ -50,9 +50,7 @@ def conf_policy(name: str) -> KVPolicy:
     return policy.model_copy(update={"overrides": moved})
 
 
-SHIPPED = [
-    conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem != "int4_g128" and "h2o" not in path.stem
-]
+SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem != "int4_g128"]
 """Every shipped policy that heads of 64 channels allow."""
 
 COMBINED = [

@@ -166,22 +166,26 @@ def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_ta
     assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [most - 4096 * KIB, most, most]
     held = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
     assert held == 45 * GIB // (most - 4096 * KIB) * (64 + 4096)
-    heavy = policy("fp16_h2o")
+    heavy = heavy_hitters()
     assert heavy.kept_tokens(131_072, LLAMA_8B) == 512
     assert heavy.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
 
 
+def heavy_hitters() -> KVPolicy:
+    return policy("fp16").model_copy(update={"name": "fp16_h2o", "eviction": Eviction(window_tokens=256, heavy_tokens=256)})
+
+
 @pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
-@pytest.mark.parametrize("name", ["fp16_streaming", "fp16_h2o"])
-def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(name: str, tokens: int) -> None:
+@pytest.mark.parametrize("evicting", [policy("fp16_streaming"), heavy_hitters()], ids=lambda evicting: evicting.name)
+def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(evicting: KVPolicy, tokens: int) -> None:
     kept = live_tokens(policy("fp16"), LLAMA_8B, 45 * GIB, 64)
-    assert live_tokens(policy(name), LLAMA_8B, 45 * GIB, tokens) <= kept
+    assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
 
 
 @pytest.mark.parametrize("changes", [{"sink_tokens": 4}, {"recent_tokens": 32}])
 def test_heavy_hitters_are_kept_by_their_attention_alone(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"):
-        KVPolicy.model_validate(policy("fp16_h2o").model_dump() | changes)
+        KVPolicy.model_validate(heavy_hitters().model_dump() | changes)
 
 
 @pytest.mark.parametrize(
