@@ -18,9 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol
 
-from filelock import FileLock
-
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.summary import Candidate, evidence_digest
 from pipeline.verdict.coverage import Limits
@@ -228,7 +227,7 @@ def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay,
     except (GateRefusal, MissingRequirement) as error:
         raise type(error)(f"{best.name} is not promoted: {error}") from error
     version, covered = proof.version, proof.covered
-    with FileLock(registry.lock):
+    with locked(registry.lock, "promoting"):
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
             return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
@@ -260,7 +259,7 @@ def rollback(registry: Registry) -> Move:
     Raises:
         UserError: when there is none, or its version was deleted.
     """
-    with FileLock(registry.lock):
+    with locked(registry.lock, "rolling back"):
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
             raise UserError("stage=rollback: there is no previous champion to return to")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from filelock import FileLock
 from pydantic import ConfigDict, ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import SEVERITY, UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -149,7 +149,7 @@ def _write(workdir: Path, summary: Summary) -> None:
 
 def _update(workdir: Path, change: Callable[[Summary], Summary]) -> Summary:
     workdir.mkdir(parents=True, exist_ok=True)
-    with FileLock(workdir / f".{FILE}.lock"):
+    with locked(workdir / f".{FILE}.lock", FILE):
         summary = change(load(workdir))
         _write(workdir, summary)
     return summary

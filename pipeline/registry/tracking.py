@@ -32,6 +32,8 @@ class Tracking(StrictModel):
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only where the store is on this machine."""
+    timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30
+    """Seconds that the store may take to answer a request, or to be unlocked by another process."""
 
     @model_validator(mode="after")
     def _keeps_secrets_out(self) -> Self:
@@ -52,6 +54,7 @@ class Location:
     experiment: str
     model_name: str
     log_bundle: bool
+    timeout_s: float = 30
 
     @property
     def served(self) -> bool:
@@ -90,6 +93,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
         experiment=tracking.experiment,
         model_name=tracking.model_name or "kvgate-" + re.sub(r"[^\w.-]", "_", model),
         log_bundle=uri.startswith("sqlite:///") if tracking.log_bundle is None else tracking.log_bundle,
+        timeout_s=tracking.timeout_s,
     )
 
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from getpass import getuser
 
-from filelock import FileLock
-
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal
 from pipeline.registry.promotion import Registry, now
 from pipeline.routing.engines import RouteRegistry
@@ -114,7 +113,7 @@ def make_moves(registry: RouteRegistry, title: str, moves: Sequence[Move], tags:
     if not moves:
         return
     record = {**tags, **{f"move/{move.workload}": str(move) for move in moves}}
-    with FileLock(registry.lock), registry.recorded(title, record):
+    with locked(registry.lock, "moving routes"), registry.recorded(title, record):
         for move in moves:
             if read_aliases(registry, move.workload) != move.before:
                 raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: nothing was moved; run it again")

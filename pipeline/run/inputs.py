@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
+from pipeline.artifacts.store import check_store
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import OpenAIConfig
@@ -36,6 +37,7 @@ def check_inputs(config: Config) -> None:
     if config.work.exists() and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
     if config.stage != "verify":
+        check_store(config.work / "artifacts")
         summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
         raise UserError(f"bundle={config.bundle}: no such directory")
