@@ -31,7 +31,8 @@ from pipeline.registry.mlflow_client import (
     process_wide,
     translated,
 )
-from pipeline.registry.reaching import check_reachable, named
+from pipeline.registry.reaching import SQLITE, check_reachable, named
+from pipeline.registry.relocation import follow_move
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
 
@@ -57,6 +58,8 @@ class MlflowStore:
             raise UserError(f"{named(location)} cannot be used: {reason}; name another") from error
         with locked(self.lock, "opening MLflow's store"):  # processes that create one SQLite store at once break its migrations
             check_reachable(location)
+            if location.uri.startswith(SQLITE):
+                follow_move(location, Path(location.uri.removeprefix(SQLITE)))
             with asked_once():
                 self.client = Client(location)
                 self.experiment_id = self._experiment()

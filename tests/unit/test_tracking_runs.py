@@ -218,3 +218,22 @@ def test_a_run_puts_its_lease_off_as_long_as_it_is_open(store: MlflowStore, monk
                 break
             time.sleep(0.01)
     assert renewed == later.isoformat()
+
+
+def test_a_store_that_was_moved_with_its_work_directory_finds_its_files_and_writes_no_others(
+    store: MlflowStore, work: Path, tmp_path: Path
+) -> None:
+    done = track_one(store, judged(tmp_path, "moved"), "before")
+    there = work.rename(work.with_name("moved"))
+    try:
+        moved = MlflowStore(locate(Tracking(), there, "tiny"))
+        assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
+        (model,) = moved.client.search_logged_models([moved.experiment_id], "name = 'moved'")
+        assert Path(model.artifact_location.removeprefix("file://")).is_relative_to(there)
+        again = track_one(moved, judged(tmp_path, "moved_on"), "after")
+        assert artifacts(moved, registered(again).run_id).keys() == {"report.json"}
+        assert not work.exists()
+    finally:
+        there.rename(work)
+    MlflowStore(locate(Tracking(), work, "tiny"))
+    assert artifacts(store, registered(done).run_id).keys() == {"report.json"}
