@@ -33,9 +33,9 @@ def limit_s(environ: Mapping[str, str] = os.environ) -> float:
 
 
 @contextmanager
-def announced(describe: Callable[[], str]) -> Iterator[None]:
-    """Print `waiting for ...` on stderr when the block takes longer than a moment; `describe` is asked then."""
-    timer = threading.Timer(QUIET_S, lambda: print(f"pipeline: waiting for {describe()}", file=sys.stderr, flush=True))
+def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
+    """Print `waiting for ...` on stderr when the block takes longer than `quiet_s`; `describe` is asked then."""
+    timer = threading.Timer(quiet_s, lambda: print(f"pipeline: waiting for {describe()}", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
@@ -66,7 +66,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
     try:
         # FileLock takes a directory in which no file can be made for one that is about to appear, and waits.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
-        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})"):
+        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
             lock.acquire(timeout=seconds)
     except Timeout as error:
         raise MissingRequirement(

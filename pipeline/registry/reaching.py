@@ -15,6 +15,9 @@ from pipeline.registry.tracking import ENVIRONMENT, Location
 SQLITE = "sqlite:///"
 HEADER = b"SQLite format 3\0"
 
+QUIET_S = 5.0
+"""Seconds of a wait before anything is said of it: making the tables of a fresh store takes some."""
+
 DRIVERS = {"postgresql": "psycopg2-binary", "mysql": "pymysql", "mssql": "pyodbc"}
 """Databases, and the distributions that have the drivers that are usual for them."""
 
@@ -28,7 +31,8 @@ def named(location: Location) -> str:
 def patient(location: Location) -> Iterator[None]:
     """Say of a wait for the store that goes on for more than a moment how long it may take."""
     limit = location.timeout_s
-    with announced(lambda: f"{named(location)}; a request may take until {until(limit)} (tracking.timeout_s={limit:g})"):
+    end = until(limit)
+    with announced(lambda: f"{named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})", QUIET_S):
         yield
 
 
@@ -142,5 +146,6 @@ def problem(location: Location, error: Exception) -> Exception:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = redact_text(str(error)).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    """Return the line of an error's text that says what happened: of SQLAlchemy's the one with the driver's own error."""
+    lines = redact_text(str(error)).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if line.startswith("(") and "Error) " in line), lines[0]).strip()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import locks
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 
@@ -52,7 +52,7 @@ def test_a_damaged_database_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(locks, "QUIET_S", 0.2)
+    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
     other = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
     other.execute("create table t (a)")
     other.execute("begin exclusive")
@@ -140,7 +140,7 @@ def test_a_password_that_makes_the_address_another_is_told_to_be_encoded(tmp_pat
 def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(locks, "QUIET_S", 0.2)
+    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         text = refusal(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, MissingRequirement)
     assert text.endswith("did not answer within tracking.timeout_s=1; look at the server, or give it longer")
