@@ -18,8 +18,9 @@ HEADER = b"SQLite format 3\0"
 QUIET_S = 5.0
 """Seconds of a wait before anything is said of it: making the tables of a fresh store takes some."""
 
-DRIVERS = {"postgresql": "psycopg2-binary", "mysql": "pymysql", "mssql": "pyodbc"}
-"""Databases, and the distributions that have the drivers that are usual for them."""
+DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
+"""Modules of drivers, and the distributions that have them, where those are called otherwise. A release of SQLAlchemy decides
+which one `postgresql://` takes; `postgresql+psycopg2://` says it."""
 
 
 def named(location: Location) -> str:
@@ -93,8 +94,7 @@ def _check_database(location: Location) -> None:
     except (NoSuchModuleError, ArgumentError, ValueError) as error:
         raise UserError(f"{named(location)} cannot be used: {_first_line(error)}; give a URI of SQLAlchemy") from error
     except ModuleNotFoundError as error:
-        family = kind.partition("+")[0]
-        driver = DRIVERS[family] if "+" not in kind and family in DRIVERS else error.name
+        driver = DRIVERS.get(str(error.name), error.name)
         raise MissingRequirement(
             f"{named(location)} takes a driver that is not installed: {error.name}; pip install {driver}"
         ) from error

@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     ("uri", "kind", "expected"),
     [
         (f"postgresql+x://u:{SECRET}@h/db", UserError, "sqlalchemy.dialects:postgresql.x; give a URI of SQLAlchemy"),
-        (f"mysql://u:{SECRET}@h/db", MissingRequirement, "takes a driver that is not installed: MySQLdb; pip install pymysql"),
+        (f"mysql://u:{SECRET}@h/db", MissingRequirement, "not installed: MySQLdb; pip install mysqlclient"),
         (
             f"mssql+pymssql://u:{SECRET}@h/db",
             MissingRequirement,
