@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
+from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig, TorchConfig
@@ -159,10 +160,12 @@ class Chain:
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
-        recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
+        code, libraries = (backend.build_module, write_sbom.__module__), (*backend.libraries, SBOM_LIBRARY)
+        recipe = Recipe("build", code, content, inputs, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
+            write_sbom(out, recipe.parts)
 
         return self.make(recipe, fill, policy, note)
 

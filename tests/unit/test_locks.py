@@ -1,84 +1,97 @@
-"""Waits have a limit, which is named while they last, and say who is waited for."""
+"""The locks of requirements/: complete, by hash, in one version, and within what pyproject.toml allows."""
 
-import multiprocessing
-import os
-import signal
-from multiprocessing.connection import Connection
+import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from pipeline.artifacts import locks
-from pipeline.artifacts.locks import LIMIT, holder, locked, locked_at_once
-from pipeline.core.errors import MissingRequirement, UserError
-
-FORK = multiprocessing.get_context("fork")
-
-
-def _hold(path: Path, ready: Connection) -> None:
-    with locked(path, "a test"):
-        ready.send("held")
-        signal.pause()
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "requirements"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = {"run": ("gguf", "postgres"), "demo": ("rtx",), "test": ("test", "postgres")}
+"""The extras that each lock is made of, beside the dependencies; `requirements/lock` says the same to uv."""
 
 
-@pytest.fixture
-def held(tmp_path: Path) -> "tuple[Path, int]":
-    """A lock that another process holds, and that process."""
-    path = tmp_path / ".lock"
-    parent, child = FORK.Pipe()
-    process = FORK.Process(target=_hold, args=(path, child), daemon=True)
-    process.start()
-    assert parent.recv() == "held"
-    assert process.pid is not None
-    return path, process.pid
+def locked(name: str) -> dict[str, tuple[str, Marker | None]]:
+    """(version, marker) of each package of a lock."""
+    found: dict[str, tuple[str, Marker | None]] = {}
+    for line in (LOCKS / f"{name}.lock").read_text().splitlines():
+        if not line.startswith(" "):
+            requirement = Requirement(line.removesuffix("\\").strip())
+            (pin,) = requirement.specifier
+            assert pin.operator == "=="
+            found[canonicalize_name(requirement.name)] = (pin.version, requirement.marker)
+    return found
 
 
-def test_a_stopped_holder_is_named_while_it_is_waited_for_and_when_the_time_is_over(
-    held: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, pid = held
-    monkeypatch.setattr(locks, "QUIET_S", 0.05)
-    monkeypatch.setenv(LIMIT, "0.5")
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    try:
-        with (
-            pytest.raises(MissingRequirement, match=rf"KVGATE_LOCK_TIMEOUT_S=0\.5: registering: process {pid}"),
-            locked(path, "registering"),
-        ):
-            pass
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    said = capsys.readouterr().err
-    assert said.startswith(
-        f"pipeline: waiting for registering: process {pid}, which is stopped (kill -CONT {pid} lets it go on)"
+def wanted(extras: tuple[str, ...]) -> list[Requirement]:
+    """The project's dependencies and those of extras, which may name extras of the project."""
+    given = PROJECT["project"]
+    lines = [*given["dependencies"], *(line for extra in extras for line in given["optional-dependencies"][extra])]
+    found = []
+    for requirement in map(Requirement, lines):
+        inner = tuple(sorted(requirement.extras)) if requirement.name == "kvgate" else ()
+        found += wanted(inner) if inner else [requirement]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(LOCKS.glob("*.lock")), ids=lambda path: path.stem)
+def test_every_package_is_locked_by_hash(path: Path) -> None:
+    packages = re.split(r"\n(?=[^ ])", path.read_text().strip())
+    assert packages
+    for package in packages:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", package), package.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_holds_what_the_project_requires_in_versions_that_it_allows(name: str) -> None:
+    versions = locked(name)
+    for requirement in wanted(EXTRAS[name]):
+        if requirement.name != "torch":  # its build depends on the machine: installed first, by version
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)][0]), requirement.name
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_holds_what_its_packages_require_in_turn(name: str) -> None:
+    versions = locked(name)
+    for package, (version, marker) in versions.items():
+        if marker is None or marker.evaluate():
+            for line in _requires(package, version):
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    assert canonicalize_name(needed.name) in {*versions, "torch"}, f"{package} needs {needed.name}"
+
+
+@pytest.mark.parametrize("name", ["run", "demo", "build"])
+def test_what_is_installed_elsewhere_has_the_versions_that_were_tested(name: str) -> None:
+    tested = locked("test")
+    for package, (version, _) in locked(name).items():
+        assert tested.get(package, (version, None))[0] == version, package
+
+
+def test_what_builds_a_wheel_is_locked() -> None:
+    for requirement in map(Requirement, PROJECT["build-system"]["requires"]):
+        assert requirement.specifier.contains(locked("build")[canonicalize_name(requirement.name)][0]), requirement.name
+
+
+def test_make_installs_packages_by_hash_alone() -> None:
+    lines = re.findall(
+        r"^(?:\t.*pip install.*|[A-Z]+ := .*(?:pip install|\$\(PIP\)).*)$", (ROOT / "Makefile").read_text(), re.M
     )
-    assert "(KVGATE_LOCK_TIMEOUT_S=0.5)" in said
+    assert lines
+    for line in lines:
+        allowed = "--require-hashes" in line or "$(TORCH)" in line or line.startswith("PIP := ") or "--editable ." in line
+        assert allowed, line
 
 
-def test_a_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, int]) -> None:
-    path, pid = held
-    with locked_at_once(path) as mine:
-        assert not mine
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with locked_at_once(path) as mine:
-        assert mine
-    assert holder(path) == "another process"
-
-
-@pytest.mark.parametrize("folder", ["/proc/self", "/proc/self/fd"])
-def test_a_folder_in_which_no_lock_can_be_made_is_refused_and_not_waited_for(folder: str) -> None:
-    expected = r"/proc/self.*: cannot be locked \(.*\); it must be in a folder that you may write to"
-    with pytest.raises(UserError, match=expected), locked(Path(folder, ".lock"), "summary.json"):
-        pass
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_a_limit_that_is_none_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LIMIT, text)
-    with (
-        pytest.raises(UserError, match=f"KVGATE_LOCK_TIMEOUT_S={text}: give seconds above zero"),
-        locked(tmp_path / "l", "a test"),
-    ):
-        pass
+def _requires(name: str, version: str) -> list[str]:
+    """What an installed package requires; nothing is known of one that is not installed here in this version."""
+    try:
+        return (metadata.requires(name) or []) if metadata.version(name) == version else []
+    except metadata.PackageNotFoundError:
+        return []
