@@ -7,6 +7,7 @@ from zlib import crc32
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE
 from pipeline.core.redaction import copy_redacted, redact
 from pipeline.registry.summary import Candidate
+from pipeline.trust.statement import SIGNATURE_FILE
 
 SHADES = {
     "PASS": ("#1a7f37", "#2da44e", "#0f766e", "#4d9221"),
@@ -33,7 +34,9 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
         source = candidate.engine.path / name
         if source.is_file():
             copy_redacted(source, folder / name)
-    for path in (candidate.report.path, candidate.samples, candidate.identity.path):
+    signature = candidate.identity.path.with_name(SIGNATURE_FILE)
+    signed = [signature] if signature.is_file() else []
+    for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
         copy_redacted(path, folder / path.name)
     verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

@@ -40,7 +40,7 @@ PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 
 
 class MlflowStore:
-    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
@@ -230,6 +230,14 @@ class MlflowStore:
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
+
+    def model_tags(self) -> dict[str, str]:
+        """Return the tags of the registered model itself."""
+        return dict(self.client.get_registered_model(self.location.model_name).tags)
+
+    def set_model_tag(self, name: str, text: str) -> None:
+        """Write a tag of the registered model, at once."""
+        self.client.set_registered_model_tag(self.location.model_name, name, text)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,14 @@
 
 import json
 from datetime import UTC, datetime
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
-from yaml import YAMLError
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.trust.files import first_line, read_yaml, validated
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
@@ -123,12 +121,7 @@ class Snapshot(StrictModel):
 def read_routing_file(routing: RoutingConfig) -> RoutingFile:
     """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
     where = f"routing.file={routing.file}"
-    try:
-        loaded = OmegaConf.load(routing.path)  # it refuses a key that is given twice
-        content = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
-    return _validated(RoutingFile, json.dumps(content, default=str), where)
+    return read_yaml(RoutingFile, routing.path, where)
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
@@ -138,8 +131,8 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
         content = monitor.path.read_text(encoding="utf-8")
         json.loads(content, object_pairs_hook=_without_duplicates)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
-    snapshot = _validated(Snapshot, content, where)
+        raise UserError(f"{where}: cannot be read ({first_line(error)})") from None
+    snapshot = validated(Snapshot, content, where)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
         if away > monitor.max_age_s:
@@ -156,22 +149,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice is not None:
         raise ValueError(f"{twice} is given twice")
     return dict(pairs)
-
-
-M = TypeVar("M", bound=StrictModel)
-
-
-def _validated(model: type[M], content: str, where: str) -> M:
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        text = first["msg"].removeprefix("Value error, ")
-        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
-        got = "" if shown else f" (got {first['input']!r})"
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

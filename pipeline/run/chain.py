@@ -21,6 +21,7 @@ from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.run import console, loading
 from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
+from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
@@ -321,9 +322,11 @@ class Chain:
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         content: dict[str, object] = {"identity": json_digest(identity.model_dump(mode="json"))}
+        keys, file = load_keys(self.config.signing), self.config.workloads.file
+        if keys.signer_id is not None:
+            content["signer"] = keys.signer_id
         recipe = Recipe("identity", ("pipeline.run.identity",), content, {"evaluation": evaluation.digest})
-        file = self.config.workloads.file
-        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out), policy)
+        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, keys), policy)
 
     def make(
         self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False

@@ -18,6 +18,8 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.run.loading import evaluation, open_loader, required_libraries
+from pipeline.trust.binding import read_policy
+from pipeline.trust.keys import load_keys
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
 """Stages that work on what other commands left."""
@@ -36,6 +38,8 @@ def check_inputs(config: Config) -> None:
     """
     if config.work.exists() and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
+    load_keys(config.signing)
+    read_policy(config.promote)
     if config.stage != "verify":
         check_store(config.work / "artifacts")
         summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,11 +21,13 @@ from pipeline.artifacts.store import MANIFEST
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.proof import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, lineage, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle
+from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
 from pipeline.run.loading import evaluation, required_libraries
+from pipeline.trust.keys import Keys
+from pipeline.trust.statement import SIGNATURE_FILE, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -38,24 +40,33 @@ SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
 
 
-def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
+def replay_candidate(candidate: Candidate, trusted: Sequence[Keys] = ()) -> ReplayedEvidence:
     """Replay the evidence of a candidate, with the bundles where the candidate says they are.
+
+    Args:
+        candidate: The candidate.
+        trusted: Sets of keys, of each of which one must have signed the evidence.
 
     Raises:
         UserError: when its identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    findings = replay(evidence)
+    findings = replay(evidence, trusted)
     # Of a bundle that cannot be read or is gone a finding says so, which stops the promotion.
     intact = evidence.engine is not None and all(finding.status == "same" for finding in findings)
     built_for = Limits.of_bundle(read_bundle(evidence.engine)) if intact and evidence.engine is not None else Limits()
     return ReplayedEvidence(findings, evidence.report, evidence.rows, built_for)
 
 
-def replay(evidence: Evidence) -> list[Finding]:
-    """Check everything that the identity says; the findings name what is the same, differs or is missing."""
+def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
+    """Check everything that the identity says; the findings name what is the same, differs or is missing.
+
+    Args:
+        evidence: The evidence.
+        trusted: Sets of keys, of each of which one must have signed it.
+    """
     identity, engine = evidence.identity, evidence.engine
-    findings = [*_seal(evidence.directory), *lineage(identity)]
+    findings = [*_seal(evidence.directory), *_signatures(evidence, trusted), *lineage(identity)]
     engine_findings = _files("engine", engine, identity.link("engine").files)
     findings += engine_findings
     if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
@@ -106,6 +117,18 @@ def _seal(directory: Path) -> list[Finding]:
         if sealed != digest:
             return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
+
+
+def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
+    """Check that keys which are trusted signed the engine with its evidence."""
+    identity = evidence.identity
+    files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
+    findings = []
+    for keys in trusted:
+        problem = problem_of(keys, evidence.directory / SIGNATURE_FILE, identity.policy, files)
+        detail = problem or f"by a key that is trusted, for {len(files)} files"
+        findings.append(Finding("signature", "same" if problem is None else "differs", detail))
+    return findings
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:

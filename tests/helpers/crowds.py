@@ -14,8 +14,9 @@ from small_runs import build, evaluate, open_tracking
 
 from pipeline.artifacts.digest import tree_files
 from pipeline.artifacts.store import _manifest
-from pipeline.core.errors import UserError
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion, summary
+from pipeline.trust.movelog import MoveLog
 
 FORK = multiprocessing.get_context("fork")
 
@@ -36,10 +37,14 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
             assert tree_files(path) == manifest["files"], path
     elif kind == "promote":
         last, store = summary.load(work), open_tracking(work, uri)
-        promotion.promote(last.candidates, store, replay_without_findings, decide_pass, sweep=last.sweep)
+        try:
+            promotion.promote(last.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=last.sweep)
+        except GateRefusal as error:
+            if "rolled back" not in str(error):
+                raise
     elif kind == "rollback":
         with suppress(UserError):  # there may be no previous champion
-            promotion.rollback(open_tracking(work, uri))
+            promotion.rollback(MoveLog(open_tracking(work, uri)))
     return []
 
 
