@@ -398,7 +398,7 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         return 0
     last = summary.load(config.work, sweep)
     if not last.candidates:
-        return last.exit_code
+        return last.exit_code or (0 if last.ended else DEFECT)
     with console.written_to(config.work / REPORT):
         tables.print_occasion()
         tables.print_comparison(last.candidates)
