@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test real faults vllm test-vllm audit check clean
+.PHONY: demo test test-long real faults vllm test-vllm audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -55,6 +55,10 @@ real: $(VENV)/for-real
 
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# What takes minutes: thousands of requests to one engine, faults at every write, many processes over one store.
+test-long: $(VENV)/for-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm
