@@ -119,7 +119,13 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:
-        return f"{key}: unknown key{suggest(key.split('.')[-1], _siblings(tuple(key.split('.'))))}"
+        parent, _, name = key.rpartition(".")
+        siblings = _siblings(tuple(key.split(".")))
+        if name in siblings:  # Hydra sets no key below null
+            below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
+            whole = ", ".join(field.replace("=", ": ", 1) for field in below)
+            return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
+        return f"{key}: unknown key{suggest(name, siblings)}"
     text = str(error)
     option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
     available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
