@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from pipeline import __version__
 from pipeline.config.compose import CONF, plan, to_config
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
+from pipeline.core.redaction import redact_output
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
@@ -30,6 +31,8 @@ SWEPT_VARIABLE = "KVGATE_SWEPT"
 def _job(composed: DictConfig) -> None:
     # Imported late: a configuration error must show before the runner's libraries are loaded.
     from pipeline.run.runner import run
+
+    redact_output()  # a launcher may run the job in a process of its own
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
@@ -107,6 +110,7 @@ def main() -> int:
     # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
     # container would ignore it without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    redact_output()
     argv = sys.argv[1:]
     if argv == ["--version"]:
         print(f"kvgate {__version__}")

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
+from pipeline.artifacts.store import check_store
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import OpenAIConfig
@@ -40,6 +41,7 @@ def check_inputs(config: Config) -> None:
     load_keys(config.signing)
     read_policy(config.promote)
     if config.stage != "verify":
+        check_store(config.work / "artifacts")
         summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
         raise UserError(f"bundle={config.bundle}: no such directory")

@@ -30,20 +30,20 @@ from pipeline.core.errors import (
 )
 from pipeline.core.redaction import redact_text
 from pipeline.registry import promotion, summary
-from pipeline.registry.proof import PASS, Replay, ReplayedEvidence
+from pipeline.registry.proof import PASS, Finding, Replay, ReplayedEvidence
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run import console, planning, tables
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import find_evidence, read_evidence, registered_candidate, registered_engine
+from pipeline.run.evidence import Evidence, find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
-from pipeline.run.loading import plots, required_libraries
+from pipeline.run.loading import open_backend, plots, required_libraries
 from pipeline.run.served import open_chain
 from pipeline.run.tuning import tune
-from pipeline.run.verify import replay, replay_candidate
+from pipeline.run.verify import decoded_again, replay, replay_candidate
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
+
+OPENED_IN_SECONDS = ("onnxruntime", "torch")
+"""Backends of which a promotion opens engines."""
 
 REPORT = "report.txt"
 """In the work directory: the tables of the last sweep or promotion."""
@@ -97,7 +100,19 @@ class Run:
     def replay_under(self, policy: GatePolicy | None) -> Replay:
         """Return what replays a candidate's evidence, and checks who signed it where that matters."""
         signers = policy.keys() if policy is not None else None
-        return partial(replay_candidate, trusted=[*self.trusted, *([signers] if signers is not None else [])])
+        trusted = [*self.trusted, *([signers] if signers is not None else [])]
+        return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
+
+    def decode_again(self, evidence: Evidence) -> list[Finding]:
+        """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
+        backend = self.config.backend
+        if backend.name != evidence.identity.backend or backend.name not in OPENED_IN_SECONDS:
+            return []
+        try:
+            return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
+        except MissingRequirement as error:
+            _warn(f"no sample was decoded again: {error}")
+            return []
 
     def decide_under(self, policy: GatePolicy | None) -> Decide:
         """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
@@ -383,7 +398,7 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         return 0
     last = summary.load(config.work, sweep)
     if not last.candidates:
-        return last.exit_code
+        return last.exit_code or (0 if last.ended else DEFECT)
     with console.written_to(config.work / REPORT):
         tables.print_occasion()
         tables.print_comparison(last.candidates)

@@ -20,6 +20,8 @@ class PromoteConfig(StrictModel):
     """The sweep whose candidates are looked at; null takes the last one."""
     policy: Text | None
     """The file of a gate policy, which the registered model keeps from then on; null keeps to the one that it has."""
+    decode_again: Annotated[int, Field(ge=0, le=1000)]
+    """Samples that are decoded again before an alias moves, on engines that open in seconds; 0 asks no engine."""
     loosen_policy: bool
     """Whether that file may be looser than the policy that the model has."""
     accept_broken_log: bool

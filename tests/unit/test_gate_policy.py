@@ -30,7 +30,7 @@ required_workloads: [retrieval, copy]
 
 def config(path: Path | None, loosen: bool = False) -> PromoteConfig:
     policy = None if path is None else str(path)
-    return PromoteConfig(name=None, sweep=None, policy=policy, loosen_policy=loosen, accept_broken_log=False)
+    return PromoteConfig(name=None, sweep=None, policy=policy, loosen_policy=loosen, decode_again=0, accept_broken_log=False)
 
 
 def given(folder: Path, text: str) -> GatePolicy:
