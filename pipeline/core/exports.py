@@ -48,6 +48,12 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
 
 
+def holder(policy: KVPolicy) -> str:
+    """Return the settings of the backend that holds a policy which another backend refuses; it needs no GPU."""
+    heavy = policy.eviction is not None and policy.eviction.heavy_tokens
+    return "backend=torch backend.device=cpu" if heavy else "backend=onnxruntime"
+
+
 def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
     """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):

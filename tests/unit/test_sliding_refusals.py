@@ -11,14 +11,25 @@ from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction
 from pipeline.run.loading import open_loader
+from stages.engines.trtllm.targets import refuse
 
 SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> CheckpointInfo:
+    return written(tmp_path, 32)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> CheckpointInfo:
+    """A model whose layers attend to all tokens."""
+    return written(tmp_path, None)
+
+
+def written(tmp_path: Path, window: int | None) -> CheckpointInfo:
     config = {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32, "hidden_size": 256,
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window, "hidden_size": 256,
         "max_position_embeddings": 40960, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
         "vocab_size": 1000,
     }  # fmt: skip
@@ -54,8 +65,33 @@ def test_the_embedded_engine_and_the_oracle_take_it(checkpoint: CheckpointInfo) 
         open_loader(config.backend).check_inputs(Job("all", config.kv, "none", checkpoint))
 
 
-def test_an_eviction_is_not_dropped_where_it_cannot_be_held(checkpoint: CheckpointInfo) -> None:
-    (config,) = plan(["kv=fp8_uncalibrated", "backend=sglang"], multirun=False).jobs
-    evicting = config.kv.model_copy(update={"eviction": Eviction(window_tokens=128)})
-    with pytest.raises(UserError, match="backend=sglang cannot hold it"):
-        open_loader(config.backend).check_inputs(Job("all", evicting, "none", checkpoint))
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("eviction", "holder"),
+    [
+        (Eviction(window_tokens=128), "or backend=onnxruntime, which"),
+        (Eviction(window_tokens=128, heavy_tokens=64), "or backend=torch backend.device=cpu, which"),
+    ],
+    ids=["window", "heavy"],
+)
+def test_an_eviction_is_refused_with_the_backend_that_holds_it(
+    eviction: Eviction, holder: str, backend: str, full: CheckpointInfo
+) -> None:
+    (config,) = plan(["kv=fp8_uncalibrated", f"backend={backend}"], multirun=False).jobs
+    evicting = config.kv.model_copy(update={"eviction": eviction})
+    with pytest.raises(UserError, match=holder):
+        open_loader(config.backend).check_inputs(Job("all", evicting, "none", full))
+    reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]
+    (held,) = plan(["kv=fp8_uncalibrated", *reached], multirun=False).jobs
+    open_loader(held.backend).check_inputs(Job("all", evicting, "none", full))
+
+
+def test_tensorrt_llm_names_the_backend_that_holds_an_eviction(full: CheckpointInfo) -> None:
+    (config,) = plan(["kv=fp8"], multirun=False).jobs
+    for eviction, holder in (
+        (Eviction(window_tokens=128), "or backend=onnxruntime, which"),
+        (Eviction(window_tokens=128, heavy_tokens=64), "or backend=torch backend.device=cpu, which"),
+    ):
+        refusal = refuse("pytorch", config.kv.model_copy(update={"eviction": eviction}), "none", full, 1)
+        assert refusal is not None
+        assert holder in refusal

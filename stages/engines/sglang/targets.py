@@ -6,7 +6,7 @@ from pipeline.artifacts.backend import Job
 from pipeline.core.backends import SglangConfig
 from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import describe_format
+from pipeline.core.exports import describe_format, holder
 from pipeline.core.kv import KVPolicy
 from stages.engines.sglang.interpreter import INSTALL_HINT, probe
 
@@ -51,8 +51,7 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     else:
         reason = f"{forms.pop()} has no equal there, or takes scales, which are not handed over"
     raise UserError(
-        f"kv={policy.name}: backend=sglang cannot hold it ({reason}); choose {CHOICES}, or backend=onnxruntime, which runs "
-        "every policy"
+        f"kv={policy.name}: backend=sglang cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
     )
 
 

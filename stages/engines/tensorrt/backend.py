@@ -8,6 +8,7 @@ from pipeline.artifacts.hardware import gpus
 from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
 from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.exports import holder
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
 from stages.engines.tensorrt.library import Name, load
@@ -148,7 +149,7 @@ def refuse_partial_caches(job: Job) -> None:
     if policy.eviction is not None:
         raise UserError(
             f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "
-            "kv.eviction=null, or backend=onnxruntime, which evicts"
+            f"kv.eviction=null, or {holder(policy)}, which evicts"
         )
 
 

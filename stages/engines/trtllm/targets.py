@@ -9,7 +9,7 @@ from pipeline.artifacts.backend import Job
 from pipeline.core.backends import TrtllmConfig
 from pipeline.core.checkpoint import CheckpointInfo, refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, holder, tensorrt_llm_refusal
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from stages.engines.trtllm.interpreter import INSTALL_HINT, Interpreter, probe, require_gpus
@@ -138,7 +138,7 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     if reason is not None:
         return (
             f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}, or "
-            "backend=onnxruntime, which runs every policy"
+            f"{holder(policy)}, which runs it"
         )
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"

@@ -4,7 +4,7 @@ from pipeline.artifacts.backend import Job
 from pipeline.core.backends import VllmConfig
 from pipeline.core.checkpoint import CheckpointInfo, refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import describe_format
+from pipeline.core.exports import describe_format, holder
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from stages.engines.vllm.interpreter import Interpreter, probe
@@ -65,8 +65,7 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
         reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
     if reason is not None:
         raise UserError(
-            f"kv={policy.name}: backend=vllm cannot hold it ({reason}); choose {CHOICES}, or backend=onnxruntime, which runs "
-            "every policy"
+            f"kv={policy.name}: backend=vllm cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
         )
     if policy.key.exact:
         return (*held, config.dtype) if config.dtype in SIXTEEN else held
