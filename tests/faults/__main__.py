@@ -6,6 +6,7 @@ What was judged already by the same code is not judged again, so that an interru
 """
 
 import argparse
+import subprocess
 import time
 import traceback
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ def judge(options: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
+def _commit() -> str:
+    """Return the commit that is checked out, empty outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
 def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
     started = time.monotonic()
     try:
@@ -90,7 +97,9 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"[:200]
         seconds = round(time.monotonic() - started, 1)
-        return Outcome(verdict="ERROR", gates={"error": text}, samples=0, mean_kl=None, seconds=seconds, key=key)
+        return Outcome(
+            verdict="ERROR", gates={"error": text}, samples=0, mean_kl=None, seconds=seconds, key=key, commit=_commit()
+        )
     return Outcome(
         verdict=judgement.verdict.status,
         gates=failed_gates(judgement),
@@ -99,6 +108,7 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
         ladder=next((check.reason for check in judgement.verdict.checks if check.gate == "ladder"), ""),
         seconds=round(time.monotonic() - started, 1),
         key=key,
+        commit=_commit(),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from faults.fault import POLICIES, EngineName, Fault
+from faults.fault import MODELS, POLICIES, EngineName, Fault
 from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.store import Artifact, Store
 from pipeline.config.compose import plan
@@ -101,8 +101,21 @@ class Ground:
 
     def config(self, policy: str, engine: EngineName, *, rare: bool = False) -> Config:
         """Return the configuration of one cache on one engine: the defaults, but for the overrides of this ground."""
-        overrides = [*POLICIES[policy], *BACKENDS[engine], *([] if rare else [SMALL_PROBE]), *self.overrides]
+        probe = [] if rare else [SMALL_PROBE]
+        overrides = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *probe, *self.overrides]
         return plan([*overrides, "tracking=none"], multirun=False).jobs[0]
+
+    def _model(self, policy: str) -> list[str]:
+        """Return what names the model of a cache: nothing for the tiny model, otherwise a checkpoint that is written once."""
+        if policy not in MODELS:
+            return []
+        path = self.work.resolve() / "models" / policy
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            MODELS[policy](partial)
+            partial.rename(path)
+        return [f"model.path={path}"]
 
     def judge(self, fault: Fault, without: str = "") -> Judgement:
         """Judge an engine with a fault, `without` one of the gates."""

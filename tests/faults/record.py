@@ -27,6 +27,8 @@ class Outcome(BaseModel):
     seconds: float
     key: str
     """Digest of all that decides it: an outcome with another key is stale."""
+    commit: str
+    """The commit that was checked out when it was judged; the one that has its record where that was not noted."""
 
     @property
     def caught(self) -> bool:
