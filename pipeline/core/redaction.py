@@ -41,6 +41,11 @@ def redact_text(text: str) -> str:
     return _SHAPES.sub(MASK, text)
 
 
+def printable(text: str) -> str:
+    """Return one line of text with `?` for what a terminal would act on or cannot encode: it may quote a file."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _words(name: str) -> list[str]:
     """`hfToken`, `hf_token`, `HF-TOKEN` -> hf, token."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]

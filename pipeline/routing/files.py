@@ -2,19 +2,22 @@
 
 import json
 from datetime import UTC, datetime
+from io import StringIO
 from typing import Annotated, Any, Self, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
-from yaml import YAMLError
 
 from pipeline.core.errors import UserError
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import StrictModel, Unreadable, read_file
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
+MOST_BYTES = 16 << 20
+"""Of either file."""
 ALIAS_ENDINGS = ("-previous", "-fallback")
 """Of a route's other aliases: no class may end like one."""
 
@@ -124,10 +127,15 @@ def read_routing_file(routing: RoutingConfig) -> RoutingFile:
     """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
     where = f"routing.file={routing.file}"
     try:
-        loaded = OmegaConf.load(routing.path)  # it refuses a key that is given twice
+        text = read_file(routing.path, MOST_BYTES).decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
+    except Unreadable as error:
+        raise UserError(f"{where}: {error}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{where}: is no YAML of a routing file ({_first_line(error)}); correct it") from None
     return _validated(RoutingFile, json.dumps(content, default=str), where)
 
 
@@ -135,10 +143,12 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     """Read the snapshot. Raises UserError with its first problem, also for one that is not of now."""
     where = f"monitor.snapshot={monitor.snapshot}"
     try:
-        content = monitor.path.read_text(encoding="utf-8")
+        content = read_file(monitor.path, MOST_BYTES).decode("utf-8")
         json.loads(content, object_pairs_hook=_without_duplicates)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)})") from None
+    except Unreadable as error:
+        raise UserError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: is no JSON of a snapshot ({_first_line(error)}); correct it") from None
     snapshot = _validated(Snapshot, content, where)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
@@ -170,7 +180,7 @@ def _validated(model: type[M], content: str, where: str) -> M:
         text = first["msg"].removeprefix("Value error, ")
         shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
         got = "" if shown else f" (got {first['input']!r})"
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}") from None
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
 
 
 def _first_line(error: Exception) -> str:

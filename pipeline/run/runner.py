@@ -21,7 +21,6 @@ from pipeline.core.errors import (
     DEFECT,
     EXIT_CODES,
     INTERRUPTED,
-    REFUSALS,
     GateRefusal,
     MissingRequirement,
     UserError,
@@ -277,7 +276,7 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
             console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
-    except REFUSALS as error:
+    except Exception as error:
         code = exit_code(error)
         raise
     except (KeyboardInterrupt, SystemExit):
