@@ -54,7 +54,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
             continue  # interpolated from another key, whose problem has a line of its own
         key = ".".join(str(part) for part in location)
         # A variable of the environment may hold a secret: what is shown is its name.
-        text, value = problem["msg"], problem["input"] if written is None else written
+        text: str = problem["msg"]
+        value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key{suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
         elif problem["type"] == "union_tag_invalid":
@@ -67,8 +68,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         elif problem["type"].startswith("secret_"):  # what was given may hold one
             lines.append(f"{key}: {text}")
         elif problem["type"] == "literal_error":
-            choices = re.findall(r"'([^']*)'|(?<= )(\d+)", text)
-            choices = [name or number for name, number in choices]
+            choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
             lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")

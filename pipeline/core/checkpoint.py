@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVShape
+from pipeline.core.redaction import printable
 from pipeline.core.strict import Unreadable, parse_json, read_file
 
 ARCHITECTURES = {
@@ -260,7 +261,6 @@ def _check_numbers(path: Path, config: dict[str, Any]) -> None:
             raise UserError(
                 f"model.path={path}: config.json: {key} must be one of {', '.join(DTYPES)}, got {short(config[key])}"
             )
-    _integer(path, config, "intermediate_size")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
@@ -270,7 +270,9 @@ def _check_numbers(path: Path, config: dict[str, Any]) -> None:
 
 def short(value: object) -> str:
     """Return a value of a file as a message shows it: in one line that is not long."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "an integer of many digits"
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of many digits"
+    text = printable(str(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

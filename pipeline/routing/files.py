@@ -133,9 +133,9 @@ def read_routing_file(routing: RoutingConfig) -> RoutingFile:
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)
     except Unreadable as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: cannot be read: {error}") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{where}: is no YAML of a routing file ({_first_line(error)}); correct it") from None
+        raise UserError(f"{where}: cannot be read ({_first_line(error)}); correct it") from None
     return _validated(RoutingFile, json.dumps(content, default=str), where)
 
 
@@ -146,9 +146,9 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
         content = read_file(monitor.path, MOST_BYTES).decode("utf-8")
         json.loads(content, object_pairs_hook=_without_duplicates)
     except Unreadable as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is no JSON of a snapshot ({_first_line(error)}); correct it") from None
+        raise UserError(f"{where}: cannot be read ({_first_line(error)}); correct it") from None
     snapshot = _validated(Snapshot, content, where)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())

@@ -35,7 +35,7 @@ class Case:
     arguments: tuple[str, ...]
     says: tuple[str, ...]
     """Parts of the line on stderr: the key or the file, the value, and what tells this problem from others."""
-    prepare: Callable[[Path], None] = nothing
+    prepare: Callable[[Path], object] = nothing
     """Makes the files, in the directory in which the command runs."""
     code: int = 2
     lines: int = 1

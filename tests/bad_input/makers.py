@@ -13,7 +13,7 @@ from bad_input.case import ROOT
 
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 
-Prepare = Callable[[Path], None]
+Prepare = Callable[[Path], object]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

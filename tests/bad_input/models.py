@@ -28,7 +28,7 @@ Tensors = dict[str, tuple[int, ...]]
 
 
 def case(name: str, prepare: Prepare, *says: str, **more: Any) -> Case:
-    return Case(f"model: {name}", MODEL, ("model.path=", *says), prepare, **more)
+    return Case(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in says)), prepare, **more)
 
 
 CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
