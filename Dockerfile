@@ -5,29 +5,31 @@
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG TRTLLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 
-# Two variables pin what builds a wheel (setuptools): pip 24 reads the first, pip 26 only the second.
+# Every package is locked by version and SHA-256 (requirements/lock); torch, whose build depends on the machine, by version.
 FROM ${PYTHON_IMAGE} AS wheel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-ENV PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt
-COPY docs/docker/constraints.txt /build/
+COPY requirements/build.lock /build/
+RUN pip install --require-hashes -r /build/build.lock
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY pipeline pipeline
 COPY stages stages
 COPY plugins plugins
 COPY conf conf
-RUN pip wheel --no-deps --wheel-dir /dist .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM ${PYTHON_IMAGE} AS cpu-venv
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-ENV PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt
-COPY docs/docker/constraints.txt /build/
+COPY requirements/build.lock requirements/run.lock /build/
 COPY --from=wheel /dist /build/dist
 RUN python -m venv /opt/kvgate
 ENV PATH=/opt/kvgate/bin:$PATH
-# The CPU build of torch first: nothing after it may replace it by several GB of CUDA.
-RUN pip install torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
-RUN pip install "$(echo /build/dist/kvgate-*.whl)[postgres]"
+# What builds the one package without a wheel comes before the rest.
+RUN pip install --require-hashes -r /build/build.lock \
+    && pip install --no-deps torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu \
+    && pip install --no-deps --no-build-isolation --require-hashes -r /build/run.lock \
+    && pip install --no-deps /build/dist/kvgate-*.whl \
+    && pip check
 
 FROM ${PYTHON_IMAGE} AS cpu
 # A fresh volume gets the owner of the directory that it is mounted on. MLflow's server keeps its files in /artifacts.
@@ -44,17 +46,19 @@ CMD ["--help"]
 
 FROM ${TRTLLM_IMAGE} AS trtllm
 USER 0
-COPY docs/docker/constraints.txt /build/
+COPY requirements/build.lock requirements/run.lock /build/
 COPY --from=wheel /dist /build/dist
 # The image's own Python (3.12) belongs to TensorRT-LLM, and the image constrains what pip may install for it. The pipeline
 # gets an environment of its own, made without touching that one: Ubuntu's Python has no ensurepip, virtualenv brings pip.
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN PIP_CONSTRAINT='' /usr/bin/python3 -m pip install --target /build/virtualenv virtualenv==20.35.4 \
     && PYTHONPATH=/build/virtualenv /usr/bin/python3 -m virtualenv /opt/kvgate \
-    && export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt \
-    && /opt/kvgate/bin/pip install \
-        torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu \
-    && /opt/kvgate/bin/pip install "$(echo /build/dist/kvgate-*.whl)[postgres]" \
+    && export PIP_CONSTRAINT='' \
+    && /opt/kvgate/bin/pip install --require-hashes -r /build/build.lock \
+    && /opt/kvgate/bin/pip install --no-deps torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu \
+    && /opt/kvgate/bin/pip install --no-deps --no-build-isolation --require-hashes -r /build/run.lock \
+    && /opt/kvgate/bin/pip install --no-deps /build/dist/kvgate-*.whl \
+    && /opt/kvgate/bin/pip check \
     && rm -r /build
 RUN useradd --uid 10001 --user-group --no-create-home kvgate && install -d -o 10001 -g 10001 /work
 # backend.python is TensorRT-LLM's interpreter unless the command line says otherwise.

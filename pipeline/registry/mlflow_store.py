@@ -36,6 +36,7 @@ from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_pa
 from pipeline.registry import processes
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import ENVIRONMENT, Location
+from pipeline.trust.statement import SIGNATURE_FILE
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 SHADES = {
@@ -55,7 +56,7 @@ def run_color(verdict: str, policy: str) -> str:
 
 
 class MlflowStore:
-    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
@@ -238,6 +239,14 @@ class MlflowStore:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
+    def model_tags(self) -> dict[str, str]:
+        """Return the tags of the registered model itself."""
+        return dict(self.client.get_registered_model(self.location.model_name).tags)
+
+    def set_model_tag(self, name: str, text: str) -> None:
+        """Write a tag of the registered model, at once."""
+        self.client.set_registered_model_tag(self.location.model_name, name, text)
+
 
 @dataclass(frozen=True)
 class Fetched:
@@ -365,7 +374,9 @@ def _collect_evidence(candidate: Candidate, folder: Path) -> None:
         source = candidate.engine.path / name
         if source.is_file():
             copy_redacted(source, folder / name)
-    for path in (candidate.report.path, candidate.samples, candidate.identity.path):
+    signature = candidate.identity.path.with_name(SIGNATURE_FILE)
+    signed = [signature] if signature.is_file() else []
+    for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
         copy_redacted(path, folder / path.name)
     verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

@@ -3,79 +3,22 @@
 The aliases are `candidate` (the version that was registered last), `champion` (the one that serves) and `previous` (the one
 that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
 
-A promotion first sets `previous` to the present champion and then moves `champion`. If it is interrupted in between, the old
-champion still serves and promoting again repairs the aliases. A rollback makes `previous` the champion and removes
-`previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad engine back.
-
-MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
-work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
+A move is decided by one record of the log (`pipeline.trust.movelog`), which the aliases follow. A rollback makes `previous`
+the champion and removes `previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad
+engine back. What was rolled back stays back until it is judged anew, by another report, or asked for by name.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from filelock import FileLock
-
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.registry.summary import Candidate, evidence_digest
-from pipeline.verdict.coverage import Limits
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Verdict
-
-PASS = "PASS"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a replay of the evidence: what was checked, and how it compares with the record."""
-
-    name: str
-    status: Literal["same", "differs", "missing"]
-    detail: str
-    library_missing: bool = False
-    """Whether this machine lacks a library that the check takes; such a finding says nothing about the evidence."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.status}, {self.detail}"
-
-
-@dataclass(frozen=True)
-class ReplayedEvidence:
-    """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""
-
-    findings: Sequence[Finding]
-    report: EvaluationReport | None
-    """None where it cannot be read, which a finding says."""
-    rows: Sequence[SampleRow]
-    built_for: Limits = field(default_factory=Limits)
-    """What the engine's bundle allows."""
-
-
-Replay = Callable[[Candidate], ReplayedEvidence]
-"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.run.verify`."""
-
-Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
-"""The gates, bound to their thresholds."""
-
-
-class Registry(Protocol):
-    """Versions of one registered model, their tags, and the aliases that point at them."""
-
-    lock: Path
-
-    def alias(self, alias: str) -> str | None: ...
-    def set_alias(self, alias: str, version: str) -> None: ...
-    def delete_alias(self, alias: str) -> None: ...
-    def tags(self, version: str) -> dict[str, str] | None:
-        """Return the tags of a version; None when there is no such version."""
-        ...
-
-    def set_tags(self, version: str, tags: Mapping[str, str]) -> None: ...
+from pipeline.registry.proof import PASS, Proof, Replay, verify
+from pipeline.registry.summary import Candidate, Registration
+from pipeline.trust.movelog import MoveLog
+from pipeline.verdict.gates import Decide
+from pipeline.verdict.report import EvaluationReport, SampleRow
 
 
 @dataclass(frozen=True)
@@ -103,178 +46,190 @@ def live_tokens(candidate: Candidate) -> float:
     return -math.inf if tokens is None else tokens
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the best candidate that passed.
+class Judged(Protocol):
+    """The evidence of a candidate, as far as gates read it."""
+
+    @property
+    def report(self) -> EvaluationReport | None: ...
+    @property
+    def rows(self) -> Sequence[SampleRow]: ...
+
+
+Find = Callable[[Registration, Mapping[str, str]], tuple[Candidate, Judged]]
+"""Finds a registered candidate by its version and that version's tags, as its artifacts say it is. Raises GateRefusal."""
+
+
+def judged_again(
+    listed: Sequence[Candidate],
+    registered: Sequence[tuple[Registration, dict[str, str]]],
+    find: Find,
+    decide: Decide,
+    model: str,
+    name: str | None = None,
+) -> list[Candidate]:
+    """Return the candidates that a summary lists, as their artifacts say they are, decided again.
+
+    Of the summary this takes which versions they are and nothing else.
+
+    Args:
+        listed: Those of the summary.
+        registered: Every version of the registered model with its tags.
+        find: Finds their artifacts.
+        decide: The gates.
+        model: The checkpoint's short name.
+        name: That of the only one which is asked for; None for all.
+
+    Raises:
+        GateRefusal: for a candidate that is not registered, of another model, or whose evidence is not there.
+    """
+    versions = {one.model_version: (one, tags) for one, tags in registered}
+    found: dict[str, Candidate] = {}
+    for named in listed:
+        if named.registration is None:
+            raise GateRefusal(f"{named.name} is not promoted: it is not registered (tracking.enabled=false?)")
+        version = named.registration.model_version
+        if version not in versions:
+            raise GateRefusal(f"{named.name} is not promoted: version {version} is not in the registry")
+        registration, tags = versions[version]
+        if version in found or (name is not None and tags.get("kv") != name):
+            continue
+        candidate, evidence = find(registration, tags)
+        if candidate.model != model or evidence.report is None:
+            raise GateRefusal(f"{candidate.name} is not promoted: version {version} is of model {candidate.model}, not {model}")
+        verdict = decide(evidence.report, evidence.rows)
+        said = {"verdict": verdict.status, "reasons": tuple(verdict.reasons), "covered": verdict.covered}
+        found[version] = candidate.model_copy(update=said)
+    return list(found.values())
+
+
+def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:
+    """Return the best candidate that passed, or the one with a name if it passed.
 
     The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL.
 
-    Raises:
-        GateRefusal: when none passed.
-    """
-    passed = [candidate for candidate in candidates if candidate.verdict == PASS]
-    if not passed:
-        verdicts = "; ".join(f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "") for c in candidates)
-        raise GateRefusal(f"no candidate passed: {verdicts}" if verdicts else "there is no candidate: run stage=evaluate first")
-    return max(passed, key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name))
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a replay of a candidate's evidence gave."""
-
-    version: str
-    """The candidate's version in the registry."""
-    covered: Limits | None
-    """How far the verdict holds; None for a report that does not say."""
-    verdict: Verdict
-
-
-def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> Proof:
-    """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
-
-    Raises:
-        GateRefusal: with the first thing that is wrong.
-        MissingRequirement: when nothing is wrong, but a library that the replay takes is not installed.
-    """
-    _check_citations(candidate)
-    try:
-        evidence = replay(candidate)
-    except UserError as error:
-        raise GateRefusal(str(error)) from error
-    problems = [finding for finding in evidence.findings if finding.status != "same"]
-    for finding in problems:
-        _require(finding.library_missing, str(finding))
-    if problems:
-        raise MissingRequirement(str(problems[0]))
-    report = evidence.report
-    assert report is not None, "a finding says that the report cannot be read"
-    _require(report.engine_digest == candidate.engine.digest, "its report is about another engine")
-    _require(report.baseline_digest == candidate.baseline.digest, "its report compares with another baseline")
-    replayed = evidence_digest(candidate.identity.path.with_name(REPORT_FILE))
-    _require(replayed == candidate.report.digest, f"{candidate.identity.path} is about another report")
-    verdict = decide(report, evidence.rows)
-    reasons = "; ".join(verdict.reasons)
-    _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
-    covered = report.limits
-    beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
-    _require(beyond is None, str(beyond))
-    return Proof(_registered_version(candidate, registry), covered, verdict)
-
-
-def _require(holds: bool, reason: str) -> None:
-    """Raise GateRefusal with the reason unless the condition holds."""
-    if not holds:
-        raise GateRefusal(reason)
-
-
-def _check_citations(candidate: Candidate) -> None:
-    """Compare the digests that the candidate cites with the files on disk. Raises GateRefusal."""
-    for name, cited in (("engine", candidate.engine), ("baseline", candidate.baseline)):
-        _require(cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
-        _compare(f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
-    report, identity = candidate.report, candidate.identity
-    for path in (report.path, candidate.samples):
-        _require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
-    _compare(f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
-    _require(identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
-    same = file_digest(identity.path) == identity.digest
-    _require(same, f"{identity.path} is not the identity that the candidate cites")
-
-
-def _compare(name: str, digest: str, cited: str) -> None:
-    _require(digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
-
-
-def _registered_version(candidate: Candidate, registry: Registry) -> str:
-    """Return the candidate's version, whose tags cite the same evidence. Raises GateRefusal when they do not."""
-    if candidate.registration is None:
-        raise GateRefusal("it is not registered (tracking.enabled=false?)")
-    version = candidate.registration.model_version
-    tags = registry.tags(version)
-    if tags is None:
-        raise GateRefusal(f"version {version} is not in the registry")
-    for name, digest in candidate.citations.items():
-        _require(tags.get(name) == digest, f"version {version} cites another {name}")
-    return version
-
-
-def _check_aliases(registry: Registry, champion: str, previous: str | None) -> None:
-    """Read the aliases back, since another host may have moved them at the same time. Raises GateRefusal."""
-    aliases = registry.alias("champion"), registry.alias("previous")
-    if aliases != (champion, previous):
-        raise GateRefusal(
-            f"another host moved the aliases meanwhile: champion={aliases[0]} previous={aliases[1]}, "
-            f"expected champion={champion} previous={previous}; look at the registry, then promote again"
-        )
-
-
-def promote(candidates: Sequence[Candidate], registry: Registry, replay: Replay, decide: Decide, *, sweep: str) -> Move:
-    """Make the best candidate that passed the champion.
-
     Args:
         candidates: Those to choose from.
-        registry: Where versions and aliases are.
+        rolled_back: Digest of a report -> when the engine that it is about was rolled back. Only a name brings it back.
+        name: That of the one that is asked for; None for the best.
+
+    Raises:
+        UserError: when none has the name.
+        GateRefusal: when none passed that was not rolled back.
+    """
+    if name is not None:
+        candidates = [candidate for candidate in candidates if candidate.name == name]
+        if not candidates:
+            raise UserError(f"promote.name={name}: no candidate of the sweep is called so")
+    passed = [candidate for candidate in candidates if candidate.verdict == PASS]
+    left = {} if rolled_back is None or name is not None else rolled_back
+    best = max(
+        (candidate for candidate in passed if candidate.report.digest not in left),
+        key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name),
+        default=None,
+    )
+    if best is not None:
+        return best
+    said = [
+        f"{c.name}: PASS, but it {stays_back(c, left[c.report.digest])}"
+        if c in passed
+        else f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "")
+        for c in candidates
+    ]
+    raise GateRefusal(f"no candidate passed: {'; '.join(said)}" if said else "there is no candidate: run stage=evaluate first")
+
+
+def stays_back(candidate: Candidate, when: str) -> str:
+    """Say of a candidate that was rolled back what would promote it."""
+    return f"was rolled back at {when}: judge it anew, on other samples, or ask for it with promote.name='{candidate.name}'"
+
+
+def promote(
+    candidates: Sequence[Candidate],
+    log: MoveLog,
+    replay: Replay,
+    decide: Decide,
+    *,
+    sweep: str,
+    name: str | None = None,
+) -> Move:
+    """Make the best candidate that passed the champion, or the one with a name.
+
+    Args:
+        candidates: Those to choose from, as their artifacts say they are.
+        log: Where versions and aliases are, and moves are recorded.
         replay: Replays the best candidate's evidence.
         decide: The gates, which decide its verdict again.
         sweep: Identifier of the candidates' sweep, noted in the registry.
+        name: That of the candidate that is asked for; None for the best.
 
     Raises:
+        UserError: when none has the name.
         GateRefusal: when none passed, or the best one's evidence does not hold.
         MissingRequirement: when a library that the replay takes is not installed.
     """
-    best = choose(candidates)
+    best = choose(candidates, log.read().rolled_back, name)
     try:
-        proof = verify(best, replay, decide, registry)
+        proof = verify(best, replay, decide, log.registry)
     except (GateRefusal, MissingRequirement) as error:
         raise type(error)(f"{best.name} is not promoted: {error}") from error
-    version, covered = proof.version, proof.covered
-    with FileLock(registry.lock):
+    version, registry = proof.version, log.registry
+    with log.changing() as history:
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
             return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
-        note = ""
-        rolled_back = (registry.tags(version) or {}).get("rolled_back_at")
-        if rolled_back:
-            note = f"; it had been rolled back at {rolled_back}"
-        tags = {
-            "promoted_at": now(),
-            "promoted_by_sweep": sweep,
-            "promoted_over": old or "",
-            "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
-        }
-        if covered is not None:
-            tags |= {"max_tokens": str(covered.tokens), "max_batch": str(covered.batch)}
-        registry.set_tags(version, tags)
-        if old is not None:
-            registry.set_alias("previous", old)
-        registry.set_alias("champion", version)
-        _check_aliases(registry, version, old if old is not None else previous)
+        since = history.rolled_back.get(best.report.digest)
+        if since is not None and name is None:  # by somebody else, while the evidence was replayed
+            raise GateRefusal(f"{best.name} is not promoted: it {stays_back(best, since)}")
+        log.append(
+            history,
+            "promote",
+            f"best of sweep {sweep}" if name is None else f"asked for by name, of sweep {sweep}",
+            aliases={"champion": version, "previous": old if old is not None else previous},
+            before={"champion": old, "previous": previous},
+            reports={version: best.report.digest},
+            tags={version: _tags(best, proof, sweep, old)},
+        )
     over = f" over version {old}" if old is not None else ""
-    held = f", {covered}" if covered is not None else ""
+    note = f"; it had been rolled back at {since}" if since is not None else ""
+    held = f", {proof.covered}" if proof.covered is not None else ""
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
-def rollback(registry: Registry) -> Move:
+def _tags(best: Candidate, proof: Proof, sweep: str, old: str | None) -> dict[str, str]:
+    """Return what a version's tags say of its promotion, besides who, when and by which policy."""
+    tags = {
+        "promoted_by_sweep": sweep,
+        "promoted_over": old or "",
+        "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
+    }
+    if proof.covered is not None:
+        tags |= {"max_tokens": str(proof.covered.tokens), "max_batch": str(proof.covered.batch)}
+    return tags
+
+
+def rollback(log: MoveLog) -> Move:
     """Bring the previous champion back.
 
     Raises:
         UserError: when there is none, or its version was deleted.
     """
-    with FileLock(registry.lock):
+    registry = log.registry
+    with log.changing(urgent=True) as history:
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
             raise UserError("stage=rollback: there is no previous champion to return to")
         tags = registry.tags(previous)
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
-        registry.set_alias("champion", previous)
-        registry.delete_alias("previous")
-        registry.set_tags(bad, {"rolled_back_at": now()})
-        _check_aliases(registry, previous, None)
+        left = (registry.tags(bad) or {}).get("report_digest", "")
+        log.append(
+            history,
+            "rollback",
+            f"version {previous} serves again",
+            aliases={"champion": previous, "previous": None},
+            before={"champion": bad, "previous": previous},
+            reports={bad: left, previous: tags.get("report_digest", "")},
+            tags={bad: {}},
+        )
     name = tags.get("kv", f"version {previous}")
     return Move(name, previous, None, True, f"{name} (version {previous}) is the champion again, version {bad} is not")
-
-
-def now() -> str:
-    """Return the time for a tag."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,8 +1,13 @@
-"""`summary.json` at the top of the work directory: CI reads it, and promotion chooses from its candidates."""
+"""`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
+
+`summary.json` is a copy of the one that was written last. A sweep writes to its own alone, so that commands that run beside
+each other lose no candidate. A promotion takes from a summary which candidates it looks at, and nothing else.
+"""
 
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -11,12 +16,15 @@ from filelock import FileLock
 from pydantic import ConfigDict, ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest
-from pipeline.core.errors import SEVERITY, UserError
+from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from pipeline.verdict.thresholds import Status
 
 FILE = "summary.json"
+FOLDER = "summaries"
+SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
+"""What the id of a sweep looks like; it becomes the name of a file."""
 
 SCHEMA_VERSION: Final = 1
 
@@ -63,6 +71,8 @@ class Candidate(StrictModel):
     """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
     identity: Cited
     """identity.json; the evidence that a replay reads lies beside it."""
+    signed_by: str | None = None
+    """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
     """None without tracking."""
 
@@ -73,13 +83,14 @@ class Candidate(StrictModel):
 
     @property
     def citations(self) -> dict[str, str]:
-        """Digests by the names of the tags under which a model version cites them."""
-        return {
+        """Digests, and the key that signed, by the names of the tags under which a model version cites them."""
+        cited = {
             "engine_digest": self.engine.digest,
             "baseline_digest": self.baseline.digest,
             "report_digest": self.report.digest,
             "identity_digest": self.identity.digest,
         }
+        return cited if self.signed_by is None else cited | {"signed_by": self.signed_by}
 
     def metric(self, name: str) -> float:
         """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""
@@ -88,14 +99,25 @@ class Candidate(StrictModel):
 
 
 class Summary(StrictModel):
-    """The candidates of the last sweep, in the order in which they came."""
+    """The candidates of a sweep, in the order in which they came; a single evaluation is a sweep of one."""
 
     schema_version: Literal[1]
     sweep: str = ""
+    jobs: int | None = None
+    """How many jobs the sweep has; null in summaries of before this was written."""
+    ended: int = 0
+    """How many of them ended, with whatever exit code, but were not interrupted."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, once a promotion or a rollback chose it."""
     exit_code: int = 0
+
+    @property
+    def unfinished(self) -> str | None:
+        """Say how much of the sweep is missing; None where it ended."""
+        if self.jobs is None or self.ended >= self.jobs:
+            return None
+        return f"sweep {self.sweep} did not finish: {self.ended} of {self.jobs} jobs ended"
 
 
 def evidence_digest(report: Path) -> str:
@@ -103,16 +125,30 @@ def evidence_digest(report: Path) -> str:
     return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
 
 
-def load(workdir: Path) -> Summary:
-    """Return the summary of a work directory, an empty one when there is none.
+def load(workdir: Path, sweep: str | None = None) -> Summary:
+    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one.
 
     Raises:
-        UserError: when the file is damaged, or an older kvgate wrote it.
+        UserError: when the file is damaged, or an older kvgate wrote it, or there is no such sweep.
     """
+    if sweep is None:
+        return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
+    found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
+    if found is None:
+        known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
+        latest = f"; the latest are {', '.join(known[-3:])}" if known else ""
+        raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
+    return found
+
+
+def _read(workdir: Path, name: str) -> Summary | None:
+    """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
-        content = (workdir / FILE).read_bytes()
+        content = (workdir / name).read_bytes()
     except FileNotFoundError:
-        return Summary(schema_version=SCHEMA_VERSION)
+        return None
+    except OSError as error:
+        raise UserError(f"workdir={workdir}: {name} cannot be read ({error.strerror})") from error
     try:
         return Summary.model_validate_json(content)
     except ValidationError as error:
@@ -122,7 +158,7 @@ def load(workdir: Path) -> Summary:
             place = ".".join(map(str, first["loc"]))
             detail = f"{place}: {first['msg']}" if place else first["msg"]
             problem = f"is damaged ({detail}); remove it and evaluate again"
-        raise UserError(f"workdir={workdir}: {FILE} {problem}") from error
+        raise UserError(f"workdir={workdir}: {name} {problem}") from error
 
 
 def _version_problem(content: bytes) -> str | None:
@@ -141,38 +177,49 @@ def _version_problem(content: bytes) -> str | None:
     return None
 
 
-def _write(workdir: Path, summary: Summary) -> None:
+def _write(workdir: Path, name: str, summary: Summary) -> None:
     scratch = workdir / f".{FILE}.{os.getpid()}"
     scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    scratch.replace(workdir / FILE)
+    scratch.replace(workdir / name)
 
 
-def _update(workdir: Path, change: Callable[[Summary], Summary]) -> Summary:
+def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
+    """Change the summary of a sweep, which becomes the last one; of None, `summary.json` alone."""
+    try:
+        return _locked_update(workdir, sweep, change)
+    except OSError as error:
+        raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
+
+
+def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
     workdir.mkdir(parents=True, exist_ok=True)
     with FileLock(workdir / f".{FILE}.lock"):
-        summary = change(load(workdir))
-        _write(workdir, summary)
+        last = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
+        if sweep is None:
+            summary = change(last)
+        else:
+            (workdir / FOLDER).mkdir(exist_ok=True)
+            own = f"{FOLDER}/{sweep}.json"
+            summary = change(_read(workdir, own) or Summary(schema_version=SCHEMA_VERSION, sweep=sweep))
+            _write(workdir, own, summary)
+        _write(workdir, FILE, summary)
     return summary
 
 
-def _of_sweep(summary: Summary, sweep: str) -> Summary:
-    """Return the summary if it is this sweep's, else a fresh one."""
-    return summary if summary.sweep == sweep else Summary(schema_version=SCHEMA_VERSION, sweep=sweep)
+def begin(workdir: Path, sweep: str, jobs: int) -> Summary:
+    """Note that a sweep begins, and how many jobs it has: what never ends is then seen to be missing."""
+    return _update(workdir, sweep, lambda old: old.model_copy(update={"jobs": jobs}))
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
-    """Add a judged candidate to the summary.
-
-    It replaces the candidate of the same model and name. The first candidate of another sweep starts a fresh list.
-    """
+    """Add a judged candidate to its sweep's summary. It replaces the candidate of the same model and name."""
 
     def change(old: Summary) -> Summary:
-        old = _of_sweep(old, sweep)
         candidates = {(known.model, known.name): known for known in old.candidates}
         candidates[candidate.model, candidate.name] = candidate
         return old.model_copy(update={"candidates": tuple(candidates.values())})
 
-    return _update(workdir, change)
+    return _update(workdir, sweep, change)
 
 
 def finish(workdir: Path, sweep: str | None, exit_code: int) -> Summary:
@@ -187,12 +234,27 @@ def finish(workdir: Path, sweep: str | None, exit_code: int) -> Summary:
     def change(old: Summary) -> Summary:
         if sweep is None:
             return old.model_copy(update={"exit_code": exit_code})
-        old = _of_sweep(old, sweep)
-        return old.model_copy(update={"exit_code": max(old.exit_code, exit_code, key=SEVERITY.index)})
+        ended = old.ended + (exit_code != INTERRUPTED)
+        return old.model_copy(update={"ended": ended, "exit_code": max(old.exit_code, exit_code, key=SEVERITY.index)})
 
-    return _update(workdir, change)
+    return _update(workdir, sweep, change)
 
 
-def conclude(workdir: Path, champion: str) -> Summary:
+def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
+    """Note that a sweep whose jobs ended has come to nothing."""
+    return _update(workdir, sweep, lambda old: old.model_copy(update={"exit_code": exit_code}))
+
+
+def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
     """Note which candidate serves now."""
-    return _update(workdir, lambda old: old.model_copy(update={"champion": champion}))
+    return _update(workdir, sweep, lambda old: old.model_copy(update={"champion": champion}))
+
+
+def check_writable(workdir: Path, *names: str) -> None:
+    """Write the last summary as it is, and open other files of the work directory. Raises UserError where that fails."""
+    _update(workdir, None, lambda old: old)
+    for name in names:
+        try:
+            (workdir / name).open("a").close()
+        except OSError as error:
+            raise UserError(f"workdir={workdir}: {name} cannot be written ({error.strerror})") from error

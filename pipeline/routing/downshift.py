@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipeline.core.errors import GateRefusal, MissingRequirement
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
-from pipeline.registry.promotion import PASS
+from pipeline.registry.proof import PASS
 from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.moves import rolled_back_tag
 

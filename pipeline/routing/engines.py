@@ -8,9 +8,11 @@ from typing import Protocol, get_args
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.promotion import Decide, Proof, Registry, Replay, verify
+from pipeline.registry.proof import Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
+from pipeline.trust.movelog import MoveLog, Registry
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.thresholds import Check
 
 WARNING = "WARNING"
@@ -60,6 +62,8 @@ class Engines:
     """The registered engines of a model, and what a promotion asks of one."""
 
     registry: RouteRegistry
+    log: MoveLog
+    """Of that registry."""
     find: Find
     replay: Replay
     decide: Decide

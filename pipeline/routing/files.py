@@ -2,17 +2,14 @@
 
 import json
 from datetime import UTC, datetime
-from io import StringIO
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel, Unreadable, read_file
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.trust.files import first_line, read_yaml, validated
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
@@ -126,17 +123,7 @@ class Snapshot(StrictModel):
 def read_routing_file(routing: RoutingConfig) -> RoutingFile:
     """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
     where = f"routing.file={routing.file}"
-    try:
-        text = read_file(routing.path, MOST_BYTES).decode("utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
-            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
-        loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
-        content = OmegaConf.to_container(loaded, resolve=False)
-    except Unreadable as error:
-        raise UserError(f"{where}: cannot be read: {error}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)}); correct it") from None
-    return _validated(RoutingFile, json.dumps(content, default=str), where)
+    return read_yaml(RoutingFile, routing.path, where)
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
@@ -148,8 +135,8 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     except Unreadable as error:
         raise UserError(f"{where}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({_first_line(error)}); correct it") from None
-    snapshot = _validated(Snapshot, content, where)
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
+    snapshot = validated(Snapshot, content, where)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
         if away > monitor.max_age_s:
@@ -166,22 +153,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice is not None:
         raise ValueError(f"{twice} is given twice")
     return dict(pairs)
-
-
-M = TypeVar("M", bound=StrictModel)
-
-
-def _validated(model: type[M], content: str, where: str) -> M:
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        text = first["msg"].removeprefix("Value error, ")
-        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
-        got = "" if shown else f" (got {first['input']!r})"
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

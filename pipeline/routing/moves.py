@@ -3,22 +3,18 @@
 `route-CLASS` is the engine that serves the class, `route-CLASS-previous` the one before, `route-CLASS-fallback` the one that a
 broken route goes to where there is none before. Servers read the first.
 
-Moves of one command are made together under the lock that promotions take (`pipeline.registry.promotion` says what it covers),
-from the aliases on which they were decided: where those moved meanwhile, nothing is moved. MLflow moves one alias at a time:
-when one fails, those before it are put back. A process that is killed outright leaves every class whole, since `previous` is
-set before the route moves and removed after it, and the same command completes the rest. An MLflow run says what was moved,
-and why; it is opened before the first move, so that a move which failed has one too.
+Moves of one command are one record of the log of moves (`pipeline.trust.movelog` says what its lock covers), from the
+aliases on which they were decided: where those moved meanwhile, nothing is moved. The record decides for all classes at once.
+A command that is killed, or fails, before every alias has followed leaves the rest to the next one that reads them. An MLflow
+run says what was moved, and why; it is opened before the record, so that a move which failed has one too.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from getpass import getuser
-
-from filelock import FileLock
 
 from pipeline.core.errors import GateRefusal
-from pipeline.registry.promotion import Registry, now
 from pipeline.routing.engines import RouteRegistry
+from pipeline.trust.movelog import MoveLog, Registry, mover, now
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Aliases:
 
 
 ENDINGS = {"fallback": "-fallback", "previous": "-previous", "now": ""}
-"""Field of Aliases -> ending of the alias, in the order in which they are set."""
+"""Field of Aliases -> ending of the alias."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,11 @@ def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Mo
     raise GateRefusal(f"{alias_of(workload)} cannot go back: {', '.join(problems)}")
 
 
-def make_moves(registry: RouteRegistry, title: str, moves: Sequence[Move], tags: Mapping[str, str]) -> None:
+def make_moves(log: MoveLog, registry: RouteRegistry, title: str, moves: Sequence[Move], tags: Mapping[str, str]) -> None:
     """Make all moves, or none.
 
     Args:
+        log: The log of moves of the registry.
         registry: Where the aliases are.
         title: Of the run that records them.
         moves: At most one for each class.
@@ -113,49 +110,36 @@ def make_moves(registry: RouteRegistry, title: str, moves: Sequence[Move], tags:
     """
     if not moves:
         return
-    record = {**tags, **{f"move/{move.workload}": str(move) for move in moves}}
-    with FileLock(registry.lock), registry.recorded(title, record):
+    said = {**tags, **{f"move/{move.workload}": str(move) for move in moves}}
+    with log.changing(urgent=all(move.back for move in moves)) as history, registry.recorded(title, said):
         for move in moves:
             if read_aliases(registry, move.workload) != move.before:
                 raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: nothing was moved; run it again")
             for version, digest in move.proven.items():
                 registry.set_tags(version, {proven_tag(move.workload): digest})
-        started = []
-        try:
-            for move in moves:
-                started.append(move)
-                _write(registry, move.workload, move.before, move.after)
-        except BaseException:
-            for move in reversed(started):
-                _write(registry, move.workload, read_aliases(registry, move.workload), move.before)
-            raise
+        before = {alias: version for move in moves for alias, version in _targets(move.workload, move.before).items()}
+        after = {alias: version for move in moves for alias, version in _targets(move.workload, move.after).items()}
+        changed = {alias: version for alias, version in after.items() if version != before[alias]}
+        why = f"{title}: " + "; ".join(f"{move.workload} {move}" for move in moves)
+        was = {alias: before[alias] for alias in changed}
+        log.append(history, "route", why, aliases=changed, before=was, tags=_left(moves, registry))
         for move in moves:
-            found = read_aliases(registry, move.workload)
-            if found != move.after:
-                raise GateRefusal(
-                    f"another host moved {alias_of(move.workload)} meanwhile: expected {move.after}, it is {found}"
-                )
-            _say(registry, move)
+            assert move.after.now is not None, "a move leads to a version"
+            registry.set_tags(move.after.now, {alias_of(move.workload): f"{now()} by {mover()}: {move}"})
 
 
-def _write(registry: Registry, workload: str, before: Aliases, after: Aliases) -> None:
-    """Set what changed, the route itself last, and then remove what is gone."""
-    for name, ending in ENDINGS.items():
-        version = getattr(after, name)
-        if version is not None and version != getattr(before, name):
-            registry.set_alias(alias_of(workload) + ending, version)
-    for name, ending in ENDINGS.items():
-        if getattr(after, name) is None and getattr(before, name) is not None:
-            registry.delete_alias(alias_of(workload) + ending)
+def _targets(workload: str, aliases: Aliases) -> dict[str, str | None]:
+    """Return the aliases of a class by their full names."""
+    return {alias_of(workload) + ending: getattr(aliases, name) for name, ending in ENDINGS.items()}
 
 
-def _say(registry: Registry, move: Move) -> None:
-    """Tag the versions with who moved the route, when and why."""
-    assert move.after.now is not None, "a move leads to a version"
-    said = f"{now()} by {getuser()}: {move}"
-    tags = {alias_of(move.workload): said}
-    if not move.back and (registry.tags(move.after.now) or {}).get(rolled_back_tag(move.workload)):
-        tags[rolled_back_tag(move.workload)] = ""
-    registry.set_tags(move.after.now, tags)
-    if move.back and move.before.now is not None:
-        registry.set_tags(move.before.now, {rolled_back_tag(move.workload): said})
+def _left(moves: Sequence[Move], registry: RouteRegistry) -> dict[str, dict[str, str]]:
+    """Return tags by version: of those that were left because they broke, and of those that are named again."""
+    tags: dict[str, dict[str, str]] = {}
+    for move in moves:
+        tag, to = rolled_back_tag(move.workload), move.after.now
+        if move.back and move.before.now is not None:
+            tags.setdefault(move.before.now, {})[tag] = now()
+        elif not move.back and to is not None and (registry.tags(to) or {}).get(tag):
+            tags.setdefault(to, {})[tag] = ""
+    return tags

@@ -45,7 +45,7 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
             moves.append(move)
         notes = (", as it was" if after == before else "") + (f"; fallback {proven[1]}" if fallback is not None else "")
         lines.append(f"{alias_of(workload)}: {proven[0]}{notes}")
-    make_moves(engines.registry, "route", moves, {"stage": "route", "routing_file": file_digest(routing.path)})
+    make_moves(engines.log, engines.registry, "route", moves, {"stage": "route", "routing_file": file_digest(routing.path)})
     for line in lines:
         say(line)
 
@@ -63,7 +63,7 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
         move = way_back(engines.registry, workload, before, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
-    make_moves(engines.registry, "route back", [move], {"stage": "route"})
+    make_moves(engines.log, engines.registry, "route back", [move], {"stage": "route"})
     say(f"{alias_of(workload)}: {move}")
 
 
@@ -93,7 +93,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
     tags = {"stage": "monitor", "snapshot_digest": file_digest(limits.path)}
-    make_moves(engines.registry, "monitor", moves, tags)
+    make_moves(engines.log, engines.registry, "monitor", moves, tags)
     for workload, decision in decisions.items():
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
+from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig, TorchConfig
@@ -20,6 +21,7 @@ from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.run import console, loading
 from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
+from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
@@ -159,10 +161,12 @@ class Chain:
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
-        recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
+        code, libraries = (backend.build_module, write_sbom.__module__), (*backend.libraries, SBOM_LIBRARY)
+        recipe = Recipe("build", code, content, inputs, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
+            write_sbom(out, recipe.parts)
 
         return self.make(recipe, fill, policy, note)
 
@@ -318,9 +322,11 @@ class Chain:
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         content: dict[str, object] = {"identity": json_digest(identity.model_dump(mode="json"))}
+        keys, file = load_keys(self.config.signing), self.config.workloads.file
+        if keys.signer_id is not None:
+            content["signer"] = keys.signer_id
         recipe = Recipe("identity", ("pipeline.run.identity",), content, {"evaluation": evaluation.digest})
-        file = self.config.workloads.file
-        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out), policy)
+        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, keys), policy)
 
     def make(
         self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.registry.promotion import Finding
+from pipeline.registry.proof import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.routing.engines import Engine
 from pipeline.run.identity import (
@@ -25,7 +25,9 @@ from pipeline.run.identity import (
     read_identity,
     round_input,
 )
+from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.tracked import flat_metrics
 
 USER_INPUTS = {
     ("checkpoint", "gguf"),
@@ -100,6 +102,8 @@ def find_evidence(directory: Path) -> list[Path]:
                 about.append(path.parent)
         except UserError as error:  # it may belong to another engine, and must not stop the verification of this one
             unreadable.append(str(error))
+    signed = {file_digest(path / IDENTITY_FILE) for path in about if (path / SIGNATURE_FILE).is_file()}
+    about = [path for path in about if (path / SIGNATURE_FILE).is_file() or file_digest(path / IDENTITY_FILE) not in signed]
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:
@@ -151,12 +155,14 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
-    """Return a registered engine whose evidence lies in an artifact store; what its version cites is not checked here.
+def registered_candidate(store: Path, registration: Registration, tags: Mapping[str, str]) -> tuple[Candidate, Evidence]:
+    """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
+
+    Only the name that it is shown by is the registry's. What its version cites is not checked here.
 
     Args:
         store: The store's root.
-        registration: The engine's version.
+        registration: The candidate's version.
         tags: The tags of that version.
 
     Raises:
@@ -165,22 +171,19 @@ def registered_engine(store: Path, registration: Registration, tags: Mapping[str
     name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    path = next((path for path in paths if file_digest(path) == cited["identity"]), None)
+    paths = [path for path in paths if file_digest(path) == cited["identity"]]
+    path = next((path for path in paths if path.with_name(SIGNATURE_FILE).is_file()), paths[0] if paths else None)
     if path is None:
         raise GateRefusal(
             f"{name} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
         evidence = read_evidence(path.parent)
-        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
-    except (UserError, KeyError, ValueError) as error:
+    except UserError as error:
         raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
     if report is None:
         raise GateRefusal(f"{name}: its report is missing, or cannot be read")
-    held = report.system.max_live_tokens
-    if held is None:
-        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
     candidate = Candidate(
         name=tags.get("kv", identity.policy),
         policy=identity.policy,
@@ -188,14 +191,32 @@ def registered_engine(store: Path, registration: Registration, tags: Mapping[str
         backend=identity.backend,
         verdict=identity.verdict.status,
         reasons=tuple(identity.verdict.reasons),
-        metrics={},
+        covered=identity.verdict.covered,
+        metrics=flat_metrics(report),
         engine=Cited(path=store / identity.link("engine").place, digest=cited["engine"]),
         baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
         report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
         identity=Cited(path=path, digest=cited["identity"]),
+        signed_by=tags.get("signed_by"),
         registration=registration,
     )
-    system, workloads = report.system, frozenset(row.workload for row in evidence.rows)
+    return candidate, evidence
+
+
+def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
+    """Return a registered engine whose evidence lies in an artifact store. Arguments and errors: `registered_candidate`."""
+    candidate, evidence = registered_candidate(store, registration, tags)
+    name = f"version {registration.model_version} ({candidate.name})"
+    report = evidence.report
+    assert report is not None, "a candidate has a report"
+    try:
+        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+    except (KeyError, ValueError) as error:
+        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    system, held = report.system, report.system.max_live_tokens
+    if held is None:
+        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
+    workloads = frozenset(row.workload for row in evidence.rows)
     return Engine(candidate, policy, held, (system.budget_gib, system.sequence_tokens), workloads)
 
 

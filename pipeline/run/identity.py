@@ -6,6 +6,7 @@ inputs. The chain is closed in this way: whoever exchanges one artifact breaks t
 The field `binds` repeats by name what people look up. `pipeline.run.verify` replays all of it.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -22,6 +23,8 @@ from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE
 from pipeline.core.strict import StrictModel
+from pipeline.trust.keys import Keys
+from pipeline.trust.statement import SIGNATURE_FILE, sign_files
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Gates, Verdict
 
@@ -205,14 +208,28 @@ def make_identity(
     return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})
 
 
-def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path) -> None:
-    """Write the identity, and the evidence that its replay reads.
+def signed_files(identity: Identity, digest: str) -> dict[str, str]:
+    """Return the sha256 of each file that a signature vouches for, by its path in a copy of the evidence.
+
+    Args:
+        identity: The identity.
+        digest: sha256 of its identity.json.
+    """
+    evaluation = identity.link("evaluation").files
+    evidence = {name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}
+    engine = {f"engine/{name}": value for name, value in identity.link("engine").files.items()}
+    return {IDENTITY_FILE: digest, **evidence, **engine}
+
+
+def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, keys: Keys | None = None) -> None:
+    """Write the identity, the evidence that its replay reads, and their signature.
 
     Args:
         identity: The identity.
         evaluation: Directory of the report and its samples.
         workloads: The user's own samples, None when all are generated.
         out: An empty directory to fill.
+        keys: Hold the key that signs; None signs nothing.
     """
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
@@ -220,7 +237,12 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
         copy = out / str(identity.workloads_file)
         copy.parent.mkdir()
         shutil.copyfile(workloads, copy)
-    (out / IDENTITY_FILE).write_text(identity.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    text = identity.model_dump_json(indent=1) + "\n"
+    (out / IDENTITY_FILE).write_text(text, encoding="utf-8")
+    files = signed_files(identity, hashlib.sha256(text.encode()).hexdigest())
+    signature = None if keys is None else sign_files(keys, identity.policy, files)
+    if signature is not None:
+        (out / SIGNATURE_FILE).write_text(signature, encoding="utf-8")
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:

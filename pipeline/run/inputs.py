@@ -21,6 +21,8 @@ from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.run.loading import calibration, evaluation, open_loader, required_libraries
+from pipeline.trust.binding import read_policy
+from pipeline.trust.keys import load_keys
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
 """Stages that work on what other commands left."""
@@ -49,6 +51,8 @@ def check_inputs(config: Config) -> None:
             does not fit the model or the backend.
         MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
     """
+    load_keys(config.signing)
+    read_policy(config.promote)
     if config.stage != "verify":  # every other stage writes to it
         check_workdir(config.work, config.workdir)
         summary.load(config.work)

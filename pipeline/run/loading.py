@@ -4,7 +4,7 @@ Modules are imported when a stage needs them: they import torch and other heavy 
 be reported without waiting for those.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -93,6 +93,25 @@ class Exporting(Protocol):
         progress: Progress,
     ) -> None:
         """Write ModelOpt's exports of a quantized checkpoint."""
+        ...
+
+
+class DecodingAgain(Protocol):
+    """`stages.evaluate.again`."""
+
+    def decode_again(
+        self,
+        open_baseline: Callable[[], Engine],
+        open_engine: Callable[[], Engine],
+        samples: Sequence[Sample],
+        tokenizer: Any,
+        config: WorkloadsConfig,
+    ) -> Mapping[str, Any]:
+        """Run forced decode of samples on both engines."""
+        ...
+
+    def difference(self, rows: Sequence[SampleRow], again: Mapping[str, Any], noise: float) -> str | None:
+        """Say of which sample a report has other numbers than its engines give now."""
         ...
 
 
@@ -279,6 +298,11 @@ def tuning() -> Tuning:
 def evaluation() -> Evaluation:
     """Load the evaluate stage."""
     return cast(Evaluation, _load("stages.evaluate"))
+
+
+def again() -> DecodingAgain:
+    """Load `stages.evaluate.again`, which is no part of the key of an evaluation."""
+    return cast(DecodingAgain, _load("stages.evaluate.again"))
 
 
 def plots() -> Plots:

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from pipeline.artifacts.hardware import hardware
 from pipeline.registry import promotion
-from pipeline.registry.promotion import PASS, Finding, Move
+from pipeline.registry.promotion import Move
+from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.run import console

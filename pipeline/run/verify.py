@@ -11,8 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import SystemRandom
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -20,12 +22,15 @@ from pipeline.artifacts.digest import file_digest, kind_of, tree_entries
 from pipeline.artifacts.store import MANIFEST
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
+from pipeline.core.records import Engine
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.proof import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.run.evidence import Evidence, lineage, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle
-from pipeline.run.loading import evaluation, required_libraries
+from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
+from pipeline.run.loading import again, evaluation, required_libraries
+from pipeline.trust.keys import Keys
+from pipeline.trust.statement import SIGNATURE_FILE, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -35,27 +40,42 @@ BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
 
 SAMPLES_CHECK = "samples, made again"
+DECODED_CHECK = "samples, decoded again"
 VERDICT_CHECK = "verdict, decided again"
 
 
-def replay_candidate(candidate: Candidate) -> ReplayedEvidence:
+def replay_candidate(
+    candidate: Candidate, trusted: Sequence[Keys] = (), decode: Callable[[Evidence], list[Finding]] | None = None
+) -> ReplayedEvidence:
     """Replay the evidence of a candidate, with the bundles where the candidate says they are.
+
+    Args:
+        candidate: The candidate.
+        trusted: Sets of keys, of each of which one must have signed the evidence.
+        decode: Asks the engines themselves, where everything else is the same.
 
     Raises:
         UserError: when its identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    findings = replay(evidence)
+    findings = replay(evidence, trusted)
+    if decode is not None and all(finding.status == "same" for finding in findings):
+        findings += decode(evidence)
     # Of a bundle that cannot be read or is gone a finding says so, which stops the promotion.
     intact = evidence.engine is not None and all(finding.status == "same" for finding in findings)
     built_for = Limits.of_bundle(read_bundle(evidence.engine)) if intact and evidence.engine is not None else Limits()
     return ReplayedEvidence(findings, evidence.report, evidence.rows, built_for)
 
 
-def replay(evidence: Evidence) -> list[Finding]:
-    """Check everything that the identity says; the findings name what is the same, differs or is missing."""
+def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
+    """Check everything that the identity says; the findings name what is the same, differs or is missing.
+
+    Args:
+        evidence: The evidence.
+        trusted: Sets of keys, of each of which one must have signed it.
+    """
     identity, engine = evidence.identity, evidence.engine
-    findings = [*_seal(evidence.directory), *lineage(identity)]
+    findings = [*_seal(evidence.directory), *_signatures(evidence, trusted), *lineage(identity)]
     engine_findings = _files("engine", engine, identity.link("engine").files)
     findings += engine_findings
     if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
@@ -106,6 +126,18 @@ def _seal(directory: Path) -> list[Finding]:
         if sealed != digest:
             return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
+
+
+def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
+    """Check that keys which are trusted signed the engine with its evidence."""
+    identity = evidence.identity
+    files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
+    findings = []
+    for keys in trusted:
+        problem = problem_of(keys, evidence.directory / SIGNATURE_FILE, identity.policy, files)
+        detail = problem or f"by a key that is trusted, for {len(files)} files"
+        findings.append(Finding("signature", "same" if problem is None else "differs", detail))
+    return findings
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:
@@ -175,6 +207,35 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
     except UserError as error:
         return Finding(SAMPLES_CHECK, "differs", str(error))
+
+
+def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
+    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows.
+
+    Args:
+        evidence: Evidence of which everything else is the same.
+        load: Loads a bundle.
+        count: Samples, chosen at random.
+
+    Raises:
+        MissingRequirement: when this machine cannot run the engines.
+    """
+    engine, baseline, report = evidence.engine, evidence.baseline, evidence.report
+    if engine is None or baseline is None or report is None or not count:
+        return []
+    rows = SystemRandom().sample(evidence.rows, min(count, len(evidence.rows)))
+    floor = (report.candidate_noise or report.noise).fidelity
+    noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
+    config, names = _requested_workloads(evidence), {row.id for row in rows}
+    with required_libraries():
+        samples = [sample for sample in evaluation().load_samples(config) if sample.id in names]
+        tokenizer = evaluation().open_tokenizer(engine)
+        found = (
+            again().decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
+        )
+        problem = again().difference(rows, found, noise)
+    status: Literal["same", "differs"] = "same" if problem is None else "differs"
+    return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
 
 
 def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:

@@ -50,12 +50,15 @@ Everything else is INCONCLUSIVE, with the number of samples that would decide th
 never passes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.statistics.looks import Look, planned_looks
 from pipeline.verdict import answers, conformance, coverage, distances, validity
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import RULES, Check, Detectable, Gates, LineStatus, Status, Verdict
+
+Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
+"""The gates, bound to their thresholds."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:

@@ -8,7 +8,7 @@ from gate_reports import report as make_report
 from gate_reports import row
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.registry.promotion import ReplayedEvidence
+from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
@@ -72,6 +72,7 @@ class MemoryRegistry:
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.moves: list[tuple[str, str]] = []
+        self.model: dict[str, str] = {}
 
     def alias(self, alias: str) -> str | None:
         return self.aliases.get(alias)
@@ -82,6 +83,12 @@ class MemoryRegistry:
 
     def delete_alias(self, alias: str) -> None:
         del self.aliases[alias]
+
+    def model_tags(self) -> dict[str, str]:
+        return dict(self.model)
+
+    def set_model_tag(self, name: str, text: str) -> None:
+        self.model[name] = text
 
     def tags(self, version: str) -> dict[str, str] | None:
         return self.versions.get(version)

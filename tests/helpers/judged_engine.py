@@ -13,6 +13,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.run.identity import Link, Role, make_identity, write_identity
+from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.evaluate import samples_digest
@@ -33,11 +34,13 @@ def judged_engine(
     jsonl: Path | None = None,
     gguf: str | None = None,
     measured: Mapping[str, object] | None = None,
+    keys: Keys | None = None,
     **lost: int,
 ) -> Path:
     """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
 
-    `gguf` is the digest of a GGUF that the checkpoint was converted from; `measured` is what the report says besides.
+    `gguf` is the digest of a GGUF that the checkpoint was converted from.
+    `measured` is what the report says besides, and `keys` sign.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
     config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
@@ -83,7 +86,9 @@ def judged_engine(
     named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
-    return store.get(Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out)).path
+    return store.get(
+        Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out, keys)
+    ).path
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

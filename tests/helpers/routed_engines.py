@@ -7,9 +7,10 @@ from pathlib import Path
 from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.promotion import ReplayedEvidence
+from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.engines import Engine, Engines
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
 
@@ -63,7 +64,7 @@ class Fleet:
     @property
     def engines(self) -> Engines:
         """As a command opens them: nothing is replayed yet."""
-        return Engines(self.registry, self._find, self._replay, self._decide)
+        return Engines(self.registry, MoveLog(self.registry), self._find, self._replay, self._decide)
 
     def route(self, alias: str) -> str | None:
         return self.registry.alias(f"route-{alias}")

@@ -110,7 +110,7 @@ def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary
     result = run(["stage=promote"], tmp_path)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "run stage=evaluate first" in result.stderr
-    assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", ".summary.json.lock"}
+    assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", "summaries", ".summary.json.lock"}
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from evaluations import evaluate
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.sbom import SBOM_FILE
 
 Swept = tuple[Path, subprocess.CompletedProcess[str]]
 
@@ -74,6 +75,12 @@ def test_every_report_cites_the_graph_of_its_engine(swept: Swept) -> None:
     assert len(reports) == 2
     for report in reports:
         assert report["graph_digest"] == file_digest(engines[report["engine_digest"]] / "decode.onnx")
+
+
+def test_every_bundle_has_a_bill_of_all_its_other_files(swept: Swept) -> None:
+    for bundle in (path.parent for path in (swept[0] / "artifacts").glob("build/*/bundle.json")):
+        listed = {part["name"] for part in json.loads((bundle / SBOM_FILE).read_text())["components"] if part["type"] == "file"}
+        assert listed == set(tree_files(bundle)) - {SBOM_FILE}
 
 
 def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:

@@ -17,6 +17,7 @@ from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, conclude, load, record
 from pipeline.registry.tracking import Tracking, locate
+from pipeline.trust.movelog import MoveLog
 
 FORK = multiprocessing.get_context("fork")
 """Forked children have MLflow imported already: importing takes 2 s in each."""
@@ -45,9 +46,11 @@ def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
         record(work, name, done)
 
 
-def promote_last(store: MlflowStore, work: Path) -> promotion.Move:
+def promote_last(store: MlflowStore, work: Path, name: str | None = None) -> promotion.Move:
     summary = load(work)
-    move = promotion.promote(summary.candidates, store, replay_without_findings, decide_pass, sweep=summary.sweep)
+    move = promotion.promote(
+        summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep, name=name
+    )
     conclude(work, move.champion)
     return move
 
@@ -99,15 +102,23 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
     assert tags is not None
     assert tags["promoted_by_sweep"] == "tuesday"
 
-    back = promotion.rollback(store)
+    back = promotion.rollback(MoveLog(store))
     assert (back.champion, back.version) == ("fp8", first.version)
     assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
     with pytest.raises(UserError, match="no previous champion"):
-        promotion.rollback(store)
+        promotion.rollback(MoveLog(store))
+
+    assert promote_last(store, work).version == first.version, "what was rolled back stays back"
+    history = MoveLog(store).read()
+    assert [record.kind for record in history.records] == ["promote", "promote", "rollback"]
+    assert history.problem is None
+    store.set_alias("champion", second.version)  # by hand
+    MoveLog(store).repair()
+    assert store.alias("champion") == first.version
 
     (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
     with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: the engine"):
-        promote_last(store, work)
+        promote_last(store, work, "fp8k_int4v")
     assert store.alias("champion") == first.version
     assert store.tags("99") is None
 

@@ -16,6 +16,7 @@ from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.moves import Aliases, Move, make_moves, read_aliases, way_back
 from pipeline.routing.settings import RoutingConfig
 from pipeline.routing.stages import roll_back, route
+from pipeline.trust.movelog import MoveLog
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def engines(store: MlflowStore, tmp_path_factory: pytest.TempPathFactory) -> Eng
         return fleet.engines.find(registration, {})
 
     opened = fleet.engines
-    return Engines(store, find, opened.replay, opened.decide)
+    return Engines(store, MoveLog(store), find, opened.replay, opened.decide)
 
 
 def routed(engines: Engines, folder: Path, text: str) -> None:
@@ -74,7 +75,7 @@ def test_routes_move_with_tags_and_records_and_come_back(store: MlflowStore, eng
     assert records(store) == [(f"version {one}", "FINISHED") for one in said]
 
 
-def test_a_move_that_fails_is_put_back_and_its_record_says_so(store: MlflowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_fails_is_completed_by_the_next_command(store: MlflowStore, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: read_aliases(store, name) for name in ("copy", "default")}
     moves = [Move(name, aliases, aliases.moved_to("3"), "a test") for name, aliases in before.items()]
     set_alias = store.set_alias
@@ -86,9 +87,11 @@ def test_a_move_that_fails_is_put_back_and_its_record_says_so(store: MlflowStore
 
     monkeypatch.setattr(store, "set_alias", fail_at_the_second_route)
     with pytest.raises(ConnectionError):
-        make_moves(store, "route", moves, {"stage": "route"})
-    assert {name: read_aliases(store, name) for name in before} == before
+        make_moves(MoveLog(store), store, "route", moves, {"stage": "route"})
     assert records(store)[-1] == ("version 1 -> 3: a test", "FAILED")
+    monkeypatch.undo()
+    MoveLog(store).repair()
+    assert {name: read_aliases(store, name).now for name in before} == {"copy": "3", "default": "3"}
 
 
 def test_a_version_that_was_deleted_is_no_way_back(store: MlflowStore, engines: Engines, tmp_path: Path) -> None:

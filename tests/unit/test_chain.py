@@ -13,6 +13,7 @@ import pytest
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import reachable_modules, tree_files
+from pipeline.artifacts.sbom import SBOM_LIBRARY
 from pipeline.artifacts.server import Server
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import CONF, plan
@@ -171,7 +172,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     made = chain.bundle(config.kv)
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
-    assert set(parts["libraries"]) == {"onnx", "numpy"}
+    assert set(parts["libraries"]) == {"onnx", "numpy", SBOM_LIBRARY}
     assert set(given) == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
     assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key

@@ -33,6 +33,7 @@ ELSEWHERE = {
 }
 BROUGHT = {
     "omegaconf": "hydra-core",
+    "packageurl-python": "cyclonedx-python-lib",
     "packaging": "nvidia-modelopt",
     "pydantic-core": "pydantic",
     "pyyaml": "nvidia-modelopt",

@@ -19,6 +19,7 @@ ROOMS = (
     "pipeline.artifacts",
     "pipeline.statistics",
     "pipeline.verdict",
+    "pipeline.trust",
     "pipeline.registry",
     "pipeline.planning",
     "pipeline.routing",
@@ -131,7 +132,7 @@ def _imports_package(module: str, *packages: str) -> bool:
     return any(name.split(".")[0] in packages for name in imported_names(MODULES[module]))
 
 
-@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "gguf"])
+@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "gguf", "cryptography"])
 def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len(importers(library)) == 1, importers(library)
 

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,12 @@ from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, rep
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Decide, Finding, Move, Replay, ReplayedEvidence, choose, rollback
+from pipeline.registry.promotion import Move, choose
+from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
 
@@ -22,8 +25,13 @@ def promote(
     decide: Decide = decide_pass,
     *,
     sweep: str = "s",
+    name: str | None = None,
 ) -> Move:
-    return promotion.promote(candidates, registry, replay, decide, sweep=sweep)
+    return promotion.promote(candidates, MoveLog(registry), replay, decide, sweep=sweep, name=name)
+
+
+def rollback(registry: MemoryRegistry) -> Move:
+    return promotion.rollback(MoveLog(registry))
 
 
 @pytest.fixture
@@ -310,11 +318,59 @@ def test_rollback_without_a_champion_is_an_error(registry: MemoryRegistry) -> No
         rollback(registry)
 
 
-def test_promoting_what_was_rolled_back_says_so(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
+def test_what_was_rolled_back_stays_back_until_it_is_judged_anew_or_asked_for_by_name(
+    tmp_path: Path, registry: MemoryRegistry
+) -> None:
+    one, two = make(tmp_path, registry, "int8", kib=2.0), make(tmp_path, registry, "fp8", kib=1.0)
     promote([one], registry, sweep="s1")
-    promote([two], registry, sweep="s2")
+    promote([one, two], registry, sweep="s2")
     rollback(registry)
-    move = promote([two], registry, sweep="s3")
+    assert promote([one, two], registry, sweep="s3").message == "int8 (version 1) is the champion already"
+    with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it anew, .*promote\.name='fp8'"):
+        promote([two], registry, sweep="s3")
+    assert registry.aliases == {"champion": "1"}
+    move = promote([one, two], registry, sweep="s3", name="fp8")
     assert "it had been rolled back at" in move.message
     assert registry.aliases == {"champion": "2", "previous": "1"}
+    rollback(registry)
+    judged_anew = make(tmp_path / "anew", registry, "fp8", kib=1.0)
+    report = load_report(judged_anew.report.path.parent).model_copy(update={"workloads_digest": "others"})
+    judged_anew.report.path.write_text(report.model_dump_json())
+    digest = evidence_digest(judged_anew.report.path)
+    judged_anew = changed(judged_anew, report=Cited(path=judged_anew.report.path, digest=digest))
+    registry.versions["3"] |= judged_anew.citations
+    assert promote([one, judged_anew], registry, sweep="s4").version == "3"
+
+
+def test_a_candidate_that_is_asked_for_by_name_must_exist_and_have_passed(tmp_path: Path, registry: MemoryRegistry) -> None:
+    fp8, int4 = make(tmp_path, registry, "fp8"), make(tmp_path, registry, "int4", verdict="FAIL")
+    with pytest.raises(UserError, match=r"promote\.name=fp9: no candidate of the sweep is called so"):
+        promote([fp8, int4], registry, name="fp9")
+    with pytest.raises(GateRefusal, match=r"int4: FAIL \(mean KL\)"):
+        promote([fp8, int4], registry, name="int4")
+
+
+def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_again(
+    tmp_path: Path, registry: MemoryRegistry
+) -> None:
+    true = make(tmp_path, registry, "fp8", kib=2.0)
+    edited = changed(
+        true,
+        name="int8",
+        verdict="FAIL",
+        metrics={"memory/max_live_tokens": 1e9},
+        covered="up to 1,000,000 tokens",
+        engine=Cited(path=tmp_path, digest="forged"),
+    )
+    registered = [(Registration(run_id="run", model_version="1"), registry.versions["1"])]
+
+    def find(registration: Registration, _tags: Mapping[str, str]) -> tuple[Candidate, ReplayedEvidence]:
+        return changed(true, registration=registration, verdict="INCONCLUSIVE"), replay_without_findings(true)
+
+    (found,) = promotion.judged_again([edited, edited], registered, find, decide_pass, "tiny")
+    assert found == true
+    with pytest.raises(GateRefusal, match="version 1 is of model tiny, not llama"):
+        promotion.judged_again([edited], registered, find, decide_pass, "llama")
+    for lost, expected in ((None, "not registered"), (Registration(run_id="r", model_version="9"), "version 9 is not in")):
+        with pytest.raises(GateRefusal, match=expected):
+            promotion.judged_again([changed(true, registration=lost)], registered, find, decide_pass, "tiny")

@@ -21,6 +21,7 @@ from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.runner import Run
 from pipeline.run.runner import verify as verify_stage
 from pipeline.run.verify import replay, replay_candidate
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Gates, Verdict
@@ -73,7 +74,7 @@ def promote_it(candidate: Candidate, folder: Path, thresholds: Gates = GATES) ->
     def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         return decide(report, rows, thresholds)
 
-    return promote([candidate], registry, replay_candidate, decide_again, sweep="s")
+    return promote([candidate], MoveLog(registry), replay_candidate, decide_again, sweep="s")
 
 
 def first_finding(candidate: Candidate) -> str:
@@ -117,6 +118,20 @@ def test_what_summary_and_registry_cite_anew_but_the_identity_does_not_is_refuse
     assert str(caught.value) == f"int8 is not promoted: {first_finding(candidate)}"
     assert str(caught.value).startswith(f"int8 is not promoted: {name}: differs, recorded ")
     assert name in refusal_of_stage_verify(candidate)
+
+
+@pytest.mark.parametrize("kind", ["hidden file", "link", "directory"])
+def test_an_engine_directory_holds_its_files_and_nothing_else(candidate: Candidate, tmp_path: Path, kind: str) -> None:
+    extra = candidate.engine.path / ".extra"
+    if kind == "hidden file":
+        extra.write_text("x")
+    elif kind == "link":
+        extra.symlink_to(candidate.engine.path / "weights.bin")
+    else:
+        extra.mkdir()
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: engine: \.extra: differs, is "):
+        promote_it(candidate, tmp_path)
+    assert "engine: .extra" in refusal_of_stage_verify(candidate)
 
 
 def test_another_engine_than_the_identitys_is_replayed_where_the_candidate_says_it_is(

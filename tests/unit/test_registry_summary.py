@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.registry.summary import FILE, Candidate, Cited, Registration, conclude, finish, load, record
+from pipeline.registry.summary import (
+    FILE,
+    Candidate,
+    Cited,
+    Registration,
+    begin,
+    check_writable,
+    conclude,
+    finish,
+    load,
+    record,
+)
 
 FP8 = Candidate(
     name="fp8",
@@ -123,10 +134,54 @@ def test_a_file_that_an_older_kvgate_wrote_is_named_as_such(tmp_path: Path) -> N
 
 def test_no_scratch_file_stays_behind(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
-    assert {path.name for path in tmp_path.iterdir()} <= {"summary.json", ".summary.json.lock"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"summary.json", "summaries", ".summary.json.lock"}
 
 
 def test_a_summary_of_a_newer_kvgate_is_not_called_damaged(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"schema_version": 99, "candidates": [], "sweep": "", "champion": null, "exit_code": 0}')
     with pytest.raises(UserError, match=r"newer kvgate \(schema_version 99\); use that one, or another workdir"):
         load(tmp_path)
+
+
+def test_sweeps_beside_each_other_lose_no_candidate_and_the_last_that_wrote_is_the_summary(tmp_path: Path) -> None:
+    begin(tmp_path, "sweep", 2)
+    record(tmp_path, "sweep", FP8)
+    begin(tmp_path, "beside", 1)
+    record(tmp_path, "beside", fp8(name="int4", verdict="FAIL"))
+    finish(tmp_path, "beside", 3)
+    assert [c.name for c in load(tmp_path).candidates] == ["int4"]
+    finish(tmp_path, "sweep", 0)
+    record(tmp_path, "sweep", fp8(name="int8"))
+    finish(tmp_path, "sweep", 0)
+    assert load(tmp_path) == load(tmp_path, "sweep")
+    assert [c.name for c in load(tmp_path, "sweep").candidates] == ["fp8", "int8"]
+    assert (load(tmp_path, "sweep").exit_code, load(tmp_path, "beside").exit_code) == (0, 3)
+
+
+def test_a_sweep_has_finished_when_every_job_ended_and_none_was_interrupted(tmp_path: Path) -> None:
+    begin(tmp_path, "one", 2)
+    finish(tmp_path, "one", 3)
+    finish(tmp_path, "one", 130)
+    finish(tmp_path, None, 3)  # a promotion that was refused
+    assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended"
+    finish(tmp_path, "one", 0)
+    assert load(tmp_path).unfinished is None
+    record(tmp_path, "older", FP8)  # by a kvgate that did not count jobs
+    assert load(tmp_path).unfinished is None
+
+
+@pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
+def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: Path, sweep: str) -> None:
+    begin(tmp_path, "monday", 1)
+    with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; the latest are monday"):
+        load(tmp_path, sweep)
+
+
+def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "report.txt").mkdir()
+    with pytest.raises(UserError, match=r"report\.txt cannot be written"):
+        check_writable(tmp_path, "report.txt")
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UserError, match=r"summary\.json cannot be read"):
+        check_writable(tmp_path)

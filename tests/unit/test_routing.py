@@ -17,6 +17,7 @@ from pipeline.routing.stages import roll_back, route
 from pipeline.run.evidence import registered_engine
 from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.verify import replay_candidate
+from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
 
 BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"
@@ -207,35 +208,23 @@ class FailsAt(RecordingRegistry):
         super().delete_alias(alias)
 
 
+@pytest.mark.parametrize("killed", [True, False])
 @pytest.mark.parametrize("at", range(5))
-def test_when_a_move_fails_those_before_it_are_put_back(fleet: Fleet, at: int) -> None:
-    routed(fleet, "routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
-    before = dict(fleet.registry.aliases)
-    failing = FailsAt(fleet.folder, at, killed=False)
-    failing.versions, failing.aliases = fleet.registry.versions, dict(before)
-    fleet.registry = failing
-    with pytest.raises(ConnectionError):
-        routed(fleet, BOTH)
-    assert failing.aliases == before
-    assert [ended for _, _, ended in failing.records] == ["FAILED"]
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_after_a_kill_between_two_moves_every_class_is_whole_and_the_same_command_completes_it(fleet: Fleet, at: int) -> None:
+def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(fleet: Fleet, at: int, killed: bool) -> None:
     routed(fleet, "routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
     before, alive = dict(fleet.registry.aliases), fleet.registry
-    dying = FailsAt(fleet.folder, at, killed=True)
-    dying.versions, dying.aliases = alive.versions, dict(before)
+    dying = FailsAt(fleet.folder, at, killed=killed)
+    dying.versions, dying.aliases, dying.model = alive.versions, dict(before), dict(alive.model)
     fleet.registry = dying
-    with pytest.raises(Killed):
+    with pytest.raises(Killed if killed else ConnectionError):
         routed(fleet, BOTH)
+    assert [ended for _, _, ended in dying.records] == ["FAILED"]
     for workload, old, new in (("retrieval", "3", "2"), ("copy", "1", "3")):
         found = read_aliases(dying, workload)
         assert found.now in (old, new)
         assert old in (found.now, found.previous), "a route that moved has its way back"
-    alive.aliases = dying.aliases
-    fleet.registry = alive
-    routed(fleet, BOTH)
+    alive.aliases, alive.model = dying.aliases, dying.model
+    MoveLog(alive).repair()
     assert read_aliases(alive, "retrieval") == Aliases("2", "3", "1")
     assert read_aliases(alive, "copy") == Aliases("3", "1")
 

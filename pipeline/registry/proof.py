@@ -1,0 +1,126 @@
+"""What a promotion asks of a candidate: its evidence is replayed, its gates decide again, and the registry cites the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.registry.summary import Candidate, evidence_digest
+from pipeline.trust.movelog import Registry
+from pipeline.verdict.coverage import Limits
+from pipeline.verdict.gates import Decide
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Verdict
+
+PASS = "PASS"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a replay of the evidence: what was checked, and how it compares with the record."""
+
+    name: str
+    status: Literal["same", "differs", "missing"]
+    detail: str
+    library_missing: bool = False
+    """Whether this machine lacks a library that the check takes; such a finding says nothing about the evidence."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.status}, {self.detail}"
+
+
+@dataclass(frozen=True)
+class ReplayedEvidence:
+    """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""
+
+    findings: Sequence[Finding]
+    report: EvaluationReport | None
+    """None where it cannot be read, which a finding says."""
+    rows: Sequence[SampleRow]
+    built_for: Limits = field(default_factory=Limits)
+    """What the engine's bundle allows."""
+
+
+Replay = Callable[[Candidate], ReplayedEvidence]
+"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.run.verify`."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a replay of a candidate's evidence gave."""
+
+    version: str
+    """The candidate's version in the registry."""
+    covered: Limits | None
+    """How far the verdict holds; None for a report that does not say."""
+    verdict: Verdict
+
+
+def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> Proof:
+    """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
+
+    Raises:
+        GateRefusal: with the first thing that is wrong.
+        MissingRequirement: when nothing is wrong, but a library that the replay takes is not installed.
+    """
+    _check_citations(candidate)
+    try:
+        evidence = replay(candidate)
+    except UserError as error:
+        raise GateRefusal(str(error)) from error
+    problems = [finding for finding in evidence.findings if finding.status != "same"]
+    for finding in problems:
+        _require(finding.library_missing, str(finding))
+    if problems:
+        raise MissingRequirement(str(problems[0]))
+    report = evidence.report
+    assert report is not None, "a finding says that the report cannot be read"
+    _require(report.engine_digest == candidate.engine.digest, "its report is about another engine")
+    _require(report.baseline_digest == candidate.baseline.digest, "its report compares with another baseline")
+    replayed = evidence_digest(candidate.identity.path.with_name(REPORT_FILE))
+    _require(replayed == candidate.report.digest, f"{candidate.identity.path} is about another report")
+    verdict = decide(report, evidence.rows)
+    reasons = "; ".join(verdict.reasons)
+    _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
+    covered = report.limits
+    beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
+    _require(beyond is None, str(beyond))
+    return Proof(_registered_version(candidate, registry), covered, verdict)
+
+
+def _require(holds: bool, reason: str) -> None:
+    """Raise GateRefusal with the reason unless the condition holds."""
+    if not holds:
+        raise GateRefusal(reason)
+
+
+def _check_citations(candidate: Candidate) -> None:
+    """Compare the digests that the candidate cites with the files on disk. Raises GateRefusal."""
+    for name, cited in (("engine", candidate.engine), ("baseline", candidate.baseline)):
+        _require(cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
+        _compare(f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
+    report, identity = candidate.report, candidate.identity
+    for path in (report.path, candidate.samples):
+        _require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
+    _compare(f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
+    _require(identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
+    same = file_digest(identity.path) == identity.digest
+    _require(same, f"{identity.path} is not the identity that the candidate cites")
+
+
+def _compare(name: str, digest: str, cited: str) -> None:
+    _require(digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
+
+
+def _registered_version(candidate: Candidate, registry: Registry) -> str:
+    """Return the candidate's version, whose tags cite the same evidence. Raises GateRefusal when they do not."""
+    if candidate.registration is None:
+        raise GateRefusal("it is not registered (tracking.enabled=false?)")
+    version = candidate.registration.model_version
+    tags = registry.tags(version)
+    if tags is None:
+        raise GateRefusal(f"version {version} is not in the registry")
+    for name, digest in candidate.citations.items():
+        _require(tags.get(name) == digest, f"version {version} cites another {name}")
+    return version

@@ -1,0 +1,92 @@
+"""The gate policy of a registered model: its content is a tag of the model, and a record of the log of moves binds it.
+
+Nobody changes the policy by writing the tag: the tag's name holds the digest of its content, and the log says which digest
+holds. Making it looser takes `promote.loosen_policy=true`, and the record says what became looser.
+"""
+
+import hashlib
+import json
+
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.trust.files import read_yaml, validated
+from pipeline.trust.history import History
+from pipeline.trust.movelog import MOST_CHARS, MoveLog
+from pipeline.trust.policy import GatePolicy, check_signers
+from pipeline.trust.settings import PromoteConfig
+
+PREFIX = "gate-policy-"
+
+
+def read_policy(config: PromoteConfig) -> GatePolicy | None:
+    """Read the policy file of a command; None where it names none. Raises UserError with the first problem."""
+    if config.policy is None:
+        return None
+    where = f"promote.policy={config.policy}"
+    policy = read_yaml(GatePolicy, config.policy_path, where)
+    check_signers(policy, where)
+    if len(_text(policy)) > MOST_CHARS:
+        raise UserError(f"{where}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
+    return policy
+
+
+def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
+    """Return the policy that the log binds; None where it never bound one.
+
+    Raises:
+        GateRefusal: when its content is not what the log binds.
+    """
+    if history.policy is None:
+        return None
+    text = log.registry.model_tags().get(_tag(history.policy))
+    if text is None or _digest(text) != history.policy:
+        raise GateRefusal(
+            f"the gate policy of the registered model, tag {_tag(history.policy)}, is not the one that the log of moves binds: "
+            "give its file with promote.policy=FILE"
+        )
+    policy = validated(GatePolicy, text, _tag(history.policy))
+    check_signers(policy, _tag(history.policy))
+    return policy
+
+
+def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolicy | None:
+    """Return the policy that holds, after binding the one that a command gives.
+
+    Args:
+        log: The log of moves of the registered model.
+        given: The policy of the command's file; None where it gives none.
+        loosen: `promote.loosen_policy`.
+
+    Raises:
+        GateRefusal: when it is looser than the one that holds, which was not asked for.
+    """
+    if given is None:
+        return standing_policy(log, log.read())
+    text = _text(given)
+    digest = _digest(text)
+    with log.changing() as history:
+        if log.registry.model_tags().get(_tag(digest)) != text:
+            log.registry.set_model_tag(_tag(digest), text)  # binds nothing yet
+        if history.policy == digest:
+            return given
+        before = standing_policy(log, history)
+        looser = given.loosens(before) if before is not None else []
+        if looser and not loosen:
+            raise GateRefusal(
+                f"promote.policy: is looser than the gate policy of the registered model: {', '.join(looser)}; "
+                "promote.loosen_policy=true makes it looser, and the log of moves says so"
+            )
+        why = f"looser: {', '.join(looser)}" if looser else "no looser than before" if before is not None else "the first one"
+        log.append(history, "policy", f"gate policy {digest[:12]}, {why}", policy=digest)
+    return given
+
+
+def _text(policy: GatePolicy) -> str:
+    return json.dumps(policy.model_dump(mode="json", exclude_defaults=True), sort_keys=True, separators=(",", ":"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tag(digest: str) -> str:
+    return f"{PREFIX}{digest[:16]}"

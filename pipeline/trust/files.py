@@ -1,0 +1,63 @@
+"""Files that people write, YAML or JSON, strictly read: what is wrong with one is said in a line."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from pipeline.core.errors import UserError
+from pipeline.core.redaction import clip, redact_text
+from pipeline.core.strict import StrictModel, Unreadable, read_file
+
+M = TypeVar("M", bound=StrictModel)
+
+MOST_BYTES = 1_000_000
+SHOWN_CHARS = 200
+"""Of a value, in an error."""
+
+
+def read_yaml(model: type[M], path: Path, where: str) -> M:
+    """Read a YAML or JSON file.
+
+    Args:
+        model: What it must be.
+        path: The file.
+        where: The key and value that named it, for errors.
+
+    Raises:
+        UserError: with its first problem.
+    """
+    try:
+        text = read_file(path, MOST_BYTES).decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
+        content = OmegaConf.to_container(loaded, resolve=False)
+    except Unreadable as error:
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
+    return validated(model, json.dumps(content, default=str), where)
+
+
+def validated(model: type[M], content: str, where: str) -> M:
+    """Return JSON text as a record. Raises UserError with its first problem."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        text = first["msg"].removeprefix("Value error, ")
+        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
+        got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its name."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,205 @@
+"""The log of moves: one record decides where aliases of a registered model point; the aliases follow it.
+
+A record is one tag of the registered model, `move-000007`, and is written at once. Whoever is killed after that leaves aliases
+that lag behind; the next command that reads them puts them where the log says. A record holds the sha256 of the one before,
+who moved what, when and why, and under which gate policy; with `signing.key` it is signed.
+
+MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
+work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from getpass import getuser
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock
+
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.redaction import clip, redact_text
+from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, canonical, read_history, tag_name, written
+from pipeline.trust.keys import Keys
+
+MOST_CHARS = 4900
+"""Of a record: MLflow's column holds 5,000."""
+WHY_CHARS = 400
+PAST = {"promote": "promoted", "rollback": "rolled_back", "route": "routed", "policy": "bound"}
+"""Kind of move -> how tags of a version name it."""
+
+
+class Registry(Protocol):
+    """Versions of one registered model, their tags, those of the model, and the aliases that point at versions."""
+
+    lock: Path
+
+    def alias(self, alias: str) -> str | None: ...
+    def set_alias(self, alias: str, version: str) -> None: ...
+    def delete_alias(self, alias: str) -> None: ...
+    def tags(self, version: str) -> dict[str, str] | None:
+        """Return the tags of a version; None when there is no such version."""
+        ...
+
+    def set_tags(self, version: str, tags: Mapping[str, str]) -> None: ...
+    def model_tags(self) -> dict[str, str]: ...
+    def set_model_tag(self, name: str, text: str) -> None: ...
+
+
+def _silent(_line: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class MoveLog:
+    """The log of a registered model, and how this command writes to it."""
+
+    registry: Registry
+    keys: Keys = field(default_factory=Keys)
+    accept_broken: bool = False
+    """`promote.accept_broken_log`: whether a log that cannot be trusted may be continued."""
+    say: Callable[[str], None] = _silent
+    """Told of what was repaired."""
+
+    def read(self) -> History:
+        """Return the log; what is wrong with it is part of the result."""
+        return read_history(self.registry.model_tags(), self.keys)
+
+    @contextmanager
+    def changing(self, *, urgent: bool = False) -> Iterator[History]:
+        """Hold the lock while the block runs, with aliases that are where the log says.
+
+        Args:
+            urgent: Whether the way back is asked for, which waits for nobody: a log that cannot be trusted is then mended.
+
+        Raises:
+            GateRefusal: when the log cannot be trusted.
+        """
+        with FileLock(self.registry.lock):
+            history = self.read()
+            if history.problem is not None:
+                if not (self.accept_broken or urgent):
+                    raise GateRefusal(
+                        f"the log of moves cannot be trusted: {history.problem}; look at the tags {PREFIX}* of the registered "
+                        "model, then go on from what the aliases say with promote.accept_broken_log=true"
+                    )
+                self.say(f"the log of moves cannot be trusted: {history.problem}; this move says so and goes on")
+            self._follow(history)
+            yield history
+
+    def repair(self) -> None:
+        """Put aliases where the log says, for a command that only reads them. A log that cannot be trusted moves nothing."""
+        with FileLock(self.registry.lock):
+            history = self.read()
+            if history.problem is not None:
+                self.say(f"the log of moves cannot be trusted: {history.problem}")
+            self._follow(history)
+
+    def append(self, history: History, kind: Kind, why: str, **of: Any) -> Record:
+        """Write the record of a move, which decides, and let the aliases follow; call it inside `changing`.
+
+        Args:
+            history: What `changing` yielded.
+            kind: Of move.
+            why: In a line.
+            of: Other fields of `Record`.
+
+        Raises:
+            GateRefusal: when another host wrote at the same time.
+        """
+        record = Record(
+            number=history.number + 1,
+            prior=history.last,
+            kind=kind,
+            at=now(),
+            by=mover(),
+            why=clip(redact_text(why), WHY_CHARS),
+            policy=of.pop("policy", history.policy),
+            mends=history.problem,
+            **of,
+        )
+        signature = self.keys.sign(SIGNED_AS, canonical(record))
+        text = json.dumps(
+            {"record": written(record), "signature": signature.model_dump() if signature is not None else None},
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+        if len(text) > MOST_CHARS:
+            raise UserError(f"one command moves too much: its record has {len(text):,} characters of {MOST_CHARS:,}; use two")
+        self.registry.set_model_tag(tag_name(record.number), text)
+        if self.registry.model_tags().get(tag_name(record.number)) != text:
+            raise GateRefusal(f"another host moved the aliases meanwhile: move {record.number} is not ours; do it again")
+        self._follow(self.read(), quiet=True)
+        self._check(record)
+        return record
+
+    def _follow(self, history: History, quiet: bool = False) -> None:
+        """Put aliases where a log says that can be trusted, and the tags of the last move's versions."""
+        if history.problem is not None:
+            return
+        for alias, version in sorted(history.aliases.items(), key=_order):
+            found = self.registry.alias(alias)
+            if found == version:
+                continue
+            if version is not None and self.registry.tags(version) is None:
+                self.say(f"version {version}, where the log of moves has the alias {alias}, was deleted from the registry")
+                continue
+            if not quiet:
+                where = "nowhere" if found is None else f"at version {found}"
+                there = "is gone" if version is None else f"points at version {version}"
+                self.say(f"the alias {alias} was {where}: as the log of moves has it, it {there}")
+            if version is None:
+                self.registry.delete_alias(alias)
+            else:
+                self.registry.set_alias(alias, version)
+        for version, tags in tags_of(history.records[-1]).items() if history.records else ():
+            present = self.registry.tags(version)
+            if present is not None and any(present.get(name) != text for name, text in tags.items()):
+                self.registry.set_tags(version, tags)
+
+    def _check(self, record: Record) -> None:
+        """Read the aliases of a move back, since another host may have moved them at the same time."""
+        for alias, version in record.aliases.items():
+            found = self.registry.alias(alias)
+            if found != version:
+                raise GateRefusal(
+                    f"another host moved the aliases meanwhile: {alias} is {found}, expected {version}; look at the registry, "
+                    "then do it again"
+                )
+
+
+def _order(target: tuple[str, str | None]) -> tuple[bool, bool, str]:
+    """Ways back are set before what serves, and nothing is removed before everything is set."""
+    alias, version = target
+    return version is None, not alias.endswith(("previous", "fallback")), alias
+
+
+def tags_of(record: Record) -> dict[str, dict[str, str]]:
+    """Return what a move makes the tags of versions say: what it is about, when, by whom and under which policy."""
+    past = PAST[record.kind]
+    said = {f"{past}_at": record.at, f"{past}_by": record.by, f"{past}_under": record.policy or "no gate policy"}
+    return {version: {**tags, **said} for version, tags in record.tags.items()}
+
+
+def now() -> str:
+    """Return the time for a tag."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def mover(environ: Mapping[str, str] = os.environ) -> str:
+    """Return who moves: the address of the CI run, or user and host."""
+    github = [environ.get(name) for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
+    if all(github):
+        return redact_text("{}/{}/actions/runs/{}".format(*github))
+    for name in ("CI_JOB_URL", "BUILD_URL"):  # of GitLab, and of Jenkins
+        if environ.get(name):
+            return redact_text(environ[name])
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

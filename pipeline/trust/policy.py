@@ -1,0 +1,181 @@
+"""The gate policy: how loose the gates of a promotion may be, and what its evidence must show besides.
+
+The gates are keys of a command line. A policy stands above it: it lies with the registered model (`pipeline.trust.binding`),
+and promotions and routes keep to it wherever they run.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.strict import StrictModel
+from pipeline.trust.keys import Keys, key_id, public_key
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Gates, Margin, Positive, ScaleChangeKind, Share, Verdict
+
+if TYPE_CHECKING:  # the gates take SciPy, which no configuration error waits for
+    from pipeline.verdict.gates import Decide
+
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+PUBLIC_KEY = r"^\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{1,500}-----END PUBLIC KEY-----\s*$"
+
+LEAST = ("min_samples", "min_baseline_accuracy", "min_top10_overlap")
+"""Gates of which a smaller value is looser; of the other numbers a larger one is."""
+
+
+class LoosestGates(StrictModel):
+    """The loosest value of each key of `gates.*`; one that is null is left to the command line."""
+
+    alpha: Share | None = None
+    margin: Margin | None = None
+    """Also of `gates.margins`, where `margins` does not name the workload."""
+    margins: dict[Name, Margin] = Field(default={})
+    min_samples: Count | None = None
+    min_baseline_accuracy: Share | None = None
+    min_top10_overlap: Share | None = None
+    max_mean_kl: Positive | None = None
+    max_ruined_share: Margin | None = None
+    max_p999_kl: Positive | None = None
+    max_ppl_ratio: Positive | None = None
+    max_rms_delta_p: Positive | None = None
+    max_kl_slope: Positive | None = None
+    max_acceptance_loss: Margin | None = None
+    allow_scale_changes: tuple[ScaleChangeKind, ...] | None = None
+
+
+NUMBERS = tuple(name for name in LoosestGates.model_fields if name not in ("margins", "allow_scale_changes"))
+
+
+class Covered(StrictModel):
+    """How far a verdict must hold at least."""
+
+    tokens: Count = 1
+    batch: Count = 1
+
+
+class GatePolicy(StrictModel):
+    """A gate policy, as its file has it."""
+
+    gates: LoosestGates = Field(default=LoosestGates())
+    min_samples: Count | None = None
+    """Judged samples of every kind of work that has answers; documents, where none has."""
+    required_workloads: tuple[Name, ...] = ()
+    """Kinds of work that must have been judged."""
+    covered: Covered | None = None
+    signers: tuple[Annotated[str, StringConstraints(pattern=PUBLIC_KEY)], ...] = ()
+    """Ed25519 public keys in PEM, of which one must have signed the evidence; any evidence where there are none."""
+
+    def keys(self) -> Keys | None:
+        """Return the signers; None where there are none. Raises UserError for one that is no key."""
+        if not self.signers:
+            return None
+        found = [public_key(text.strip().encode() + b"\n", f"signers.{i}") for i, text in enumerate(self.signers)]
+        return Keys(trusted={key_id(key): key for key in found})
+
+    def check_gates(self, gates: Gates) -> None:
+        """Check that gates are no looser than this. Raises GateRefusal with every key that is."""
+        looser = [
+            f"gates.{name}={_shown(value)} is looser than {_shown(limit)}"
+            for name, value, limit in self._compared(gates)
+            if _is_looser(name, value, limit)
+        ]
+        if looser:
+            raise GateRefusal(f"the gate policy of the registered model: {'; '.join(looser)}")
+
+    def _compared(self, gates: Gates) -> list[tuple[str, Any, Any]]:
+        """Return (key, the gates' value, the loosest one) of every key that this limits."""
+        pairs = [(name, getattr(gates, name), getattr(self.gates, name)) for name in NUMBERS]
+        for workload in sorted({*gates.margins, *self.gates.margins}):
+            limit = self.gates.margins.get(workload, self.gates.margin)
+            pairs.append((f"margins.{workload}", gates.margin_of(workload), limit))
+        pairs.append(("allow_scale_changes", gates.allow_scale_changes, self.gates.allow_scale_changes))
+        return [pair for pair in pairs if pair[2] is not None]
+
+    def lacking(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> list[str]:
+        """Say what a report does not show that this asks for."""
+        said = []
+        judged = Counter(row.workload for row in rows if row.judged)
+        asked = {row.workload for row in rows}
+        for workload in self.required_workloads:
+            if workload not in asked:
+                said.append(f"{workload} was not judged, and the gate policy requires it")
+        if self.min_samples is not None:
+            counts = dict(judged) or {"all": len({row.document for row in rows})}
+            for workload, count in sorted(counts.items()):
+                if count < self.min_samples:
+                    said.append(f"{workload}: {count} samples, and the gate policy wants {self.min_samples}")
+        if self.covered is not None:
+            limits = report.limits
+            short = limits is None or (limits.tokens or 0) < self.covered.tokens or (limits.batch or 0) < self.covered.batch
+            if short:
+                held = "it does not say how far it holds" if limits is None else f"it holds {limits}"
+                wanted = f"up to {self.covered.tokens:,} tokens, batch {self.covered.batch}"
+                said.append(f"{held}, and the gate policy wants {wanted}")
+        return said
+
+    def loosens(self, before: "GatePolicy") -> list[str]:
+        """Say in which keys this is looser than a policy before it."""
+        said = [f"gates.{name}" for name in NUMBERS if _is_looser(name, getattr(self.gates, name), getattr(before.gates, name))]
+        for workload in sorted({*before.gates.margins, *self.gates.margins}):
+            new, old = (one.gates.margins.get(workload, one.gates.margin) for one in (self, before))
+            if _is_looser("margin", new, old):
+                said.append(f"gates.margins.{workload}")
+        if _is_looser("allow_scale_changes", self.gates.allow_scale_changes, before.gates.allow_scale_changes):
+            said.append("gates.allow_scale_changes")
+        covered, old_covered, keys, old_keys = self.covered, before.covered, self.keys(), before.keys()
+        others = {
+            "min_samples": _is_looser("min_samples", self.min_samples, before.min_samples),
+            "required_workloads": not set(before.required_workloads) <= set(self.required_workloads),
+            "covered": old_covered is not None
+            and (covered is None or covered.tokens < old_covered.tokens or covered.batch < old_covered.batch),
+            "signers": old_keys is not None and (keys is None or not keys.trusted.keys() <= old_keys.trusted.keys()),
+        }
+        return said + [name for name, looser in others.items() if looser]
+
+
+def _is_looser(name: str, value: Any, limit: Any) -> bool:
+    """Whether a value of a key is looser than a limit; None is no limit at all."""
+    if limit is None or value is None:
+        return limit is not None
+    if name == "allow_scale_changes":
+        return bool(set(value) - set(limit))
+    return bool(value < limit if name in LEAST else value > limit)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+
+
+def kept(policy: GatePolicy | None, gates: Gates, decide: "Decide") -> "Decide":
+    """Return the gates as a policy has them: what it asks for and a report does not show makes a PASS INCONCLUSIVE.
+
+    They raise GateRefusal when the thresholds are looser than the policy.
+
+    Args:
+        policy: The policy; None asks for nothing.
+        gates: The thresholds of this command.
+        decide: Decides by them.
+    """
+    if policy is None:
+        return decide
+
+    def decide_with_policy(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        policy.check_gates(gates)
+        verdict, lacking = decide(report, rows), policy.lacking(report, rows)
+        if verdict.status != "PASS" or not lacking:
+            return verdict
+        return verdict.model_copy(update={"status": "INCONCLUSIVE", "reasons": lacking})
+
+    return decide_with_policy
+
+
+def check_signers(policy: GatePolicy, where: str) -> None:
+    """Check that the signers of a policy are keys. Raises UserError that begins with `where`."""
+    try:
+        policy.keys()
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

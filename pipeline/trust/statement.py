@@ -1,0 +1,103 @@
+"""What is signed of a judged engine: a table of its files and of its evidence, in the format of OpenSSF's model signing.
+
+A Sigstore bundle holds a DSSE envelope, the envelope an in-toto statement, the statement the sha256 of every file
+(https://github.com/sigstore/model-transparency, docs/model_signing_format.md). That project's own library signs with the NIST
+curves alone, and brings a client of Sigstore's services along; the key here is Ed25519, and nothing is asked of a network.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.trust.keys import Keys, Signature
+
+SIGNATURE_FILE = "identity.sig"
+"""Beside identity.json."""
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+MOST_BYTES = 16_000_000
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    payload: str
+    payload_type: str = Field(alias="payloadType")
+    signatures: list[Signature]
+
+
+class _Bundle(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    envelope: _Envelope = Field(alias="dsseEnvelope")
+
+
+def sign_files(keys: Keys, name: str, digests: Mapping[str, str]) -> str | None:
+    """Return the signed table of files as the text of a Sigstore bundle; None without a key.
+
+    Args:
+        keys: Hold the key that signs.
+        name: What the files are together.
+        digests: Relative path -> sha256.
+    """
+    payload = json.dumps(_statement(name, digests), sort_keys=True).encode()
+    signature = keys.sign(PAYLOAD_TYPE, payload)
+    if signature is None:
+        return None
+    bundle = {
+        "mediaType": BUNDLE_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": signature.keyid}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": PAYLOAD_TYPE,
+            "signatures": [signature.model_dump()],
+        },
+    }
+    return json.dumps(bundle, indent=1) + "\n"
+
+
+def _statement(name: str, digests: Mapping[str, str]) -> dict[str, Any]:
+    resources = [{"name": path, "algorithm": "sha256", "digest": digest} for path, digest in sorted(digests.items())]
+    root = hashlib.sha256(b"".join(bytes.fromhex(resource["digest"]) for resource in resources)).hexdigest()
+    serialization = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE_FILE]}
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": root}}],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {"serialization": serialization, "resources": resources},
+    }
+
+
+def problem_of(keys: Keys, path: Path, name: str, digests: Mapping[str, str]) -> str | None:
+    """Say why no trusted key signed these files; None where one did.
+
+    Args:
+        keys: Hold the keys that are trusted.
+        path: The signed table.
+        name: What the files are together.
+        digests: Relative path -> sha256, as the files are.
+    """
+    if path.is_symlink() or not path.is_file():
+        return "it is not signed"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return f"{path.name} is no signature: it has more than {MOST_BYTES:,} bytes"
+        envelope = _Bundle.model_validate_json(path.read_bytes()).envelope
+        payload = base64.b64decode(envelope.payload, validate=True)
+    except (OSError, ValidationError, ValueError) as error:
+        return f"{path.name} is no signature ({str(error).splitlines()[0]})"
+    problem = keys.problem(envelope.payload_type, payload, envelope.signatures)
+    if problem is not None:
+        return problem
+    try:
+        signed = json.loads(payload) == _statement(name, digests)
+    except (ValueError, RecursionError):
+        signed = False
+    return None if signed else f"{path.name} was signed for other files"

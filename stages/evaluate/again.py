@@ -1,0 +1,101 @@
+"""A few samples of an evaluation decoded again, on both engines: whether a report is about the engine that it cites.
+
+Digests say that files fit each other, and whoever can write all of them makes them fit. This asks the engines themselves. What
+differs between two runs of one engine is left room for, so that it tells engines apart that are clearly different, and no
+neighbours.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeline.core.records import Engine, Sample
+from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.report import SampleRow
+from stages.evaluate.results import unfinished
+from stages.evaluate.rows import run_samples
+from stages.evaluate.scores import BaselineHeads
+from stages.evaluate.stored import LOGPROBS
+from stages.evaluate.tokens import Tokenizer, encode, workloads_digest
+
+FACTOR = 2.0
+"""A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""
+LEAST_KL = 1e-6
+NOISE_TIMES = 10
+"""So many times the engine's own noise is allowed on top."""
+NLL = 0.02
+"""Most that a mean NLL may be off, in nats, and as a share of it."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Means over the scored tokens of a sample, in nats."""
+
+    mean_kl: float
+    baseline_nll: float
+    candidate_nll: float
+
+
+def decode_again(
+    open_baseline: Callable[[], Engine],
+    open_engine: Callable[[], Engine],
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    config: WorkloadsConfig,
+) -> dict[str, Decoded]:
+    """Run forced decode of samples on the baseline, and then on the candidate.
+
+    Args:
+        open_baseline: Loads the FP16-KV engine.
+        open_engine: Loads the candidate.
+        samples: At least one.
+        tokenizer: The tokenizer of the engine bundle.
+        config: What was asked in the evaluation.
+
+    Returns:
+        What each sample gave, by its id.
+    """
+    encoded = encode(samples, tokenizer, config.max_scored_tokens)
+    with TemporaryDirectory() as scratch:
+        out = Path(scratch)
+        with unfinished(out, workloads_digest(encoded)) as folder:
+            run_samples(open_baseline(), encoded, None, config.batch_size, _quiet, greedy=None, folder=folder)
+            heads = ((item.sample.id, folder.heads(i)) for i, item in enumerate(encoded))
+            BaselineHeads.write(out / LOGPROBS, heads)
+        baseline = BaselineHeads(out / LOGPROBS)
+        results = run_samples(open_engine(), encoded, baseline, config.batch_size, _quiet, greedy=None)
+    found = {}
+    for item, result in zip(encoded, results, strict=True):
+        steps = result.statistics
+        means = (float(values.mean()) for values in (steps.kl, steps.baseline_nll, steps.candidate_nll))
+        found[item.sample.id] = Decoded(*means)
+    return found
+
+
+def _quiet(*_: object) -> None:
+    """Report no progress."""
+
+
+def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: float) -> str | None:
+    """Say of which sample a report has other numbers than its engines give now; None where it has the same.
+
+    Args:
+        rows: The recorded samples.
+        again: What they gave now.
+        noise: Mean KL of the engine to itself, in nats per token.
+    """
+    for row in rows:
+        now = again.get(row.id)
+        if now is None:
+            return f"sample {row.id} is none that was asked"
+        kl = row.mean_kl if row.mean_kl is not None else float("nan")
+        room = NOISE_TIMES * noise + LEAST_KL
+        if not (now.mean_kl <= FACTOR * kl + room and kl <= FACTOR * now.mean_kl + room):
+            return f"sample {row.id} has a mean KL of {kl:.2e}, decoded again {now.mean_kl:.2e}"
+        for name in ("baseline_nll", "candidate_nll"):
+            recorded, found = getattr(row, name), getattr(now, name)
+            recorded = float("nan") if recorded is None else recorded
+            if not abs(found - recorded) <= NLL * (1 + abs(recorded)) + noise:
+                return f"sample {row.id} has a {name.replace('_nll', '')} NLL of {recorded:.4f}, decoded again {found:.4f}"
+    return None

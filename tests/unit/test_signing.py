@@ -1,0 +1,229 @@
+"""Signatures: keys that are no keys, evidence that somebody rewrote, and a log of moves that somebody else wrote."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization as pem
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from judged_candidates import MemoryRegistry
+from judged_engine import config_of, exported, judged_engine
+from signing_keys import key_pair, keys
+
+from pipeline.artifacts.store import Store
+from pipeline.config.compose import plan
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.run.chain import Chain
+from pipeline.run.evidence import find_evidence, read_evidence
+from pipeline.run.identity import IDENTITY_FILE
+from pipeline.run.runner import Run
+from pipeline.run.runner import verify as verify_stage
+from pipeline.run.verify import replay
+from pipeline.trust.keys import Keys, key_id
+from pipeline.trust.movelog import MoveLog
+from pipeline.trust.statement import SIGNATURE_FILE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> tuple[Path, Path]:
+    return key_pair(folder, "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> tuple[Path, Path]:
+    return key_pair(folder, "theirs")
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory, ours: tuple[Path, Path]) -> Path:
+    """The identity's directory of a judged engine that we signed."""
+    return judged_engine(tmp_path_factory.mktemp("signed"), keys=keys(ours[0]))
+
+
+def test_a_key_is_named_by_the_digest_of_its_public_file(ours: tuple[Path, Path]) -> None:
+    assert keys(ours[0]).signer_id == hashlib.sha256(ours[1].read_bytes()).hexdigest()
+
+
+def bad_key(folder: Path, kind: str, ours: tuple[Path, Path]) -> Path:
+    path = folder / f"{kind.replace(' ', '_')}.pem"
+    private = Ed25519PrivateKey.generate()
+    pkcs8 = pem.Encoding.PEM, pem.PrivateFormat.PKCS8
+    if kind == "directory":
+        path.mkdir(exist_ok=True)
+    elif kind == "garbage":
+        path.write_bytes(b"\xff\x00 -----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n")
+    elif kind == "huge":
+        path.write_text("x" * 20_000)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "public":
+        shutil.copyfile(ours[1], path)
+    elif kind == "encrypted":
+        path.write_bytes(private.private_bytes(*pkcs8, pem.BestAvailableEncryption(b"secret")))
+    elif kind == "another kind":
+        path.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(*pkcs8, pem.NoEncryption()))
+    return path
+
+
+KINDS = ["missing", "directory", "garbage", "huge", "pipe", "public", "encrypted", "another kind"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_no_key_is_named_in_one_line_and_never_shown(tmp_path: Path, kind: str, ours: tuple[Path, Path]) -> None:
+    path = bad_key(tmp_path, kind, ours)
+    with pytest.raises(UserError, match=r"^signing\.key=.*: (is|cannot) ") as caught:
+        keys(path)
+    assert "\n" not in str(caught.value)
+    assert "c2VjcmV0" not in str(caught.value)
+    if kind != "public":
+        with pytest.raises(UserError, match=r"^signing\.trusted=.*: (is|cannot) "):
+            keys(None, path)
+
+
+def test_a_private_key_is_not_trusted_and_a_signer_must_be(ours: tuple[Path, Path], theirs: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match=r"signing\.trusted=.*ours\.pem: is no public key"):
+        keys(None, ours[0])
+    with pytest.raises(UserError, match=r"signing\.key=.*: its public key is not among signing\.trusted"):
+        keys(ours[0], theirs[1])
+
+
+def test_a_key_itself_on_the_command_line_is_refused_and_not_repeated(ours: tuple[Path, Path]) -> None:
+    text = ours[0].read_text()
+    with pytest.raises(UserError, match="signing takes the paths of key files") as caught:
+        plan([f"signing.key='{text}'"], multirun=False)
+    assert text.splitlines()[1] not in str(caught.value)
+
+
+def test_whoever_trusts_keys_signs_the_moves_too() -> None:
+    with pytest.raises(UserError, match=r"signing\.key: missing; .* moves of stage=promote"):
+        plan(["stage=promote", "signing.trusted=[a.pem]"], multirun=False)
+    assert plan(["stage=verify", "bundle=x", "signing.trusted=[a.pem]"], multirun=False).jobs[0].signing.trusted == ("a.pem",)
+
+
+def signature_finding(evidence: Path, trusted: Keys) -> str:
+    (finding,) = (one for one in replay(read_evidence(evidence), [trusted]) if one.name == "signature")
+    return f"{finding.status}, {finding.detail}"
+
+
+def test_what_a_trusted_key_signed_verifies_in_its_store_and_as_a_copy(
+    signed: Path, tmp_path: Path, ours: tuple[Path, Path]
+) -> None:
+    assert signature_finding(signed, keys(None, ours[1])).startswith("same, by a key that is trusted, for ")
+    copy = exported(signed, tmp_path / "copy", "engine")
+    verify_stage(stage_verify(copy, ours[1]))
+
+
+def stage_verify(bundle: Path, trusted: Path) -> Run:
+    config = config_of("stage=verify", f"bundle={bundle}", f"signing.trusted=[{trusted}]")
+    return Run(config, Chain(config, Store(config.work)), "", False, "")
+
+
+def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:
+    forged = judged_engine(tmp_path / "store", copy=1)  # other rows, and every digest and manifest made to fit them
+    trusted = keys(None, ours[1])
+    assert {finding.status for finding in replay(read_evidence(forged))} == {"same"}
+    assert signature_finding(forged, trusted) == "differs, it is not signed"
+    shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
+    assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
+    with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
+        verify_stage(stage_verify(forged, ours[1]))
+
+
+def altered_signature(path: Path, kind: str) -> None:
+    bundle = json.loads(path.read_text())
+    envelope = bundle["dsseEnvelope"]
+    if kind == "payload":
+        payload = base64.b64decode(envelope["payload"]).replace(b'"int8"', b'"fp88"')
+        envelope["payload"] = base64.b64encode(payload).decode()
+    elif kind == "type":
+        envelope["payloadType"] = "application/json"
+    elif kind == "bytes":
+        envelope["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
+    elif kind == "no base64":
+        envelope["signatures"][0]["sig"] = "?"
+    elif kind == "nobody":
+        envelope["signatures"] = []
+    path.write_text("{" if kind == "no JSON" else json.dumps(bundle))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("payload", "is forged"),
+        ("type", "is forged"),
+        ("bytes", "is forged"),
+        ("no base64", "is forged"),
+        ("nobody", "it is not signed"),
+        ("no JSON", "identity.sig is no signature"),
+        ("link", "it is not signed"),
+        ("another key", "which is no trusted key"),
+    ],
+)
+def test_a_signature_that_is_none_is_said(
+    signed: Path, tmp_path: Path, ours: tuple[Path, Path], theirs: tuple[Path, Path], kind: str, expected: str
+) -> None:
+    copy = exported(signed, tmp_path / "copy")
+    trusted = keys(None, theirs[1] if kind == "another key" else ours[1])
+    if kind == "link":
+        (copy / SIGNATURE_FILE).unlink()
+        (copy / SIGNATURE_FILE).symlink_to(signed / SIGNATURE_FILE)
+    else:
+        altered_signature(copy / SIGNATURE_FILE, kind)
+    found = signature_finding(copy, trusted)
+    assert found.startswith("differs, ")
+    assert expected in found
+
+
+def test_of_an_engine_that_was_judged_twice_the_signed_identity_counts(signed: Path) -> None:
+    store, other = signed.parent.parent, signed.parent / ("0" * 32)
+    shutil.copytree(signed, other, ignore=shutil.ignore_patterns(SIGNATURE_FILE, ".manifest.json"))
+    engine = store / read_evidence(signed).identity.link("engine").place
+    try:
+        assert find_evidence(engine) == [signed]
+    finally:
+        shutil.rmtree(other)
+
+
+def test_no_file_of_the_store_holds_the_private_key(signed: Path, ours: tuple[Path, Path]) -> None:
+    secret = ours[0].read_text().splitlines()[1].encode()
+    files = [path for path in signed.parent.parent.rglob("*") if path.is_file()]
+    assert any(path.name == IDENTITY_FILE for path in files)
+    assert not [path for path in files if secret in path.read_bytes() or base64.b64decode(secret)[-32:] in path.read_bytes()]
+
+
+def moved(log: MoveLog, version: str) -> None:
+    with log.changing() as history:
+        log.append(history, "promote", "a test", aliases={"champion": version}, before={"champion": None})
+
+
+def test_a_log_is_trusted_while_its_last_record_is_signed(
+    tmp_path: Path, ours: tuple[Path, Path], theirs: tuple[Path, Path]
+) -> None:
+    registry = MemoryRegistry(tmp_path)
+    registry.versions = {"1": {}, "2": {}, "3": {}}
+    trusting = MoveLog(registry, keys(ours[0], ours[1]))
+    moved(trusting, "1")
+    assert json.loads(registry.model["move-000001"])["signature"]["keyid"] == keys(ours[0]).signer_id
+    for forger, expected in ((Keys(), "it is not signed"), (keys(theirs[0]), "which is no trusted key")):
+        before = dict(registry.model), dict(registry.aliases)
+        moved(MoveLog(registry, forger), "2")  # consistent, by somebody who may write to the registry
+        with pytest.raises(GateRefusal, match=f"cannot be trusted: move 2: .*{expected}"):
+            moved(trusting, "3")
+        registry.model, registry.aliases = before
+    entry = json.loads(registry.model["move-000001"])
+    entry["record"]["aliases"]["champion"] = "2"
+    registry.model["move-000001"] = json.dumps(entry)
+    assert "is forged" in str(trusting.read().problem)
+    moved(MoveLog(registry, trusting.keys, accept_broken=True), "3")
+    assert trusting.read().problem is None
+    assert key_id(next(iter(trusting.keys.trusted.values()))) == trusting.keys.signer_id
