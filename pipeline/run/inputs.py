@@ -13,6 +13,7 @@ from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_
 from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import Sample
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.planning.capacity import memory_budget
@@ -79,9 +80,11 @@ def check_inputs(config: Config) -> None:
         sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
         check_room(config.work, config.workdir, sum(sizes) or checkpoint.path.stat().st_size)
     with required_libraries():
-        _check_questions(config, checkpoint)
+        samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
+            evaluation().check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
@@ -106,8 +109,12 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
         check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", load.batch * sequence)
 
 
-def _check_questions(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Check the files and options of what is calibrated on and asked."""
+def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
+    """Check the files and options of what is calibrated on and asked.
+
+    Returns:
+        The samples; none where they are generated and no model that is long enough could find them too long.
+    """
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None:
             check_file(path, key)
@@ -118,13 +125,12 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> None:
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    (limit, limited), directory = _context(config, checkpoint), checkpoint.path.is_dir()
     given = config.workloads.file is not None or config.workloads.bfcl is not None
-    if given or config.gates.margins or limit < GENERATED_TOKENS:
-        samples = evaluation().load_samples(config.workloads)
-        config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
-        if directory and config.stage in ("evaluate", "all"):  # a GGUF's tokenizer is made by the first stage
-            evaluation().check_lengths(samples, checkpoint.path, config.workloads, limit, limited)
+    if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+        return []
+    samples = evaluation().load_samples(config.workloads)
+    config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    return samples
 
 
 def check_file(path: Path, key: str) -> None:

@@ -19,6 +19,7 @@ LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
 """Fields of a sample that came after the first reports."""
 
 
+UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
 """Of what a chat template writes around a message, and before the first one."""
 
@@ -46,6 +47,7 @@ class BundleTokenizer:
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory)
+        self._tokenizer.model_max_length = UNLIMITED  # else it warns; how long a sequence may be, `check_lengths` says
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
         self.eos_token_id: int = self._tokenizer.eos_token_id

@@ -18,7 +18,7 @@ ERROR = "pipeline: error: "
 
 FIXES = re.compile(
     r"\b(give|given|set|use|choose|must|should|did you mean|remove|save|download|convert|leave|needs?|add|write|run|make|"
-    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait)\b"
+    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|list)\b"
 )
 """What a fix begins with, or says that there has to be."""
 
