@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from pipeline import __version__
 from pipeline.config.compose import CONF, plan, to_config
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
-from pipeline.core.redaction import printable, redact_text
+from pipeline.core.redaction import printable, redact_output, redact_text
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
@@ -36,6 +36,8 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 def _job(composed: DictConfig) -> None:
     # Imported late: a configuration error must show before the runner's libraries are loaded.
     from pipeline.run.runner import run
+
+    redact_output()  # a launcher may run the job in a process of its own
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
@@ -136,6 +138,7 @@ def main() -> int:
     # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
     # container would ignore it without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    redact_output()
     argv = sys.argv[1:]
     if argv == ["--version"]:
         print(f"kvgate {__version__}")

@@ -13,9 +13,9 @@ from typing import ClassVar, Protocol
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.core.backends import BackendConfig, OnnxRuntimeConfig
 from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress
-from pipeline.core.weights import WeightsFormat
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""

@@ -1,17 +1,92 @@
-"""Links to files that several artifacts share."""
+"""Files that several artifacts share, and files of the user's that come into a store.
 
+Names that share an inode share what is written to it in place. Artifacts are never written to in place, so that those of one
+store may share files; with a file outside of the store they never do: its owner may overwrite it, and with it the champion.
+"""
+
+import contextlib
+import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
+
+from pipeline.artifacts.digest import file_digest
+
+STORE_FILE = ".store.json"
+"""At the root of a store: the version of its form."""
+POOL = ".files"
+"""Folder of a store with files that came from outside, by their sha256: one copy, however many artifacts link to it."""
+FICLONE = 0x40049409
+"""ioctl_ficlone(2): the target gets the source's blocks, which are copied when either is written to (btrfs, XFS)."""
+UNUSED_S = 24 * 3600.0
+"""Seconds after which a file of the pool that no artifact links to is removed."""
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard link `target` to `source`, so that a file of many GB exists once; copy it where linking fails.
+    """Give `target` the bytes of `source`, once on disk where that is safe: a hard link within a store, else a copy.
 
-    Only for files that nobody writes to in place, since both names share their bytes. Linking fails between file systems, and
-    for files of another user, which the kernel may protect.
+    Linking fails between file systems, and for files of another user, which the kernel may protect.
     """
+    source = source.resolve()  # Linux would link the symlink itself
+    if not _of_one_store(source, target):
+        return _bring_in(source, target)
     try:
-        os.link(source.resolve(), target)  # resolved: Linux would link the symlink itself
+        os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        clone(source, target)
+
+
+def clone(source: Path, target: Path) -> None:
+    """Copy a file; on a file system that can, both share their blocks until one is written to."""
+    with source.open("rb") as read, target.open("wb") as write:
+        try:
+            fcntl.ioctl(write.fileno(), FICLONE, read.fileno())
+        except OSError:
+            pass
+        else:
+            return
+    shutil.copyfile(source, target)
+
+
+def sweep_pool(root: Path) -> None:
+    """Remove the files of a store's pool that no artifact has linked to for a day."""
+    for path in (root / POOL).glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_nlink == 1 and time.time() - status.st_ctime > UNUSED_S:
+                path.unlink()
+
+
+def _store_of(path: Path) -> Path | None:
+    """Return the root of the store that a path is in."""
+    return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
+
+
+def _of_one_store(source: Path, target: Path) -> bool:
+    root = _store_of(target.parent.resolve() / target.name)
+    return root is not None and _store_of(source) == root
+
+
+def _bring_in(source: Path, target: Path) -> None:
+    """Copy a file that is outside of the target's store; a file that the store has a copy of already is linked to that one."""
+    root = _store_of(target.parent.resolve() / target.name)
+    if root is None:
+        clone(source, target)
+        return
+    pool = root / POOL
+    pool.mkdir(exist_ok=True)
+    kept = pool / file_digest(source)
+    if not kept.is_file() or file_digest(kept) != kept.name:
+        scratch = pool / f"{kept.name}.{os.getpid()}"
+        try:
+            clone(source, scratch)
+            # Named by what was copied: the owner may write to the source meanwhile.
+            kept = pool / file_digest(scratch)
+            scratch.replace(kept)
+        finally:
+            scratch.unlink(missing_ok=True)
+    try:
+        os.link(kept, target)
+    except OSError:
+        clone(kept, target)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement
+from pipeline.core.redaction import child_environment
 
 QUERY = ("name", "compute_cap", "driver_version")
 """Properties of a GPU in nvidia-smi's words (`nvidia-smi --help-query-gpu`)."""
@@ -18,11 +19,10 @@ SECONDS = 60
 @cache
 def hardware() -> dict[str, object]:
     """Return this machine's processor, cores and GPUs, as JSON."""
-    cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    cpu = names[0] if names else platform.processor()
     try:
         listed: list[dict[str, str]] = gpus()
     except MissingRequirement as error:
@@ -42,7 +42,8 @@ def gpus() -> list[dict[str, str]]:
         return []
     command = [tool, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        environment = child_environment()
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=environment)
     except (subprocess.SubprocessError, OSError) as error:
         output = str(getattr(error, "stdout", None) or error)
         reason = output.strip().splitlines()[0]

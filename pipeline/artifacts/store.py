@@ -4,27 +4,38 @@ An artifact's key covers its stage, the config the stage uses, the digests of it
 and the hardware. It is made in a temporary directory, its manifest is written last, and a rename makes it visible: what
 was interrupted never looks finished, and a failure is never cached. Only what takes long sample by sample is resumable: then
 the directory is `.partial/STAGE/KEY` of the store, and what its fill left there is what the next one with this key finds.
+
+Nothing in a store holds its place: it may be moved with its work directory. `.store.json` says the version of its form. What
+processes that died left goes when the store is next written to; a living one holds the lock of what it makes.
 """
 
 import json
+import os
 import platform
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
+from pipeline.artifacts.files import STORE_FILE, sweep_pool
 from pipeline.artifacts.hardware import hardware
-from pipeline.core.errors import MissingRequirement
+from pipeline.artifacts.locks import locked, locked_at_once
+from pipeline.core.errors import MissingRequirement, UserError
 
 MANIFEST = ".manifest.json"
 SCHEMA = 1
+STORE_VERSION = 1
+"""Of the form of a store: where its artifacts are, and what a manifest says. A store without the file is of version 1."""
+SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
+RESUMABLE_S = 30 * 24 * 3600.0
+"""Seconds after which an artifact that was begun and not touched since counts as given up."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._prepared = False
 
     def path(self, recipe: Recipe) -> Path:
         """Return the directory of a recipe's artifact, made or not."""
@@ -109,9 +121,10 @@ class Store:
             resumable: Whether `fill` may find what an earlier one of the same recipe left when it did not finish. It must
                 trust only what it can check, and remove what is no part of the artifact.
         """
+        self._prepare()
         target = self.path(recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):
+        with locked(_lock(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
             existing = self._verified(target, recipe)
             if existing is not None:
                 return existing
@@ -131,6 +144,32 @@ class Store:
         artifact = self._verified(target, recipe, reused=False)
         assert artifact is not None, f"{target} changed while it was being sealed"
         return artifact
+
+    def _prepare(self) -> None:
+        """Make the store, or check that this kvgate knows its form, and remove what dead processes left; once a store."""
+        if self._prepared:
+            return
+        check_store(self.root)
+        marker = self.root / STORE_FILE
+        if not marker.exists():
+            self.root.mkdir(parents=True, exist_ok=True)
+            scratch = marker.with_name(f"{STORE_FILE}.{os.getpid()}")
+            scratch.write_text(json.dumps({"schema_version": STORE_VERSION}) + "\n", encoding="utf-8")
+            scratch.replace(marker)
+        self._sweep()
+        self._prepared = True
+
+    def _sweep(self) -> None:
+        for directory in self.root.glob("[!.]*/.*-*"):
+            made = SCRATCH.fullmatch(directory.name)
+            if made is not None:
+                _remove_abandoned(directory, directory.with_name(made[1]))
+        for directory in (self.root / ".partial").glob("*/*"):
+            target = self.root / Recipe.place(directory.parent.name, directory.name)
+            with suppress(OSError):  # another process may sweep as well
+                if target.is_dir() or _untouched_s(directory) > RESUMABLE_S:
+                    _remove_abandoned(directory, target)
+        sweep_pool(self.root)
 
     def _partial(self, recipe: Recipe) -> Path:
         """Return the directory in which a resumable artifact is made."""
@@ -164,6 +203,42 @@ class Store:
         return Artifact(
             target, recipe.stage, recipe.key, files_digest(files), files, manifest["parts"], reused, manifest["seconds"]
         )
+
+
+def check_store(root: Path) -> None:
+    """Refuse a store whose form this kvgate does not know.
+
+    Raises:
+        UserError: it is of a newer kvgate, or its version cannot be read.
+    """
+    path = root / STORE_FILE
+    try:
+        version = json.loads(path.read_text(encoding="utf-8"))["schema_version"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{path}: says no schema_version; restore it, or give another workdir") from error
+    if type(version) is not int or version > STORE_VERSION:
+        raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
+
+
+def _lock(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock")
+
+
+def _remove_abandoned(scratch: Path, target: Path) -> None:
+    """Remove a directory in which nobody makes the artifact `target` any more."""
+    if not target.parent.is_dir():
+        return
+    with locked_at_once(_lock(target)) as abandoned:
+        if abandoned:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _untouched_s(directory: Path) -> float:
+    """Return the seconds since anything in a directory was written."""
+    times = [path.lstat().st_mtime for path in (directory, *directory.rglob("*"))]
+    return time.time() - max(times)
 
 
 def _version(name: str) -> str:

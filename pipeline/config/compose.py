@@ -23,7 +23,9 @@ from pydantic import ValidationError
 from pipeline.config.config import Config
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import redact_text
+from pipeline.core.redaction import holds_secret, redact_text
+
+TRACKING_URI = "tracking.uri"
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """The folder conf/ beside the packages, in a checkout and in a wheel. A folder `conf` in the current directory is not it."""
@@ -38,10 +40,23 @@ def to_config(composed: DictConfig) -> Config:
         fix = "give it a value, or name a key or a variable that exists"
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
     assert isinstance(values, dict)
+    _refuse_secrets(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise UserError("\n".join(_explain(error, composed))) from error
+
+
+def _refuse_secrets(value: object, key: str = "") -> None:
+    """Refuse values that hold a secret: configurations are printed, stored beside sweeps and logged. Raises UserError."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _refuse_secrets(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_secrets(inner, key)
+    elif isinstance(value, str) and key != TRACKING_URI and holds_secret(value):  # whose own check says what to do
+        raise UserError(f"{key}: holds a password or a key, and configurations are printed and logged; leave it out")
 
 
 def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
@@ -119,7 +134,13 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:
-        return f"{key}: unknown key{suggest(key.split('.')[-1], _siblings(tuple(key.split('.')))) or '; leave it out'}"
+        parent, _, name = key.rpartition(".")
+        siblings = _siblings(tuple(key.split(".")))
+        if name in siblings:  # Hydra sets no key below null
+            below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
+            whole = ", ".join(field.replace("=", ": ", 1) for field in below)
+            return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
+        return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
     text = str(error)
     option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
     available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
@@ -152,6 +173,10 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     Raises:
         UserError: one line for each problem of any job.
     """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") != TRACKING_URI:
+            _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from pipeline.core.backends import BackendConfig
 from pipeline.core.checkpoint import checkpoint_label
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import PathText, StrictModel
-from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig

@@ -11,6 +11,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVShape
 from pipeline.core.redaction import printable
 from pipeline.core.strict import Unreadable, parse_json, read_file
+from pipeline.core.windows import layer_windows
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -160,8 +161,8 @@ def describe_checkpoint(
     config = DEFAULTS[ARCHITECTURES[architecture]] | config
     rope_scaling = _rope_scaling(path, config)
     layers = _integer(path, config, "num_hidden_layers")
-    _refuse_sliding_window(path, architecture, config, layers)
     _check_numbers(path, config)
+    windows = layer_windows(path, config, layers)
     q_heads = _integer(path, config, "num_attention_heads")
     hidden_size = _integer(path, config, "hidden_size")
     kv_heads = _integer(path, config, "num_key_value_heads", default=q_heads)
@@ -175,7 +176,7 @@ def describe_checkpoint(
     return CheckpointInfo(
         path=path,
         architecture=architecture,
-        shape=KVShape(layers, kv_heads, head_dim),
+        shape=KVShape(layers, kv_heads, head_dim, windows if any(windows) else ()),
         q_heads=q_heads,
         vocab_size=_integer(path, config, "vocab_size"),
         mlp_columns=config.get("intermediate_size"),
@@ -315,26 +316,14 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _refuse_sliding_window(path: Path, architecture: str, config: dict[str, Any], layers: int) -> None:
-    """The engine's cache is full attention in every layer. Llama ignores sliding_window, Mistral always applies it."""
-    layer_types = config.get("layer_types")
-    other = [kind for kind in layer_types or () if kind != "full_attention"]
-    if other:
+def refuse_sliding_layers(info: CheckpointInfo, reason: str) -> None:
+    """Raise UserError for a model with layers that attend to their latest tokens alone, on a backend that is not known to."""
+    slid = [window for window in info.shape.windows if window is not None]
+    if slid:
         raise UserError(
-            f"model.path={path}: config.json: layer_types holds {other[0]}, which is not supported; "
-            "use a model with full_attention in every layer"
+            f"model.path={info.path}: config.json: {len(slid)} of {info.shape.layers} layers attend to their last {max(slid)} "
+            f"tokens alone: {reason}; use backend=onnxruntime, or set sliding_window to null if no sequence gets longer"
         )
-    window = config.get("sliding_window")
-    if window is None:
-        return
-    advice = f"is not supported; if no sequence gets longer than {window} tokens, set"
-    if architecture == "MistralForCausalLM":
-        raise UserError(f"model.path={path}: config.json: sliding_window={window} {advice} sliding_window to null")
-    # transformers applies Qwen's window from layer max_window_layers on, unless layer_types lists the layers.
-    if architecture.startswith("Qwen") and config.get("use_sliding_window") and layer_types is None:
-        first = config["max_window_layers"]
-        if not isinstance(first, int) or first < layers:
-            raise UserError(f"model.path={path}: config.json: use_sliding_window=true {advice} it to false")
 
 
 def _tokenizer_files(path: Path) -> tuple[str, ...]:

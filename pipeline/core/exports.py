@@ -55,6 +55,8 @@ def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
     """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
+    if info.shape.windows:
+        return "layers that attend to their latest tokens alone: its checkpoint was not shown to say so"
     if info.rope_scaling is not None:
         return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
     return None
@@ -68,7 +70,7 @@ def describe_format(form: Format) -> str:
 
 def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | None:
     """Return ModelOpt's declaration of a policy whose layers are FP8 or at 16 bits; None for any other policy."""
-    if policy.exact_tokens or policy.window is not None:
+    if policy.exact_tokens or policy.window is not None or policy.eviction is not None:
         return None
     layers: dict[str, dict[str, str]] = {}
     for layer in range(shape.layers):

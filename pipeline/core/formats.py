@@ -152,3 +152,8 @@ class Format(StrictModel):
         if self.rotation == "hadamard" and head_dim & (head_dim - 1):
             return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
         return None
+
+
+WeightsFormat = Literal["none", "fp8", "int8_sq", "int4_awq"]
+"""Of a checkpoint's weights. none: untouched; fp8: E4M3 weights and inputs; int8_sq: INT8 SmoothQuant, both too; int4_awq: INT4
+weights, AWQ."""

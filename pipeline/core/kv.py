@@ -60,6 +60,18 @@ class KVShape:
     layers: int
     kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...] = ()
+    """By layer, the latest tokens that it attends to, the attending one included; None for all. Empty where no layer slides."""
+
+    def window(self, layer: int) -> int | None:
+        """Return the latest tokens that a layer attends to, None for all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def reach(self) -> int | None:
+        """The latest tokens beyond which no layer attends; None where some layer attends to all."""
+        slid = [window for window in self.windows if window is not None]
+        return max(slid) if slid and len(slid) == self.layers else None
 
 
 def first_recent_page(length: int, tokens: int) -> int:
@@ -96,18 +108,19 @@ class Eviction(StrictModel):
     kept while any of its tokens is among the last. Tokens keep the positions at which they were rotated, where StreamingLLM
     numbers them anew by their place in the cache. Pages leave when tokens are appended, so that the tokens of a prefill chunk
     attend to all before them in the chunk, however long it is.
+
+    With `heavy_tokens` it is H2O's cache (arXiv 2306.14048). Each layer and KV head keeps tokens of its own then, so that
+    single tokens are lost, no pages, and no page table can say which.
     """
 
     window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
     sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
+    heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
+    """Of the tokens before the last ones, so many with the most attention are kept, by layer and KV head."""
 
     @property
     def sink_pages(self) -> int:
         return self.sink_tokens // PAGE_TOKENS
-
-    def pages(self, length: int) -> range:
-        """Return the pages that a cache of `length` tokens has lost; the next ones hold its latest tokens."""
-        return range(self.sink_pages, max(self.sink_pages, first_recent_page(length, self.window_tokens)))
 
 
 class LayerOverride(StrictModel):
@@ -158,6 +171,11 @@ class KVPolicy(StrictModel):
         if self.eviction is None:
             return self
         sinks, latest = self.eviction.sink_tokens, self.eviction.window_tokens
+        if self.eviction.heavy_tokens and (sinks or self.exact_tokens or self.window is not None):
+            raise ValueError(
+                f"eviction.heavy_tokens={self.eviction.heavy_tokens} keeps tokens by their attention alone: set sink_tokens, "
+                "eviction.sink_tokens and recent_tokens to 0, and window to null"
+            )
         if self.sink_tokens > sinks:
             raise ValueError(
                 f"eviction.sink_tokens={sinks} keeps fewer than the sink_tokens={self.sink_tokens} that stay exact: set at "
@@ -211,12 +229,42 @@ class KVPolicy(StrictModel):
         """Tokens per sequence that are also kept as float16 (the pool holds every token, these included)."""
         return self.sink_tokens + self.recent_tokens
 
-    def evicted_pages(self, length: int) -> range:
-        """Return the pages that a cache of `length` tokens has lost, none without eviction."""
-        return range(0) if self.eviction is None else self.eviction.pages(length)
+    @property
+    def sink_pages(self) -> int:
+        """First pages that an eviction keeps."""
+        return 0 if self.eviction is None else self.eviction.sink_pages
+
+    def latest_tokens(self, shape: KVShape) -> int | None:
+        """Return the latest tokens whose pages the cache keeps, besides those of the sinks; None for all.
+
+        Without eviction these are the tokens that some layer of the model may still attend to. All layers share their pages, so
+        that one layer with full attention keeps all. So do exact tokens, whose slots count from the sequence's first token.
+        """
+        if self.eviction is not None:
+            return None if self.eviction.heavy_tokens else self.eviction.window_tokens
+        if shape.reach is None or self.exact_tokens:
+            return None
+        return max(shape.reach, 0 if self.window is None else self.window.tokens)
+
+    def evicted_pages(self, length: int, shape: KVShape) -> range:
+        """Return the pages that a model's cache of `length` tokens has lost; the next ones hold its latest tokens."""
+        latest, sinks = self.latest_tokens(shape), self.sink_pages
+        return range(sinks, sinks if latest is None else max(sinks, first_recent_page(length, latest)))
+
+    def kept_tokens(self, length: int, shape: KVShape) -> int:
+        """Return how many of a sequence's `length` tokens a model's cache holds."""
+        if self.eviction is not None and self.eviction.heavy_tokens:
+            return min(length, self.eviction.heavy_tokens + self.eviction.window_tokens)
+        return length - PAGE_TOKENS * len(self.evicted_pages(length, shape))
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError when a format cannot hold the model's heads or an override names a layer that it has not."""
+        """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
+        if self.eviction is not None and shape.windows:
+            slides = sum(window is not None for window in shape.windows)
+            raise UserError(
+                f"kv.eviction.window_tokens={self.eviction.window_tokens}: {slides} of the model's {shape.layers} layers "
+                "attend to their latest tokens alone by themselves, and no eviction is defined beside it; set kv.eviction=null"
+            )
         for key, form in self.formats:
             refusal = form.refuse_head_dim(shape.head_dim)
             if refusal is not None:
@@ -266,9 +314,10 @@ class KVPolicy(StrictModel):
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
         """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers.
 
-        With eviction they are bounded: those of its sinks, its latest tokens and one page more.
+        With eviction, or where every layer of the model slides, they are bounded: those of its sinks, its latest tokens and one
+        page more.
         """
-        pages = -(-tokens // PAGE_TOKENS) - len(self.evicted_pages(tokens))
+        pages = -(-self.kept_tokens(tokens, shape) // PAGE_TOKENS)
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
 
@@ -316,12 +365,13 @@ FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype
 
 
 def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
-    """Return the most tokens that fit in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
+    """Return the most tokens that are held in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
 
-    Evicted tokens count: the sequence that they belong to is served.
+    Tokens that are evicted, or that no layer can see any more, are not held: a policy is not better than another one for what
+    it has lost.
 
     >>> live_tokens(FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=64), budget_bytes=1 << 20, sequence_tokens=100)
     1600
     """
     sequences = budget_bytes // policy.sequence_bytes(shape, sequence_tokens)
-    return sequences * sequence_tokens
+    return sequences * policy.kept_tokens(sequence_tokens, shape)

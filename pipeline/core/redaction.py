@@ -1,13 +1,22 @@
-"""Makes values fit for a tracking store: secrets masked, names that MLflow accepts, texts clipped, numbers finite."""
+"""What leaves this process: secrets masked on the terminal and in the tracking store, and kept from children.
+
+A secret is known by its place (userinfo of a URI, an assigned password), by its shape, or because a variable of this
+process's environment that is named like one holds it. For the store names also become ones that MLflow accepts, texts are
+clipped and numbers finite.
+"""
 
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
+from urllib.parse import quote, unquote
 
 MASK = "***"
 PARAM_CHARS = 6000
@@ -18,22 +27,31 @@ _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "im
 _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
 """Words before `key` that make it an attention key or an identifier, not a secret."""
 
-_USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s\"'<>]*@")
+_USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
+"""A password may hold a slash, so that everything up to the last @ counts as one where there is a colon before it."""
 _ASSIGNED = re.compile(
-    r"(?i)\b([\w-]*(?:passw(?:or)?d|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
+    r"(?i)\b([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
     r"(\s*[=:]\s*|\"\s*:\s*\")([^\s&\"',;]+)"
 )
 _QUERY = re.compile(r"(?i)([?&](?:token|key|sig|signature|pwd)=)[^&\s\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/-]{8,}=*")
 _SHAPES = re.compile(
-    r"\b(?:hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}|sk-[\w-]{20,}"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}|sk-(?=[\w-]*\d)[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
 )
 
 
-def redact_text(text: str) -> str:
-    """Return `text` without URI userinfo, assigned passwords, bearer headers and strings shaped like well-known tokens."""
+SHORTEST = 6
+"""Characters of the shortest value of the environment that is looked for: shorter ones are parts of ordinary words."""
+CLOUDS = ("AWS_", "AZURE_", "GOOGLE_", "MLFLOW_")
+"""Beginnings of the names of variables that only the tracking store has need of."""
+
+
+def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return `text` without URI userinfo, assigned passwords, bearer headers, token-like strings and secrets of `environ`."""
+    for secret in _secrets(tuple(environ.items())):
+        text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
     text = _ASSIGNED.sub(rf"\1\2{MASK}", text)
     text = _QUERY.sub(rf"\1{MASK}", text)
@@ -46,6 +64,60 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def holds_secret(value: str) -> bool:
+    """Return whether a value, as it is or percent-decoded, is one that `redact_text` would not leave as it is."""
+    decoded = unquote(value)
+    return redact_text(value) != value or redact_text(decoded) != decoded
+
+
+@lru_cache(maxsize=8)
+def _secrets(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Return the secrets that variables hold, as they are and in the forms of a URI, the longest first."""
+    values: set[str] = set()
+    for name, value in environ:
+        if secret_name(name) and not os.path.exists(value):  # GOOGLE_APPLICATION_CREDENTIALS names a file
+            values.add(value)
+        userinfo = value.partition("://")[2].rpartition("@")[0]
+        values.add(userinfo.partition(":")[2])
+    forms = {form for value in values for form in (value, quote(value, safe=""), unquote(value))}
+    return tuple(sorted((form for form in forms if len(form) >= SHORTEST), key=len, reverse=True))
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a child that has no need of secrets: without variables that are named like one or hold one."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not (secret_name(name) or name.startswith(CLOUDS) or holds_secret(value))
+    }
+
+
+class RedactedStream:
+    """A text stream on which secrets are masked."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact_text(text))
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def redact_output() -> None:
+    """Mask secrets in all that this process prints from now on: results, logs of libraries, warnings, tracebacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, RedactedStream):
+            setattr(sys, name, cast(TextIO, RedactedStream(stream)))
+
+
 def _words(name: str) -> list[str]:
     """`hfToken`, `hf_token`, `HF-TOKEN` -> hf, token."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
@@ -54,7 +126,7 @@ def _words(name: str) -> list[str]:
 def secret_name(path: str) -> bool:
     """Return whether a dotted name holds a secret. Attention keys (`kv.key.*`) and tokens (`eos_token`) do not."""
     words = _words(path)
-    if _SECRET_WORDS.intersection(words):
+    if _SECRET_WORDS.intersection(words) or any(word.endswith(("password", "passwd")) for word in words):  # PGPASSWORD
         return True
     if not words:
         return False

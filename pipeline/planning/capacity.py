@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pipeline.core.errors import UserError
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.weights import WeightsFormat
 from pipeline.planning.records import Budget, Capacity, Offload, PolicyCapacity, TokenBytes
 from pipeline.planning.sequences import SequenceCost, admit, holds_from, page_count
 from pipeline.planning.shapes import ModelShape

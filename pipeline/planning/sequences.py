@@ -101,7 +101,9 @@ class SequenceCost:
         self.offload = Fraction(str(offload_share))
         self.exact_bytes = policy.exact_bytes(shape, 1)
         if policy.eviction is not None:
-            eviction = Eviction(first=policy.eviction.sink_tokens, latest=policy.eviction.window_tokens)
+            # H2O's heavy tokens lie anywhere; they take as many pages as first ones.
+            first = policy.eviction.sink_tokens + policy.eviction.heavy_tokens
+            eviction = Eviction(first=first, latest=policy.eviction.window_tokens)
         by_kept: dict[tuple[int, int | None], list[int]] = {}
         for layer, window in enumerate(windows):
             kept = (0, window) if window is not None else (0, None) if eviction is None else (eviction.first, eviction.latest)

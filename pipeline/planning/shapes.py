@@ -11,8 +11,9 @@ from typing import Any
 from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo, read_json, short
 from pipeline.core.checkpoint_weights import Shape, expected_tensors
 from pipeline.core.errors import UserError
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
-from pipeline.core.weights import WeightsFormat
+from pipeline.core.windows import layer_windows
 from pipeline.gguf.model import inspect_gguf
 
 NEEDED = "num_hidden_layers, num_attention_heads, num_key_value_heads, and head_dim or hidden_size"
@@ -30,10 +31,6 @@ OTHER_CACHES = {
     "block_configs": "layers have shapes of their own",
 }
 """Keys of config.json of models whose caches are not counted here -> why."""
-
-WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
-WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-"""model_type -> every so many layers one has full attention; the others slide. `sliding_window_pattern` overrides it."""
 
 LARGEST = 1 << 22
 """No size of a model comes near it."""
@@ -144,49 +141,10 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         path=path,
         kv=shape,
         q_heads=q_heads,
-        windows=_windows(path, config, kind, layers),
+        windows=layer_windows(path, config, layers),
         max_positions=positions if type(positions) is int and positions > 0 else None,
         tensors=_tensors(path, config, shape, q_heads),
         notes=tuple(notes),
-    )
-
-
-def _windows(path: Path, config: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, as transformers reads it from config.json."""
-    listed = config.get("layer_types")
-    if listed is not None:
-        if not isinstance(listed, list) or len(listed) != layers:
-            raise UserError(f"model.path={path}: config.json: layer_types must name each of the {layers} layers")
-        return tuple(_window_of(path, config, layer_type) for layer_type in listed)
-    window = config.get("sliding_window")
-    if window is None or kind == "llama":
-        return (None,) * layers
-    if kind.startswith("qwen"):
-        first = config.get("max_window_layers", layers) if config.get("use_sliding_window") else layers
-        slides = [layer >= first for layer in range(layers)]
-    elif kind in WINDOW_PATTERNS or "sliding_window_pattern" in config:
-        period = config.get("sliding_window_pattern") or WINDOW_PATTERNS[kind]
-        slides = [bool((layer + 1) % period) for layer in range(layers)]
-    elif kind in WINDOW_IN_EVERY_LAYER:
-        slides = [True] * layers
-    else:
-        raise UserError(
-            f"model.path={path}: config.json: sliding_window={window} of {kind}, and no layer_types: which layers slide is not "
-            "said; add layer_types, full_attention or sliding_attention for each layer"
-        )
-    return tuple(_window_of(path, config, "sliding_attention") if slide else None for slide in slides)
-
-
-def _window_of(path: Path, config: dict[str, Any], layer_type: object) -> int | None:
-    if layer_type == "full_attention":
-        return None
-    if layer_type == "sliding_attention":
-        return _size(path, config, "sliding_window")
-    if layer_type == "chunked_attention":
-        return _size(path, config, "attention_chunk_size")
-    raise UserError(
-        f"model.path={path}: config.json: layer_types holds {short(layer_type)}, which keeps no keys and values per head; its "
-        "cache is not counted"
     )
 
 

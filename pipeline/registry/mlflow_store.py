@@ -1,58 +1,42 @@
-"""The tracking store. No other module imports MLflow, which takes 2 s: import this one inside functions.
+"""The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
 A candidate is a top-level run (nested candidates collapse in MLflow's charts), and its stages are child runs. An engine with
 its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the evidence, so
 that judging the same engine again, in any sweep, makes no second version.
 """
 
-import json
-import logging
-import os
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-from filelock import FileLock
-
-# MLflow reads these when it is imported or first used.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
-
-from mlflow import MlflowClient, set_tracking_uri
-from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
-
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE
-from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact, redact_text, table_columns
+from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
 from pipeline.registry import processes
+from pipeline.registry.contents import UNDECIDED, collect_evidence, run_color
+from pipeline.registry.mlflow_client import (
+    Client,
+    LoggedModelOutput,
+    Metric,
+    MlflowException,
+    Param,
+    RunTag,
+    asked_once,
+    download_artifacts,
+    process_wide,
+    translated,
+)
+from pipeline.registry.reaching import SQLITE, check_reachable, named
+from pipeline.registry.relocation import follow_move
 from pipeline.registry.summary import Candidate, Registration
-from pipeline.registry.tracking import ENVIRONMENT, Location
-from pipeline.trust.statement import SIGNATURE_FILE
+from pipeline.registry.tracking import Location
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
-SHADES = {
-    "PASS": ("#1a7f37", "#2da44e", "#0f766e", "#4d9221"),
-    "FAIL": ("#cf222e", "#a40e26", "#e5534b", "#b35900"),
-    "INCONCLUSIVE": ("#bf8700", "#d4a72c", "#9a6700", "#e0a800"),
-}
-"""Run colours: the verdict decides the hue and the policy's name the shade, so that charts show two passes apart."""
-UNDECIDED = "#6e7781"
-EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
-
-
-def run_color(verdict: str, policy: str) -> str:
-    """Return the colour of a run in MLflow's charts."""
-    shades = SHADES.get(verdict)
-    return UNDECIDED if shades is None else shades[crc32(policy.encode()) % len(shades)]
 
 
 class MlflowStore:
@@ -63,30 +47,34 @@ class MlflowStore:
 
         Raises:
             UserError: when it cannot be opened.
+            MissingRequirement: when it does not answer, is locked, or takes a driver that is not installed.
         """
-        for logger in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
-            logging.getLogger(logger).setLevel(logging.WARNING)  # they log dozens of lines while a fresh file migrates
         self.location = location
         self.lock = location.lock
-        self.lock.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(self.lock):  # processes that create the same SQLite store at once break its migrations
-                self.client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
+            self.lock.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{self.lock.parent} cannot be made ({error.strerror})"
+            raise UserError(f"{named(location)} cannot be used: {reason}; name another") from error
+        with locked(self.lock, "opening MLflow's store"):  # processes that create one SQLite store at once break its migrations
+            check_reachable(location)
+            if location.uri.startswith(SQLITE):
+                follow_move(location, Path(location.uri.removeprefix(SQLITE)))
+            with asked_once():
+                self.client = Client(location)
                 self.experiment_id = self._experiment()
                 self._registered_model()
-        except MlflowException as error:
-            reason = redact_text(str(error)).splitlines()[0]
-            if location.served:
-                reason = "no MLflow server answers there; start it, or name another"
-            where = f"{redact_text(location.uri)} (tracking.uri or {ENVIRONMENT})"
-            raise UserError(f"MLflow's store {where} cannot be used: {reason}") from error
         self._reap()
 
     def _experiment(self) -> str:
         name = self.location.experiment
         experiment = self.client.get_experiment_by_name(name)
         if experiment is None:
-            return str(self.client.create_experiment(name, self.location.artifact_root))
+            try:
+                return str(self.client.create_experiment(name, self.location.artifact_root))
+            except MlflowException:  # another host was first
+                experiment = self.client.get_experiment_by_name(name)
+                assert experiment is not None, f"{name} exists and does not"
         if experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
         return str(experiment.experiment_id)
@@ -97,15 +85,14 @@ class MlflowStore:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            self.client.create_registered_model(
-                self.location.model_name, description="Engines with a quantized KV cache; the alias champion serves."
-            )
+            description = "Engines with a quantized KV cache; the alias champion serves."
+            with suppress(MlflowException):  # another host was first
+                self.client.create_registered_model(self.location.model_name, description=description)
 
     def _reap(self) -> None:
-        """Close the runs of this host whose process died without closing them."""
-        running = f"attributes.status = 'RUNNING' and tags.host = '{processes.host()}'"
-        for run in self.client.search_runs([self.experiment_id], running, max_results=1000):
-            if not processes.alive(run.data.tags):
+        """Close the runs whose process died without closing them, on whatever machine."""
+        for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
+            if processes.abandoned(run.data.tags):
                 self.client.set_terminated(run.info.run_id, "KILLED")
 
     # Runs
@@ -125,13 +112,18 @@ class MlflowStore:
         run_id = self.client.create_run(self.experiment_id, tags={**texts, **self._owner()}, run_name=title).info.run_id
         status = "FAILED"
         try:
-            yield run_id
+            with processes.leased(lambda tags: self._put_off(run_id, tags)):
+                yield run_id
             status = "FINISHED"
         except (KeyboardInterrupt, SystemExit):
             status = "KILLED"
             raise
         finally:
             self.client.set_terminated(run_id, status)
+
+    def _put_off(self, run_id: str, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self.client.set_tag(run_id, name, value)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. Texts lose their secrets, plots stay as they are."""
@@ -141,7 +133,7 @@ class MlflowStore:
             self.client.log_artifacts(run_id, scratch)
 
     def _owner(self) -> dict[str, str]:
-        return {"mlflow.user": getuser(), "mlflow.source.name": "kvgate", **processes.identity()}
+        return {"mlflow.user": getuser(), "mlflow.source.name": "kvgate", **processes.identity(), **processes.lease()}
 
     def _log(
         self,
@@ -179,7 +171,7 @@ class MlflowStore:
         tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
         model_name = self.location.model_name
-        with FileLock(self.lock), _process_wide(self.location.uri):
+        with locked(self.lock, "registering an engine"), process_wide(self.location.uri):
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
             if versions:
                 version = str(versions[0].version)
@@ -197,7 +189,7 @@ class MlflowStore:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                _collect_evidence(candidate, Path(scratch))
+                collect_evidence(candidate, Path(scratch))
                 self.client.log_model_artifacts(model.model_id, scratch)
             if self.location.log_bundle:
                 self.client.log_model_artifacts(model.model_id, str(candidate.engine.path), "engine")
@@ -270,11 +262,12 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
         folder: Gets a directory for each version.
 
     Raises:
-        UserError: when the store cannot be read.
+        UserError, MissingRequirement: when the store cannot be read.
     """
-    client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
+    check_reachable(location)
+    client = Client(location)
     fetched = []
-    try:
+    with translated(location):
         for version in client.search_model_versions(f"name = '{location.model_name}'"):
             model_id, identity = version.tags.get("logged_model"), version.tags.get("identity_digest")
             if model_id is None or identity is None or identity in known:
@@ -286,9 +279,6 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
             for name in (name for name in names if name in held):
                 download_artifacts(f"{place}/{name}", dst_path=str(directory), tracking_uri=location.uri)
             fetched.append(Fetched(str(version.version), directory, version.creation_timestamp / 1000, identity))
-    except MlflowException as error:
-        reason = redact_text(str(error)).splitlines()[0]
-        raise UserError(f"MLflow's store {redact_text(location.uri)} cannot be read: {reason}") from error
     return fetched
 
 
@@ -345,38 +335,3 @@ class CandidateRun:
         if rows:
             store.client.log_table(run_id, table_columns(rows), "samples.json")
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
-
-
-@contextmanager
-def _process_wide(uri: str) -> Iterator[None]:
-    """Make `uri` the process's store while the block runs.
-
-    create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
-    that store into the environment, from where the next work directory of this process would take it.
-    """
-    before = os.environ.get(ENVIRONMENT)
-    set_tracking_uri(uri)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(ENVIRONMENT, None)
-        else:
-            os.environ[ENVIRONMENT] = before
-
-
-def _collect_evidence(candidate: Candidate, folder: Path) -> None:
-    """Fill `folder` with the files that every version carries; together with `engine/`, stage=verify replays them.
-
-    The user's own samples file is not copied: prompts stay where they are.
-    """
-    for name in EVIDENCE_FILES:
-        source = candidate.engine.path / name
-        if source.is_file():
-            copy_redacted(source, folder / name)
-    signature = candidate.identity.path.with_name(SIGNATURE_FILE)
-    signed = [signature] if signature.is_file() else []
-    for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
-        copy_redacted(path, folder / path.name)
-    verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
-    (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

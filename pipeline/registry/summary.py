@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from filelock import FileLock
 from pydantic import ConfigDict, ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -193,7 +193,7 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
 
 def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
     workdir.mkdir(parents=True, exist_ok=True)
-    with FileLock(workdir / f".{FILE}.lock"):
+    with locked(workdir / f".{FILE}.lock", FILE):
         last = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
         if sweep is None:
             summary = change(last)

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import redact_text
+from pipeline.core.redaction import holds_secret, redact_text
 from pipeline.core.strict import StrictModel
 
 SCHEMES = ("sqlite:///", "postgresql", "mysql", "mssql", "http://", "https://")
@@ -32,12 +32,14 @@ class Tracking(StrictModel):
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only where the store is on this machine."""
+    timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30
+    """Seconds that the store may take to answer a request, or to be unlocked by another process."""
 
     @model_validator(mode="after")
     def _keeps_secrets_out(self) -> Self:
         # Configurations are printed, stored beside sweeps and logged.
-        if self.uri is not None and redact_text(self.uri) != self.uri:
-            raise ValueError(f"uri must not hold a password: set {ENVIRONMENT} in the environment instead")
+        if self.uri is not None and holds_secret(self.uri):
+            raise ValueError(f"uri must not hold a password; set {ENVIRONMENT} in the environment instead")
         return self
 
 
@@ -52,6 +54,7 @@ class Location:
     experiment: str
     model_name: str
     log_bundle: bool
+    timeout_s: float = 30
 
     @property
     def served(self) -> bool:
@@ -90,6 +93,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
         experiment=tracking.experiment,
         model_name=tracking.model_name or "kvgate-" + re.sub(r"[^\w.-]", "_", model),
         log_bundle=uri.startswith("sqlite:///") if tracking.log_bundle is None else tracking.log_bundle,
+        timeout_s=tracking.timeout_s,
     )
 
 
@@ -99,7 +103,7 @@ def server_command(location: Location, port: int = 5000) -> str | None:
         return None
     script = Path(sys.executable).with_name("mlflow")
     program = shlex.quote(str(script)) if script.exists() else "mlflow"
-    uri = shlex.quote(location.uri) if redact_text(location.uri) == location.uri else f'"${ENVIRONMENT}"'
+    uri = shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
     # Without its job runners, which only language-model judges use, the server takes 0.5 GB instead of 2.5.
     switches = "MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false"
     return f"{switches} {program} server --backend-store-uri {uri} --workers 1 --port {port}"

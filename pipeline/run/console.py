@@ -11,6 +11,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from pipeline.core.records import Progress
+from pipeline.core.redaction import redact_text
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 100)  # where nobody sets a width, tables need one
 err = Console(stderr=True, highlight=False)
@@ -79,7 +80,7 @@ def written_to(path: Path) -> Iterator[None]:
     finally:
         text = out.export_text()  # drops what was recorded, too
         out.record = False
-    path.write_text(text, encoding="utf-8")
+    path.write_text(redact_text(text), encoding="utf-8")
 
 
 @contextmanager

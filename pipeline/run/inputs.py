@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
+from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
@@ -56,6 +57,7 @@ def check_inputs(config: Config) -> None:
     read_policy(config.promote)
     if config.stage != "verify":  # every other stage writes to it
         check_workdir(config.work, config.workdir)
+        check_store(config.work / "artifacts")
         summary.load(config.work)
     if config.tracking.enabled and config.stage in TRACKED:
         locate(config.tracking, config.work, config.model.label)

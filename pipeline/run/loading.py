@@ -16,9 +16,9 @@ from pipeline.artifacts.digest import FIRST_PARTY
 from pipeline.artifacts.server import ServedEngine, Server
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, KVScales
 from pipeline.core.records import Engine, Progress, Sample
-from pipeline.core.weights import WeightsFormat
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneConfig

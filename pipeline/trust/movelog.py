@@ -19,8 +19,7 @@ from getpass import getuser
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock
-
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import clip, redact_text
 from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, canonical, read_history, tag_name, written
@@ -79,7 +78,7 @@ class MoveLog:
         Raises:
             GateRefusal: when the log cannot be trusted.
         """
-        with FileLock(self.registry.lock):
+        with locked(self.registry.lock, "the log of moves"):
             history = self.read()
             if history.problem is not None:
                 if not (self.accept_broken or urgent):
@@ -93,7 +92,7 @@ class MoveLog:
 
     def repair(self) -> None:
         """Put aliases where the log says, for a command that only reads them. A log that cannot be trusted moves nothing."""
-        with FileLock(self.registry.lock):
+        with locked(self.registry.lock, "the log of moves"):
             history = self.read()
             if history.problem is not None:
                 self.say(f"the log of moves cannot be trusted: {history.problem}")

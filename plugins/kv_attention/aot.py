@@ -207,7 +207,8 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
         source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [tool.path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        # of this process's environment, which may hold secrets, it needs nothing
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env={"TMPDIR": folder})
         if process.returncode:
             raise RuntimeError(f"ptxas refused the PTX: {process.stderr.strip()}")
         cubin = out.read_bytes()

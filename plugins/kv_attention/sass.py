@@ -62,7 +62,8 @@ def disassemble(cubin: bytes) -> list[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        process = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", str(path)], capture_output=True, text=True, check=True)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        process = subprocess.run(command, capture_output=True, text=True, check=True, env={"TMPDIR": folder})
     lines = re.findall(r"^\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", process.stdout, re.MULTILINE)
     return [(int(address, 16), text) for address, text in lines]
 

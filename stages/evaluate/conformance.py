@@ -124,7 +124,7 @@ class Comparison:
     def _frees_a_page(self, i: int, position: int) -> bool:
         """Whether a page may leave the window or be evicted with the next token: it is read before."""
         length, policy = len(self.encoded[i].prompt) + position, self.engine.policy
-        frees = policy.window is not None or policy.eviction is not None
+        frees = policy.window is not None or policy.latest_tokens(self.engine.shape) is not None
         return frees and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
 
     def _compare(self, i: int, request: Request) -> None:
@@ -251,7 +251,7 @@ def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shap
                 return f"{where} have {'no' if form.static else 'a'} static scale"
             if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                 return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
-            (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens)
+            (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
             if stop > start and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
                 return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
     return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import PREFILL_CHUNK, Engine
 from pipeline.verdict.coverage import Cell, Coverage, Exercised
 from stages.evaluate.metrics import context_bin
@@ -56,7 +56,7 @@ class Trace:
         )
 
 
-def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy) -> Exercised:
+def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, shape: KVShape) -> Exercised:
     members = list(traced)
     lengths = [length for _, trace in members for length, _ in trace.steps]
     # The prompt's last token is decoded too.
@@ -77,25 +77,26 @@ def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy) 
         chunk_borders=sum(trace.chunk_borders for _, trace in members),
         quantized_rows=sum(length - 1 > policy.exact_tokens for length in lengths),
         beyond_window_rows=0 if window is None else sum(length - 1 > window for length in lengths),
-        evicted_rows=sum(len(policy.evicted_pages(length - 1)) > 0 for length in lengths),
+        evicted_rows=sum(policy.kept_tokens(length - 1, shape) < length - 1 for length in lengths),
     )
 
 
-def coverage(traced: Sequence[tuple[EncodedSample, Trace]], policy: KVPolicy, edges: Sequence[int]) -> Coverage:
+def coverage(traced: Sequence[tuple[EncodedSample, Trace]], policy: KVPolicy, shape: KVShape, edges: Sequence[int]) -> Coverage:
     """Return what samples exercised, in all and by workload and context bin.
 
     Args:
         traced: Samples, and what each of their passes took the engine through.
         policy: The engine's.
+        shape: The engine's.
         edges: Lower ends of the context bins in tokens.
     """
     cells: dict[tuple[str, tuple[int, int | None]], list[tuple[EncodedSample, Trace]]] = {}
     for item, trace in traced:
         cells.setdefault((item.sample.workload, context_bin(len(item.prompt), edges)), []).append((item, trace))
     return Coverage(
-        overall=_exercised(traced, policy),
+        overall=_exercised(traced, policy, shape),
         cells=[
-            Cell(workload=workload, context=context, exercised=_exercised(cells[workload, context], policy))
+            Cell(workload=workload, context=context, exercised=_exercised(cells[workload, context], policy, shape))
             for workload, context in sorted(cells, key=lambda key: (key[0], key[1][0]))
         ],
     )

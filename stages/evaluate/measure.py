@@ -221,7 +221,7 @@ def evaluate_round(
             work=_work(encoded, results, shared=shares(engine, config.batch_size)),
             checks=[(finite(full), finite(head)) for result in results for full, head in result.checks.tolist()],
             canary=canary(open_engine(), encoded, heads, config, progress, twin) if first else None,
-            coverage=coverage(traced, engine.policy, config.context_bins),
+            coverage=coverage(traced, engine.policy, engine.shape, config.context_bins),
             noise=noise,
             probe=_probe(engine, twin, config, progress),
             free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,

@@ -300,7 +300,7 @@ def _ragged(policy: KVPolicy, size: int, most: int) -> list[int]:
     if policy.window is not None:
         borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
     if policy.eviction is not None:
-        kept = policy.eviction.sink_tokens + policy.eviction.window_tokens
+        kept = policy.eviction.sink_tokens + policy.eviction.heavy_tokens + policy.eviction.window_tokens
         borders |= {kept, kept + PAGE_TOKENS, kept + 2 * PAGE_TOKENS}
     lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
     rest = size - len(lengths)

@@ -13,9 +13,9 @@ import torch
 
 from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
 from pipeline.core.records import Progress
-from pipeline.core.weights import WeightsFormat
 from stages.checkpoints import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype

@@ -16,9 +16,8 @@ from pipeline.core.checkpoint import INDEX, CheckpointInfo
 def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
     """Copy the checkpoint's known files byte for byte to `out`, a new directory; other files (pickles, code) are left out.
 
-    Weights become hard links where possible: a copy for every KV policy would fill the disk, and the pipeline never writes
-    into a finished `checkpoint/`. If the owner overwrites the original in place, the store notices by the digest that it
-    verifies before each use. JSON files are copied, because people edit them in place and a copy costs nothing.
+    Weights are copied into the store once: a copy for every KV policy would fill the disk, and a hard link to the owner's file
+    would follow what is written to it in place.
     """
     out.mkdir(parents=True)
     for name in info.other_files:

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side, SideScales
-from pipeline.core.weights import WeightsFormat
 
 Attributes = dict[str, Any]
 """Settings of one quantizer."""

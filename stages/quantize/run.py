@@ -9,9 +9,9 @@ import transformers
 
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, Side
 from pipeline.core.records import Progress
-from pipeline.core.weights import WeightsFormat
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized

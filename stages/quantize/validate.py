@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, KVScales, Side
-from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import EXIT_CODES, GateRefusal, MissingRequirement, UserError
+from pipeline.core.redaction import child_environment
 from stages.engines.tensorrt.library import load
 from stages.selftest.checks import CHECKS, Bench, judge
 
@@ -92,7 +93,8 @@ def run_process(command: list[str], seconds: float = SECONDS) -> tuple[str, str]
         The verdict and its reason.
     """
     try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
+        environment = child_environment()
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False, env=environment)
     except subprocess.TimeoutExpired:
         return "FAIL", f"no verdict after {seconds:.0f} s"
     lines = result.stdout.strip().splitlines()

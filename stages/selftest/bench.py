@@ -17,6 +17,7 @@ from pipeline.core.backends import TorchConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine
+from pipeline.core.redaction import child_environment
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
@@ -87,7 +88,7 @@ class GpuBench:
 
     def load_without_plugin(self) -> str:
         command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(self.bundle / PLANS["decode"])]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
         if result.returncode:
             reason = (result.stderr.strip().splitlines() or ["no reason"])[-1]
             raise CheckFailure(f"the plan does not load without the plugin: {reason}")

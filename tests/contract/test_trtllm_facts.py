@@ -15,8 +15,8 @@ import yaml
 
 from pipeline.core.backends import Serving, Speculation, TrtllmConfig
 from pipeline.core.errors import UserError
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.weights import WeightsFormat
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.interpreter import WORKER, Interpreter
 from stages.engines.trtllm.targets import refuse_integers

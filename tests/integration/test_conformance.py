@@ -135,13 +135,15 @@ def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
 ) -> None:
     """The prose prompt keeps its second page for a few decoded tokens; the longer prompts lose theirs before any."""
     policy = POLICIES["int8_evicting"]
-    result = bench.compared(policy, stores(bench.engine(policy), second_page_negated))
+    engine = stores(bench.engine(policy), second_page_negated)
+    result = bench.compared(policy, engine)
     assert gate(baseline, result)["candidate"] == "FAIL"
     where = found(result.deviation)
     assert (where.act, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
     assert [times > 1 for times in result.ranked(ALLOWED)].count(True) == 1
     (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
-    before, after = (policy.evicted_pages(length) for length in (len(item.prompt), len(item.prompt) + len(item.reference) - 1))
+    lengths = (len(item.prompt), len(item.prompt) + len(item.reference) - 1)
+    before, after = (policy.evicted_pages(length, engine.shape) for length in lengths)
     assert 1 not in before
     assert 1 in after
 

@@ -1,6 +1,7 @@
 """The whole path on the trained tiny model, through the command line: sweep, verdicts, promotion, refusals, rollback."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -30,9 +31,13 @@ FEW = [
 ]
 
 
+PLANTED = {"HF_TOKEN": "planted-token", "AWS_SECRET_ACCESS_KEY": "planted/key", "PGPASSWORD": "planted-password"}
+
+
 def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400)
+    environment = {**os.environ, **PLANTED}
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
 
 
 def summary(work: Path) -> dict[str, Any]:
@@ -66,6 +71,13 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
     assert "retrieval" in result.stdout
+
+
+def test_no_secret_of_the_environment_is_written_or_printed(swept: Swept) -> None:
+    work, result = swept
+    held = [path for path in work.parent.rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
+    assert held == []
+    assert "planted" not in result.stdout + result.stderr
 
 
 def test_every_report_cites_the_graph_of_its_engine(swept: Swept) -> None:

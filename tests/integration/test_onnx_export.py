@@ -125,9 +125,10 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(con
 
 
 def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    checkpoint = save_model(MistralConfig(**SIZE, head_dim=16), tmp_path / "checkpoint")
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    checkpoint = save_model(LlamaConfig(**SIZE, head_dim=16, rope_scaling=rope), tmp_path / "checkpoint")
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="sliding_window=4096 is not supported"):
+    with pytest.raises(UserError, match="rope_type=dynamic is not supported"):
         export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=nothing)
     assert not any((tmp_path / "out").iterdir())
 

@@ -109,7 +109,7 @@ def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy,
     assert memory.pool_bytes + memory.exact_bytes + memory.window_bytes == sum(
         policy.sequence_bytes(SHAPE, tokens) for tokens in (130, 65)
     )
-    lost = len(policy.evicted_pages(130))
+    lost = len(policy.evicted_pages(130, SHAPE))
     pages = 5 - lost
     assert (memory.pool_bytes, memory.pages, memory.live_tokens) == (policy.pool_bytes(SHAPE, pages), pages, 195 - 64 * lost)
     assert memory.exact_bytes == policy.exact_bytes(SHAPE, 2)
@@ -153,11 +153,22 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hid
          "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.08}  # fmt: skip
 
 
+FIRST_SLIDES = ["sliding_attention", "full_attention", "full_attention"]
+
+
 @pytest.mark.parametrize("name", ["fp16", "int4", "int8_channel", "int4_g32_asym_hadamard"])
 @pytest.mark.parametrize(
     "config",
-    [llama_config(), MistralConfig(**SIZES, sliding_window=None), Qwen2Config(**SIZES), Qwen3Config(**SIZES)],
-    ids=lambda config: config.model_type,
+    [
+        llama_config(),
+        MistralConfig(**SIZES, sliding_window=None),
+        MistralConfig(**SIZES, sliding_window=50),
+        Qwen2Config(**SIZES),
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=70, max_window_layers=1),
+        Qwen3Config(**SIZES),
+        Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=1, layer_types=FIRST_SLIDES),
+    ],
+    ids=lambda config: f"{config.model_type}-{getattr(config, 'sliding_window', None)}",
 )
 def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds(config: Any, name: str) -> None:
     model = random_model(config).double()

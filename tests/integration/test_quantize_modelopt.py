@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.core.checkpoint import INDEX, inspect_checkpoint
 from pipeline.core.errors import UserError
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
-from pipeline.core.weights import WeightsFormat
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import copy_checkpoint

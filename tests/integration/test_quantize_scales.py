@@ -14,9 +14,8 @@ from quantize_fixtures import FP8, POLICIES, per_token, stage, static, token_ids
 from torch import Tensor
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
+from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
-from pipeline.core.weights import WeightsFormat
 
 torch.set_num_threads(1)
 

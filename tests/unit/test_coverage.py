@@ -5,7 +5,7 @@ import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, report
 
-from pipeline.core.kv import FP16_POLICY
+from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Sample
 from pipeline.verdict import coverage as verdicts
 from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
@@ -27,7 +27,7 @@ def exercised(batch_size: int = 2) -> Coverage:
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, batch_size, Greedy(EOS, 4))
     traced = [(items[event.sample], event.trace) for event in events if isinstance(event, Finished)]
-    return coverage(traced, FP16_POLICY, [0, 32])
+    return coverage(traced, FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=16), [0, 32])
 
 
 def test_steps_are_counted_where_they_are_taken() -> None:

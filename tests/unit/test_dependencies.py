@@ -32,12 +32,14 @@ ELSEWHERE = {
     "flashinfer": "compared by benchmarks/attention_kernels.py where it is installed",
 }
 BROUGHT = {
+    "alembic": "mlflow",
     "omegaconf": "hydra-core",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "nvidia-modelopt",
     "pydantic-core": "pydantic",
     "pyyaml": "nvidia-modelopt",
     "safetensors": "transformers",
+    "sqlalchemy": "mlflow",
     "tokenizers": "transformers",
     "tqdm": "transformers",
 }

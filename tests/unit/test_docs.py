@@ -11,8 +11,8 @@ import yaml
 from pipeline.config.compose import plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.weights import WeightsFormat
 from pipeline.verdict.thresholds import Gates
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,35 +1,105 @@
-"""Sharing a file between artifacts: one inode where the file system allows it, the same bytes everywhere."""
+"""Files of a store: shared by its artifacts, never shared with a file that a user may write to in place."""
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts import files
+from pipeline.artifacts.files import POOL, STORE_FILE, clone, link_or_copy, sweep_pool
 
 
-def test_a_link_shares_the_file_and_not_a_symlink_to_it(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("bytes")
-    (tmp_path / "symlink").symlink_to("file")
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    root = tmp_path / "artifacts"
+    for name in ("one", "two"):
+        (root / "quantize" / name).mkdir(parents=True)
+    (root / STORE_FILE).write_text("{}")
+    return root
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Path:
+    """A file of the user's."""
+    path = tmp_path / "model.safetensors"
+    path.write_text("weights")
+    return path
+
+
+def test_artifacts_of_one_store_share_a_file_and_not_a_symlink_to_it(store: Path) -> None:
+    (store / "quantize" / "one" / "file").write_text("bytes")
+    (store / "quantize" / "one" / "symlink").symlink_to("file")
     for source in ("file", "symlink"):
-        link_or_copy(tmp_path / source, tmp_path / f"link_of_{source}")
-        assert not (tmp_path / f"link_of_{source}").is_symlink()
-        assert (tmp_path / f"link_of_{source}").samefile(tmp_path / "file")
+        target = store / "quantize" / "two" / source
+        link_or_copy(store / "quantize" / "one" / source, target)
+        assert not target.is_symlink()
+        assert target.samefile(store / "quantize" / "one" / "file")
+
+
+def test_what_its_owner_writes_in_place_reaches_no_artifact(store: Path, owned: Path) -> None:
+    one, two = (store / "quantize" / name / owned.name for name in ("one", "two"))
+    link_or_copy(owned, one)
+    link_or_copy(owned, two)
+    assert one.samefile(two), "one copy, however many artifacts"
+    with owned.open("r+") as stream:
+        stream.write("garbage")
+    assert one.read_text() == two.read_text() == "weights"
+
+
+def test_a_damaged_copy_is_made_again_from_the_owners_file(store: Path, owned: Path) -> None:
+    link_or_copy(owned, store / "quantize" / "one" / "w")
+    (kept,) = (store / POOL).iterdir()
+    kept.write_text("damaged")
+    link_or_copy(owned, store / "quantize" / "two" / "w")
+    assert (store / "quantize" / "two" / "w").read_text() == "weights"
+
+
+def test_outside_of_a_store_a_file_is_copied(tmp_path: Path, owned: Path) -> None:
+    link_or_copy(owned, tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "weights"
+    assert not (tmp_path / "copy").samefile(owned)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM])
-def test_what_cannot_be_linked_is_copied(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_linked_is_copied(code: int, store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "file").write_text("bytes")
-    link_or_copy(tmp_path / "file", tmp_path / "copy")
-    assert (tmp_path / "copy").read_text() == "bytes"
-    assert not (tmp_path / "copy").samefile(tmp_path / "file")
+    link_or_copy(owned, store / "quantize" / "one" / "w")
+    link_or_copy(store / "quantize" / "one" / "w", store / "quantize" / "two" / "w")
+    assert (store / "quantize" / "two" / "w").read_text() == "weights"
 
 
-def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
+def test_a_file_system_that_shares_blocks_is_asked_to(tmp_path: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def share(target: int, request: int, source: int) -> int:
+        asked.append(request)
+        os.sendfile(target, source, 0, 100)
+        return 0
+
+    monkeypatch.setattr("fcntl.ioctl", share)
+    clone(owned, tmp_path / "copy")
+    assert asked == [0x40049409]
+    assert (tmp_path / "copy").read_text() == "weights"
+
+
+def test_a_missing_source_is_an_error_that_leaves_nothing(store: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        link_or_copy(tmp_path / "nothing", tmp_path / "copy")
+        link_or_copy(tmp_path / "nothing", store / "quantize" / "one" / "copy")
+    assert list((store / "quantize" / "one").iterdir()) == []
+
+
+def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = store / "quantize" / "one" / "w"
+    link_or_copy(owned, target)
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 2 * files.UNUSED_S)
+    sweep_pool(store)
+    assert len(list((store / POOL).iterdir())) == 1
+    target.unlink()
+    sweep_pool(store)
+    assert list((store / POOL).iterdir()) == []

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import CODES, Format
 from pipeline.core.kv import (
@@ -116,10 +117,45 @@ def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequenc
 )
 def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(tokens: int, lost: list[int]) -> None:
     evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
-    assert list(evicting.evicted_pages(tokens)) == lost
-    assert list(policy("fp8").evicted_pages(tokens)) == []
+    assert list(evicting.evicted_pages(tokens, LLAMA_8B)) == lost
+    assert list(policy("fp8").evicted_pages(tokens, LLAMA_8B)) == []
     kept = [page for page in range(-(-tokens // 64)) if page not in lost]
     assert kept == [page for page in range(-(-tokens // 64)) if page == 0 or 64 * page + 63 >= tokens - 128]
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 133, 134, 135, 197, 198, 1000])
+def test_a_page_is_freed_when_no_layer_of_the_model_will_attend_to_it(tokens: int) -> None:
+    sliding = KVShape(3, 8, 128, windows=(20, 70, 64))
+    lost = list(policy("fp8").evicted_pages(tokens, sliding))
+    needed = range(max(0, tokens + 1 - 70), tokens)  # by the next token, in the layer that sees farthest
+    assert not {position // 64 for position in needed} & set(lost)
+    assert all(page in lost for page in range((tokens - 70) // 64)), "nothing is kept for long"
+    pages = -(-tokens // 64) - len(lost)
+    assert policy("fp8").sequence_bytes(sliding, tokens) == policy("fp8").pool_bytes(sliding, pages)
+
+
+@pytest.mark.parametrize(
+    ("windows", "changes", "lost"),
+    [
+        ((70, 70, 70), {}, 14),
+        ((70, None, 70), {}, 0),
+        ((), {}, 0),
+        ((70, 70, 70), {"recent_tokens": 32}, 0),
+        ((70, 70, 70), {"window": Window(tokens=512, key=Format(dtype="fp16"))}, 7),
+    ],
+    ids=["every layer slides", "one does not", "none does", "exact tokens", "finer window"],
+)
+def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
+    windows: tuple[int | None, ...], changes: dict[str, object], lost: int
+) -> None:
+    changed = policy("fp8").model_copy(update=changes)
+    assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
+
+
+def test_an_eviction_is_refused_of_a_model_whose_layers_slide() -> None:
+    evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128)})
+    with pytest.raises(UserError, match=r"^kv\.eviction\.window_tokens=128: 2 of the model's 3 layers .* kv\.eviction=null$"):
+        evicting.check_shape(KVShape(3, 8, 128, windows=(None, 70, 70)))
 
 
 def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:
@@ -128,9 +164,28 @@ def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_ta
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
     most = (64 + 4096 + 64) * 64 * KIB
     assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [most - 4096 * KIB, most, most]
-    served = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
-    assert served == 45 * GIB // (most - 4096 * KIB) * 131_072
-    assert served > 30 * live_tokens(plain, LLAMA_8B, 45 * GIB, 131_072)
+    held = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
+    assert held == 45 * GIB // (most - 4096 * KIB) * (64 + 4096)
+    heavy = heavy_hitters()
+    assert heavy.kept_tokens(131_072, LLAMA_8B) == 512
+    assert heavy.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
+
+
+def heavy_hitters() -> KVPolicy:
+    return policy("fp16").model_copy(update={"name": "fp16_h2o", "eviction": Eviction(window_tokens=256, heavy_tokens=256)})
+
+
+@pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
+@pytest.mark.parametrize("evicting", [policy("fp16_streaming"), heavy_hitters()], ids=lambda evicting: evicting.name)
+def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(evicting: KVPolicy, tokens: int) -> None:
+    kept = live_tokens(policy("fp16"), LLAMA_8B, 45 * GIB, 64)
+    assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
+
+
+@pytest.mark.parametrize("changes", [{"sink_tokens": 4}, {"recent_tokens": 32}])
+def test_heavy_hitters_are_kept_by_their_attention_alone(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"):
+        KVPolicy.model_validate(heavy_hitters().model_dump() | changes)
 
 
 @pytest.mark.parametrize(
@@ -296,3 +351,18 @@ def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dic
 
 def test_scales_that_the_policy_needs_are_accepted() -> None:
     KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole"),
+    [
+        (["kv.eviction.window_tokens=128"], "kv.eviction={window_tokens: 128}"),
+        (["kv.eviction.window_tokens=128", "kv.eviction.sink_tokens=64"], "kv.eviction={window_tokens: 128, sink_tokens: 64}"),
+        (["workloads.speculation.ngram=3"], "workloads.speculation={ngram: 3}"),
+    ],
+)
+def test_a_key_below_null_is_refused_with_what_to_write(overrides: list[str], whole: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        plan(["kv=fp8", *overrides], multirun=False)
+    parent = whole.partition("=")[0]
+    assert str(refusal.value) == f"{overrides[0].partition('=')[0]}: {parent} is null here: write '{whole}' instead"

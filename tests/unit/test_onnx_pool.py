@@ -1,5 +1,7 @@
 """The paged pool without an engine: pages, growth, limits, exact rings, windows, shared prefixes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -176,6 +178,24 @@ def kept_positions(policy: KVPolicy, length: int) -> list[int]:
     assert policy.eviction is not None
     first = max(0, length - policy.eviction.window_tokens) // 64 * 64
     return [position for position in range(length) if position < policy.eviction.sink_tokens or position >= first]
+
+
+@pytest.mark.parametrize("chunks", [[1] * 300, [500], [63, 1, 65, 128, 43, 200]])
+def test_pages_that_no_sliding_layer_will_attend_to_are_freed_and_a_fork_shares_the_others(chunks: list[int]) -> None:
+    pool = PagedPool(FP16_POLICY, replace(SHAPE, windows=(5, 70)), 16)
+    handle = pool.start()
+    for count in chunks:
+        fill(pool, handle, count)
+        length = pool.length(handle)
+        kept = list(range(max(0, length - 70) // 64 * 64, length))
+        assert stored(pool, handle)[: len(kept)] == kept
+        assert pool.tables([handle])["lengths"].tolist() == [len(kept)]
+        assert pool.in_use == (-(-len(kept) // 64), 0)
+    fork = pool.fork(handle)
+    pool.release(handle)
+    assert stored(pool, fork)[: len(kept)] == kept
+    pool.release(fork)
+    assert pool.in_use == (0, 0)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 500, [500], [63, 1, 65, 128, 43, 200], [10, 480, 10], [130, 64, 64, 300]])

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, Window
+from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Window
 from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
 
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
 SINK, BASE, WINDOW, RECENT, OWN, EVICTED, UNSEEN = range(7)
@@ -32,14 +33,15 @@ SPANS = [
 ]
 
 
-def source(policy: KVPolicy, windowed: bool, start: int, row: int, position: int) -> int:
+def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> int:
     """The rule, position by position."""
     if position > row:
         return UNSEEN
+    beyond = slide is not None and position <= row - slide  # as transformers.masking_utils.sliding_window_overlay has it
+    if beyond or (position < start and position // PAGE_TOKENS in policy.evicted_pages(start, SHAPE)):
+        return EVICTED
     if position >= start:
         return OWN
-    if position // PAGE_TOKENS in policy.evicted_pages(start):
-        return EVICTED
     if position < policy.sink_tokens or position >= start - policy.recent_tokens:
         return SINK if position < policy.sink_tokens else RECENT
     if windowed and policy.window and position // PAGE_TOKENS >= policy.window.first_page(start):
@@ -59,15 +61,19 @@ def painted(pieces: tuple[Piece, ...], rows: int, columns: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(span.end) for span in spans))
+@pytest.mark.parametrize("slide", [None, 1, 7, 70, 1000])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(policy: KVPolicy, spans: list[Span]) -> None:
+def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(
+    policy: KVPolicy, slide: int | None, spans: list[Span]
+) -> None:
     covered: list[int] = []
-    for block in plan(policy, spans, row_bytes=1):
+    for block in plan(policy, spans, row_bytes=1, slides={slide}):
         covered += range(block.begin, block.end)
         span = next(span for span in spans if span.begin <= block.begin < span.end)
-        for windowed, pieces in ((False, block.plain), (True, block.windowed)):
+        assert set(block.pieces) == {(slide, False)} | ({(slide, True)} if policy.window else set())
+        for (_, windowed), pieces in block.pieces.items():
             expected = [
-                [source(policy, windowed, row if span.start is None else span.start, row, position)
+                [source(policy, slide, windowed, row if span.start is None else span.start, row, position)
                  for position in range(block.end)]
                 for row in range(block.begin, block.end)
             ]  # fmt: skip

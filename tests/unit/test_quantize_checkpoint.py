@@ -64,6 +64,8 @@ def test_shards_come_from_the_index(tmp_path: Path) -> None:
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
+SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+HOSTILE: tuple[object, ...] = (0, -1, "32", 32.0, True, [32], 1 << 40)
 
 
 def test_missing_keys_mean_what_the_family_takes_them_for(tmp_path: Path) -> None:
@@ -91,8 +93,33 @@ def test_rotary_scaling_is_read(tmp_path: Path) -> None:
         QWEN3 | {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0},
     ],
 )
-def test_a_sliding_window_that_no_layer_applies_is_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
-    inspect_checkpoint(make(tmp_path, **changes))
+def test_a_sliding_window_that_no_layer_applies_is_none(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert inspect_checkpoint(make(tmp_path, **changes)).shape.windows == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (MISTRAL, (4096,) * 3),
+        (MISTRAL | {"sliding_window": 32, "layer_types": ["sliding_attention"] * 3}, (32,) * 3),
+        (QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32, 32)),
+        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 3),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (32, None, 32),
+        ),
+    ],
+)
+def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
+    tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    """tests/integration/test_sliding_layers.py compares logits."""
+    assert inspect_checkpoint(make(tmp_path, **changes)).shape.windows == windows
 
 
 @pytest.mark.parametrize(
@@ -106,17 +133,24 @@ def test_a_sliding_window_that_no_layer_applies_is_accepted(tmp_path: Path, chan
         ({"head_dim": 33}, "head_dim=33 must be even"),
         ({"quantization_config": {"quant_method": "awq"}}, "already quantized"),
         ({"model_type": "gemma"}, "model_type must be llama for LlamaForCausalLM, got gemma"),
+        *((MISTRAL | {"sliding_window": window}, "sliding_window must be an integer from 1 to") for window in HOSTILE),
+        *((QWEN2 | SLIDES | {"sliding_window": window}, "sliding_window must be an integer from 1 to") for window in HOSTILE),
+        *((QWEN3 | SLIDES | {"max_window_layers": first}, "max_window_layers must be an integer") for first in (-1, "0", None)),
+        (QWEN2 | {"use_sliding_window": "true"}, "use_sliding_window must be true or false, got 'true'"),
+        (QWEN3 | SLIDES | {"layer_types": ["sliding_attention"]}, "layer_types must name each of the 3 layers"),
+        (QWEN3 | SLIDES | {"layer_types": "sliding_attention"}, "layer_types must name each of the 3 layers"),
+        (QWEN3 | SLIDES | {"layer_types": [[], {}, None]}, r"layer_types holds \[\], which is not read here"),
         (
-            MISTRAL,
-            "sliding_window=4096 is not supported; if no sequence gets longer than 4096 tokens, set sliding_window to null",
+            QWEN3 | SLIDES | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types holds 'chunked_attention', which",
         ),
-        (MISTRAL | {"sliding_window": 32}, "sliding_window=32 is not supported"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "as use_sliding_window is None; make them agree"),
+        (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types holds full_attention, .* as sliding_window is 4096"),
+        (MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "as sliding_window is None"),
         (
-            QWEN2 | {"use_sliding_window": True, "max_window_layers": 2},
-            "use_sliding_window=true is not supported.* 4096 tokens",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 32},
+            "layer_types holds sliding_attention, .* llama",
         ),
-        (QWEN3 | {"use_sliding_window": True, "num_hidden_layers": 36}, "set it to false"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported.*; use one of default"),
         ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_type=longrope is not supported"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got yarn"),

@@ -8,9 +8,8 @@ import pytest
 
 from pipeline.core.errors import UserError
 from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
-from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
-from pipeline.core.weights import WeightsFormat
 from stages.quantize.recipe import (
     BACKEND,
     cache_quantizer,

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.core.formats import Format
+from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
-from pipeline.core.weights import WeightsFormat
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.recipe import LINEARS
 from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf

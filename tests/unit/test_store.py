@@ -1,5 +1,6 @@
 """The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import digest
+from pipeline.artifacts.files import STORE_FILE
+from pipeline.artifacts.locks import locked_at_once
 from pipeline.artifacts.store import MANIFEST, Recipe, Store
-from pipeline.core.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement, UserError
 
 
 def recipe(**config: object) -> Recipe:
@@ -107,6 +110,58 @@ def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Pa
     assert sorted(made.files) == ["part1", "part3"]
     assert [path.name for path in (tmp_path / ".partial" / "demo").iterdir()] == [recipe(a=2).key]
     assert store.get(recipe(a=1), fill, resumable=True).reused
+
+
+def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    made = Store(tmp_path).get(recipe(a=1), write_one)
+    others = {a: Store(tmp_path).path(recipe(a=a)) for a in (2, 3)}
+    for target in (made.path, *others.values()):
+        target.with_name(f".{target.name}-abcd").mkdir()
+        (target.with_name(f".{target.name}-abcd") / "half").write_text("x")
+    for a in (1, 2, 3):
+        (tmp_path / ".partial" / "demo" / recipe(a=a).key).mkdir(parents=True)
+    living = others[2]
+    with locked_at_once(living.with_name(f".{living.name}.lock")) as held:
+        assert held
+        Store(tmp_path).get(recipe(a=4), write_one)
+    left = {path.name for path in (tmp_path / "demo").glob(".*-*")}
+    assert left == {f".{living.name}-abcd"}
+    # What was begun and can be gone on with stays; what is finished needs none.
+    assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
+
+
+def test_what_was_begun_long_ago_is_given_up(tmp_path: Path) -> None:
+    begun = tmp_path / ".partial" / "demo" / recipe(a=2).key
+    begun.mkdir(parents=True)
+    (tmp_path / "demo").mkdir()
+    os.utime(begun, (0, 0))
+    Store(tmp_path).get(recipe(a=1), write_one)
+    assert not begun.exists()
+
+
+def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
+    Store(tmp_path / "here").get(recipe(), write_one)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = Store(tmp_path / "there").get(recipe(), write_one)
+    assert moved.reused
+    assert str(tmp_path) not in (moved.path / MANIFEST).read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [('{"schema_version": 2}', "newer kvgate"), ("[]", "no schema_version"), ("{", "no")]
+)
+def test_a_store_of_another_form_is_refused_with_a_line(content: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / STORE_FILE).write_text(content)
+    with pytest.raises(UserError, match=problem):
+        Store(tmp_path).get(recipe(), write_one)
+    assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
+
+
+def test_a_store_of_an_older_kvgate_without_a_version_is_taken_over(tmp_path: Path) -> None:
+    first = Store(tmp_path).get(recipe(), write_one)
+    (tmp_path / STORE_FILE).unlink()
+    assert Store(tmp_path).get(recipe(), write_one).path == first.path
+    assert (tmp_path / STORE_FILE).read_text() == '{"schema_version": 1}\n'
 
 
 def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:

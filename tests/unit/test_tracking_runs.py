@@ -5,7 +5,9 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.registry import processes
-from pipeline.registry.mlflow_store import MlflowStore, run_color
+from pipeline.registry.contents import run_color
+from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
@@ -180,17 +183,57 @@ def test_registering_leaves_the_environment_as_it_was(store: MlflowStore, tmp_pa
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
-def test_runs_of_dead_processes_of_this_host_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
+def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     this_process = processes.identity()
+    container = {**this_process, "place": "another boot pid:[1]", "pid": str(dead.pid)}
+    now = datetime.now(UTC)
     owners = {
         "dead": {**this_process, "pid": str(dead.pid)},
         "pid used again": {**this_process, "pid_start": "1"},
-        "alive": this_process,
-        "elsewhere": {**this_process, "host": "elsewhere", "pid": str(dead.pid)},
+        "alive": {**this_process, **processes.lease(now - 2 * processes.LEASE_TIME)},
+        "alive in a container": {**container, **processes.lease(now)},
+        "dead in a container": {**container, **processes.lease(now - 2 * processes.LEASE_TIME)},
+        "elsewhere, without a lease": container,
+        "somebody's own": {},
     }
     runs = {who: store.client.create_run(store.experiment_id, tags=tags).info.run_id for who, tags in owners.items()}
     MlflowStore(locate(Tracking(), work, "tiny"))
     status = {who: store.client.get_run(run).info.status for who, run in runs.items()}
-    assert status == {"dead": "KILLED", "pid used again": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING"}
+    killed = {who for who, state in status.items() if state == "KILLED"}
+    assert killed == {"dead", "pid used again", "dead in a container"}
+    assert set(status.values()) == {"KILLED", "RUNNING"}
+
+
+def test_a_run_puts_its_lease_off_as_long_as_it_is_open(store: MlflowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "BEAT_S", 0.01)
+    later = datetime.now(UTC) + timedelta(days=1)
+    with store.recorded("lease", {}) as run_id:
+        first = store.client.get_run(run_id).data.tags[processes.LEASE]
+        monkeypatch.setattr(processes, "lease", lambda: {processes.LEASE: later.isoformat()})
+        for _ in range(500):
+            renewed = store.client.get_run(run_id).data.tags[processes.LEASE]
+            if renewed != first:
+                break
+            time.sleep(0.01)
+    assert renewed == later.isoformat()
+
+
+def test_a_store_that_was_moved_with_its_work_directory_finds_its_files_and_writes_no_others(
+    store: MlflowStore, work: Path, tmp_path: Path
+) -> None:
+    done = track_one(store, judged(tmp_path, "moved"), "before")
+    there = work.rename(work.with_name("moved"))
+    try:
+        moved = MlflowStore(locate(Tracking(), there, "tiny"))
+        assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
+        (model,) = moved.client.search_logged_models([moved.experiment_id], "name = 'moved'")
+        assert Path(model.artifact_location.removeprefix("file://")).is_relative_to(there)
+        again = track_one(moved, judged(tmp_path, "moved_on"), "after")
+        assert artifacts(moved, registered(again).run_id).keys() == {"report.json"}
+        assert not work.exists()
+    finally:
+        there.rename(work)
+    MlflowStore(locate(Tracking(), work, "tiny"))
+    assert artifacts(store, registered(done).run_id).keys() == {"report.json"}

@@ -17,6 +17,7 @@ from typing import ClassVar, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.redaction import child_environment
 from stages.engines.interpreter.protocol import PROTOCOL
 from stages.engines.interpreter.worker import kvgate_channel
 
@@ -71,7 +72,7 @@ class Worker:
 
         Args:
             python: The interpreter.
-            environment: Variables that it gets besides this process's own.
+            environment: Variables that it gets besides this process's own, of which it gets no secrets.
 
         Raises:
             MissingRequirement: The interpreter cannot be started.
@@ -81,7 +82,7 @@ class Worker:
         """Directory for the worker's files, removed when it ends."""
         self._log = self.folder / "log"
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our libraries are of another Python
-        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+        inherited = {name: value for name, value in child_environment().items() if name not in hidden}
         modules = os.pathsep.join((str(self.program.script.parent), str(CHANNEL)))
         self._python, self._buffer, self._ended = python, bytearray(), False
         try:

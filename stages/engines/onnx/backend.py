@@ -8,6 +8,7 @@ from pipeline.core.backends import OnnxRuntimeConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
+from stages.engines.paged.eviction import refuse_heavy_tokens
 
 
 class OnnxBackend(Backend):
@@ -20,8 +21,9 @@ class OnnxBackend(Backend):
     def __init__(self, config: OnnxRuntimeConfig) -> None:
         self.config = config
 
-    def check_inputs(self, job: Job) -> None:  # noqa: ARG002  (the interface's parameter)
-        """Accept every policy and checkpoint, since the engine runs them all, but not attention=native without a compiler."""
+    def check_inputs(self, job: Job) -> None:
+        """Accept every policy but H2O's and every checkpoint, but not attention=native without a compiler."""
+        refuse_heavy_tokens(job.policy)
         if self.config.attention == "native":
             require_compiler()
 

@@ -29,10 +29,12 @@ class ModelInfo(StrictModel):
     weights_sha256: str
     scaling: float | None = None
     """Factor of the attention's scores, the same in all layers; None in bundles that were built before it was recorded."""
+    windows: tuple[int | None, ...] = ()
+    """See KVShape."""
 
     @property
     def shape(self) -> KVShape:
-        return KVShape(self.layers, self.kv_heads, self.head_dim)
+        return KVShape(self.layers, self.kv_heads, self.head_dim, self.windows)
 
 
 class Tensor(StrictModel):

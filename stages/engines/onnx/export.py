@@ -33,7 +33,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
 
     Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
     Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
-    `layer` and `scaling`.
+    `layer`, `scaling` and `window`: the latest tokens that the layer attends to, 0 for all.
 
     Args:
         checkpoint: A Hugging Face checkpoint.
@@ -52,7 +52,9 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     model.config._attn_implementation = _ATTENTION
     progress("export", 1, 3)
-    scaling = _write_graph(_Decoder(model), out)
+    graph = _write_graph(_Decoder(model), out)
+    scaling, windows = _scaling(graph), _windows(graph)
+    assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
     progress("export", 2, 3)
     described = _describe(info, out, compute_dtype, scaling)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
@@ -72,14 +74,16 @@ def _attention_node(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: one symbolic node, shape (B, S, Hq, D)."""
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+    for name in ("softcap", "s_aux", "head_mask"):
         if options.get(name) is not None:
             raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
     batch, heads, length, head_dim = query.shape
+    window = options.get("sliding_window") or 0
+    attributes: Any = {"layer": int(module.layer_idx), "scaling": float(scaling), "window": int(window)}  # type: ignore[arg-type]
     node = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{SKELETON_NODE}",
         (query, key, value),
-        {"layer": int(module.layer_idx), "scaling": float(scaling)},  # type: ignore[arg-type]
+        attributes,
         dtype=query.dtype,
         shape=(batch, length, heads, head_dim),
         version=1,
@@ -105,8 +109,8 @@ class _Decoder(torch.nn.Module):
         return logits
 
 
-def _write_graph(decoder: torch.nn.Module, out: Path) -> float:
-    """Write `decoder.onnx` and `weights.bin`; return the scaling of the attention, which all layers share."""
+def _write_graph(decoder: torch.nn.Module, out: Path) -> onnx.GraphProto:
+    """Write `decoder.onnx` and `weights.bin`; return the graph."""
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
@@ -133,12 +137,24 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> float:
     del model.graph.metadata_props[:], model.metadata_props[:]
     _divide(model.graph)
     onnx.save(model, graph)
-    return _scaling(model.graph)
+    return model.graph
+
+
+def _attributes(graph: onnx.GraphProto, name: str) -> dict[int, onnx.AttributeProto]:
+    """An attribute of the attention nodes, by layer."""
+    nodes = (node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE))
+    by_name = ({attribute.name: attribute for attribute in node.attribute} for node in nodes)
+    return {attributes["layer"].i: attributes[name] for attributes in by_name}
+
+
+def _windows(graph: onnx.GraphProto) -> list[int | None]:
+    """The latest tokens that each layer attends to, None for all."""
+    return [attribute.i or None for _, attribute in sorted(_attributes(graph, "window").items(), key=lambda item: item[0])]
 
 
 def _scaling(graph: onnx.GraphProto) -> float:
-    nodes = (node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE))
-    factors = {attribute.f for node in nodes for attribute in node.attribute if attribute.name == "scaling"}
+    """The scaling of the attention, which all layers share."""
+    factors = {attribute.f for attribute in _attributes(graph, "scaling").values()}
     assert len(factors) == 1, f"layers of the supported architectures scale their scores alike, got {sorted(factors)}"
     return float(factors.pop())
 
@@ -171,4 +187,5 @@ def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, scaling: floa
         "max_position_embeddings": info.max_positions,
         "weights_sha256": file_digest(out / WEIGHTS_FILE),
         "scaling": scaling,
+        "windows": info.shape.windows,
     }

@@ -7,6 +7,10 @@ With a window: P pages before it and Y pages in it, of which a side may have a s
 A query attends to the new tokens exactly (causal), to sinks and the last `recent_tokens` before the chunk in float16 buffers,
 and to everything else in the quantized pool. Every token is in the pool too; there, positions that are read from the
 buffers are masked. A sink's slot is its position; slot sink + position % recent holds the newest token of that residue.
+
+A layer of the model may attend to its latest tokens alone (KVShape.windows; the policy's window of finer formats is another
+thing): what lies before a row's first such token is masked in all of these places. Where pages are lost, positions count from
+the first one that is kept, new tokens' too, so that distances are those of the sequence.
 """
 
 from dataclasses import dataclass
@@ -64,15 +68,16 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     group = spec.q_heads // heads
     q = body.op("Mul", body.reshape("query", 0, heads, -1, dim), body.real(spec.scaling))
     keys, values = (_regions(body, spec, side) for side in (Side.KEY, Side.VALUE))
-    masks = _pool_masks(body, spec)
     exact = spec.policy.exact_tokens
+    low = _first_positions(body, spec, group)
+    masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[spec.compute])
     scores = _join(body, [read_scores(body, codec, q, index) for codec, index in keys])
     parts = [body.op("Where", _join(body, masks), scores, masked)]
     if exact:
         scores = _dot(body, q, _exact_rows(body, "key_exact"))
-        parts.append(body.op("Where", _exact_mask(body, spec.policy), scores, masked))
+        parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
     parts.append(_new_scores(body, spec, q, group, masked))
 
     p = body.op("Softmax", _join(body, parts), axis=-1)
@@ -134,8 +139,23 @@ def _positions_of(body: Body, pages: str) -> str:
     return body.op("Mul", body.op("Shape", pages, start=-1), body.ints([PAGE_TOKENS]))
 
 
-def _pool_masks(body: Body, spec: AttentionSpec) -> list[str]:
-    """Whether a position is attended to in the pool, bool (B, 1, 1, T): of all pages, or of those before and in the window."""
+def _first_positions(body: Body, spec: AttentionSpec, group: int) -> str | None:
+    """The first position that each row attends to in a layer that slides, int32 (B, 1, 1, 1) or (B, 1, R, 1)."""
+    window = spec.shape.window(spec.layer)
+    if window is None:
+        return None
+    first = body.op("Sub", _per_sequence(body, "lengths"), body.const(window - 1, "int32"))
+    if spec.mode == "decode":
+        return first
+    steps = body.op("Tile", _steps(body, _new_tokens(body)), body.ints([group]))
+    return body.op("Add", first, body.reshape(steps, 1, 1, -1, 1))
+
+
+def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
+    """Whether a position is attended to in the pool, bool (B, 1, 1, T): of all pages, or of those before and in the window.
+
+    In a layer that slides it depends on the row, (B, 1, R, T), where `low` is what `_first_positions` returns.
+    """
     end = _per_sequence(body, "lengths")
     if spec.policy.recent_tokens:
         end = body.op("Sub", end, body.const(spec.policy.recent_tokens, "int32"))
@@ -152,24 +172,32 @@ def _pool_masks(body: Body, spec: AttentionSpec) -> list[str]:
         if spec.policy.sink_tokens:
             after_sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
             mask = body.op("And", mask, after_sinks)
-        masks.append(mask)
+        masks.append(_not_before(body, mask, positions, low))
     return masks
 
 
-def _exact_mask(body: Body, policy: KVPolicy) -> str:
-    """Whether an exact slot holds a position that is read from it, bool (B, 1, 1, E)."""
+def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
+    """Whether an exact slot holds a position that is read from it, bool (B, 1, 1, E), or by row as in `_pool_masks`."""
     sink, recent = policy.sink_tokens, policy.recent_tokens
     lengths = _per_sequence(body, "lengths")
     parts = []
     if sink:
-        parts.append(body.op("Less", body.const(range(sink), "int32"), lengths))
+        slots = body.const(range(sink), "int32")
+        parts.append(_not_before(body, body.op("Less", slots, lengths), slots, low))
     if recent:
         # The slot of residue r holds position length - 1 - age, age = (length - 1 - r) mod recent.
         newest = body.op("Sub", lengths, body.const(1, "int32"))
         shifted = body.op("Add", newest, body.const([recent - r for r in range(recent)], "int32"))
         age = body.op("Mod", shifted, body.const(recent, "int32"))
-        parts.append(body.op("GreaterOrEqual", body.op("Sub", newest, age), body.const(sink, "int32")))
+        positions = body.op("Sub", newest, age)
+        counts = body.op("GreaterOrEqual", positions, body.const(sink, "int32"))
+        parts.append(_not_before(body, counts, positions, low))
     return _join(body, parts)
+
+
+def _not_before(body: Body, mask: str, positions: str, low: str | None) -> str:
+    """A mask without the positions before those that a row attends to."""
+    return mask if low is None else body.op("And", mask, body.op("GreaterOrEqual", positions, low))
 
 
 def _exact_rows(body: Body, name: str) -> str:
@@ -178,12 +206,16 @@ def _exact_rows(body: Body, name: str) -> str:
 
 
 def _new_scores(body: Body, spec: AttentionSpec, q: str, group: int, masked: str) -> str:
-    """Scores of the new tokens among themselves, (B, H, R, S), causal."""
+    """Scores of the new tokens among themselves, (B, H, R, S), causal and within the layer's window."""
     scores = _dot(body, q, "key")
     if spec.mode == "decode":
         return scores
     steps = _steps(body, _new_tokens(body))
-    causal = body.op("LessOrEqual", steps, body.op("Unsqueeze", steps, body.ints([1])))
+    rows = body.op("Unsqueeze", steps, body.ints([1]))
+    causal = body.op("LessOrEqual", steps, rows)
+    window = spec.shape.window(spec.layer)
+    if window is not None:
+        causal = _not_before(body, causal, steps, body.op("Sub", rows, body.const(window - 1, "int32")))
     heads = spec.shape.kv_heads
     by_query = body.op("Reshape", scores, _shape(body, 0, heads, group, "S", "S"))
     return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))

@@ -98,7 +98,7 @@ class PagedEngine(ChunkedEngine):
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return what a sequence's pages hold, and the static scales that attention reads it with."""
         held = self.pool.stored(sequence)
-        lost = self.policy.evicted_pages(self.pool.length(sequence))
+        lost = self.policy.evicted_pages(self.pool.length(sequence), self.shape)
         evicted = (lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS)
 
         def copy(side: Side, layer: int) -> StoredCopy:

@@ -2,13 +2,16 @@
 
 A row is a query; `start` is the length of the cache when the row's chunk began. By position, row i attends to, in this
 order: float16 sinks, base copies, window copies, float16 recent tokens, and its chunk up to itself as it was computed; with
-eviction there is a gap in the base copies. All these borders grow with i, so that in a block of rows nearly every column is the
-same copy for all rows, and a narrow band is masked. Blocks bound the memory: nothing is quadratic in the tokens.
+eviction there is a gap in the base copies. In a layer of the model that slides all of it begins at the first token of the
+layer's own window, which is another one than the policy's window of finer formats. All these borders grow with i, so that in a
+block of rows nearly every column is the same copy for all rows, and a narrow band is masked. Blocks bound the memory: nothing
+is quadratic in the tokens.
 
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from stages.engines.base import not_finite
 from stages.engines.oracle.model import refuse_options
 
 ATTENTION = "kvgate_oracle"
@@ -53,8 +57,8 @@ Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copi
 
 
 EVICTED = 5
-"""In place of a source: tokens that no row in the mask attends to any more."""
-PARTS = (0, 1, EVICTED, 1, 2, 3, 4)
+"""In place of a source: tokens that no row in the mask attends to any more, in this layer or in any."""
+PARTS = (EVICTED, 0, 1, EVICTED, 1, 2, 3, 4)
 """Sources in the order of a row's columns."""
 
 
@@ -81,28 +85,64 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [begin, end), and the columns that each of them attends to, for a side without and with a window."""
+    """Rows [begin, end), and the columns that each of them attends to."""
 
     begin: int
     end: int
-    plain: tuple[Piece, ...]
-    windowed: tuple[Piece, ...]
+    pieces: Mapping[tuple[int | None, bool], tuple[Piece, ...]]
+    """By the layer's own window (None: it attends to all), and whether the side has finer copies in the policy's window."""
 
 
 class View(Protocol):
-    """One sequence of a batch: the copies that attention reads, and where the new tokens go."""
+    """One sequence of a batch."""
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+        """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D).
+
+        `slide` is the layer's own window, None where it attends to all.
+        """
+        ...
+
+
+class BlockView(ABC):
+    """A view whose rows read copies that are known before any of them attends."""
 
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
 
+    @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         """Take the new tokens' keys and values (H, S, D), and return the copies of keys and of values to read."""
-        ...
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+        keys, values = self.exchange(layer, key, value)
+        out = torch.empty_like(q)
+        for block in self.blocks:
+            rows = slice(block.begin - self.first_row, block.end - self.first_row)
+            key_pieces, value_pieces = (block.pieces[slide, sources[2] is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces)
+        return out
 
 
-def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows; `row_bytes` are the bytes of the longest row's scores."""
+def check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
+    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
+    for side, x in (("key", key), ("value", value)):
+        fits = torch.isfinite(x.half())
+        if not fits.all():
+            row = int((~fits).any(-1).any(0).nonzero()[0])
+            raise not_finite(side, layer, first_row + row, sequence)
+
+
+def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collection[int | None] = (None,)) -> list[Block]:
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows.
+
+    Args:
+        policy: How the cache is stored.
+        spans: The rows.
+        row_bytes: Bytes of the longest row's scores.
+        slides: The windows that the model's layers have.
+    """
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
     blocks = []
     for span in spans:
@@ -110,18 +150,21 @@ def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int) -> list[Block]
             end = min(begin + rows, span.end)
             row = torch.arange(begin, end)
             starts = row + 1 if span.itself else row if span.start is None else torch.full_like(row, span.start)
-            plain = tuple(_pieces(_borders(policy, row, starts, windowed=False)))
-            windowed = plain if policy.window is None else tuple(_pieces(_borders(policy, row, starts, windowed=True)))
-            blocks.append(Block(begin, end, plain, windowed))
+            pieces = {
+                (slide, finer): tuple(_pieces(_borders(policy, row, starts, slide, finer)))
+                for slide in slides
+                for finer in ((False,) if policy.window is None else (False, True))
+            }
+            blocks.append(Block(begin, end, pieces))
     return blocks
 
 
-def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, windowed: bool) -> Tensor:
-    """Borders (8, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
+def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, finer: bool) -> Tensor:
+    """Borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
     sinks = starts.clamp(max=policy.sink_tokens)
     recent = torch.maximum(starts - policy.recent_tokens, sinks)
     window = recent
-    if windowed and policy.window is not None:
+    if finer and policy.window is not None:
         page = (starts - policy.window.tokens).clamp(min=0) // PAGE_TOKENS
         window = torch.minimum(torch.maximum(page * PAGE_TOKENS, sinks), recent)
     kept, latest = sinks, sinks
@@ -129,7 +172,11 @@ def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, windowed: bool) -> T
         page = (starts - policy.eviction.window_tokens).clamp(min=0) // PAGE_TOKENS
         kept = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
         latest = torch.maximum(page * PAGE_TOKENS, kept)
-    return torch.stack([torch.zeros_like(row), sinks, kept, latest, window, recent, starts, row + 1])
+    none = torch.zeros_like(row)
+    # transformers' sliding_window_overlay: a row attends to position p where p > row - window.
+    low = none if slide is None else (row + 1 - slide).clamp(min=0)
+    borders = [torch.maximum(border, low) for border in (none, sinks, kept, latest, window, recent, starts, row + 1)]
+    return torch.stack([none, *borders])
 
 
 def _pieces(borders: Tensor) -> Iterator[Piece]:
@@ -145,8 +192,9 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
         for a, b in bands:
             column = torch.arange(a, b)
             mask = (column >= low[:, None]) & (column < high[:, None])
-            if mask.any():
-                yield Piece(source, a, b, mask)
+            read = mask.any(0).nonzero().flatten().tolist()
+            if read:  # a layer's own window may push both borders of some rows beyond the source's last token
+                yield Piece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1])
 
 
 def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece], value_pieces: Sequence[Piece]) -> Tensor:
@@ -205,18 +253,14 @@ def _attention(
 
     `views`, one a sequence, travels through the model's forward as a keyword argument.
     """
+    slide = options.pop("sliding_window", None)
     refuse_options(module, options)
     batch, _, length, head_dim = query.shape
     heads = key.shape[1]
     q = query.view(batch, heads, -1, length, head_dim) * scaling
     out = torch.empty_like(q)
     for b, view in enumerate(views):
-        keys, values = view.exchange(int(module.layer_idx), key[b], value[b])  # type: ignore[arg-type]
-        for block in view.blocks:
-            rows = slice(block.begin - view.first_row, block.end - view.first_row)
-            key_pieces = block.plain if keys[2] is None else block.windowed
-            value_pieces = block.plain if values[2] is None else block.windowed
-            out[b, :, :, rows] = attend(q[b, :, :, rows], keys, values, key_pieces, value_pieces)
+        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], slide)  # type: ignore[arg-type]
     return out.flatten(1, 2).transpose(1, 2), None
 
 

@@ -14,7 +14,7 @@ BACKEND = "torch"
 
 
 def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle. Weights are hard-linked, not copied.
+    """Write a bundle. Its weights are those of the checkpoint's artifact, once on disk.
 
     Args:
         checkpoint: A Hugging Face checkpoint.

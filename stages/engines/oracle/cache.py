@@ -126,9 +126,8 @@ class LayerCache:
     """Keys and values of one layer of one sequence."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
-        self.policy = policy
-        sinks = 0 if policy.eviction is None else policy.eviction.sink_pages
-        self.pages = {side: Pages(storage, 0 if side.in_window else sinks) for side, storage in storages.items()}
+        self.policy, self.shape = policy, shape
+        self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
         self.exact = {side: Exact(policy, shape) for side in (Side.KEY, Side.VALUE)}
 
     @property
@@ -139,13 +138,36 @@ class LayerCache:
     def kept_tokens(self) -> int:
         return self.length - self.pages[Side.KEY].freed * PAGE_TOKENS
 
+    @property
+    def page_count(self) -> int:
+        return len(self.pages[Side.KEY].pages)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if not side.in_window)
+
+    @property
+    def window_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if side.in_window)
+
+    @property
+    def exact_bytes(self) -> int:
+        return sum(exact.nbytes for exact in self.exact.values())
+
+    def repeated(self) -> "LayerCache":
+        """Let the second page of each copy be as the first one, and return the cache."""
+        for side, pages in self.pages.items():
+            if not (side.in_window and pages.freed):
+                pages.repeat()
+        return self
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store new keys and values (H, S, D), then free the pages that left the window or are evicted."""
         for side, pages in self.pages.items():
             pages.append(key if side.is_key else value)
             if side.in_window and self.policy.window is not None:
                 pages.forget(self.policy.window.first_page(pages.length))
-            elif evicted := self.policy.evicted_pages(pages.length):
+            elif evicted := self.policy.evicted_pages(pages.length, self.shape):
                 pages.forget(evicted.stop)
         self.exact[Side.KEY].append(key)
         self.exact[Side.VALUE].append(value)

@@ -10,10 +10,11 @@ from torch import Tensor
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive, not_finite
-from stages.engines.oracle.attention import ATTENTION, Block, Sources, Span, plan
+from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive
+from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Sources, Span, View, check_finite, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.oracle.model import LayerInput, captured_input, hidden_states, scales_for, shape_for
 from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
@@ -38,18 +39,18 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     return engine
 
 
-class _CachedView:
+class _CachedView(BlockView):
     """A chunk of a sequence whose earlier tokens are in the cache."""
 
-    def __init__(self, engine: "OracleEngine", handle: int, blocks: Sequence[Block]) -> None:
+    def __init__(self, engine: "OracleEngine", handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
         self.blocks = blocks
         self.engine, self.handle = engine, handle
-        self.caches = engine.sequences[handle]
+        self.caches = caches
         self.first_row = self.caches[0].length
         self.new: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        _check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
+        check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
         self.new.append((key, value))
         cache = self.caches[layer]
         gain = self.engine.gain
@@ -61,7 +62,7 @@ class _CachedView:
             cache.append(key, value)
 
 
-class _OnePassView:
+class _OnePassView(BlockView):
     """A whole sequence, none of whose tokens is in the cache."""
 
     first_row = 0
@@ -70,21 +71,12 @@ class _OnePassView:
         self.engine, self.blocks = engine, blocks
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        _check_finite(key, value, layer, "the sequence", 0)
+        check_finite(key, value, layer, "the sequence", 0)
         policy, storages = self.engine.policy, self.engine.storages[layer]
         return (
             one_pass(policy, storages, Side.KEY, key, self.engine.gain(Side.KEY, layer)),
             one_pass(policy, storages, Side.VALUE, value, self.engine.gain(Side.VALUE, layer)),
         )
-
-
-def _check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
-    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
-    for side, x in (("key", key), ("value", value)):
-        fits = torch.isfinite(x.half())
-        if not fits.all():
-            row = int((~fits).any(-1).any(0).nonzero()[0])
-            raise not_finite(side, layer, first_row + row, sequence)
 
 
 class OracleEngine(ChunkedEngine, OnePassBase):
@@ -96,7 +88,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size), chunk)
         self.model, self.storages = model, storages
-        self.sequences: SequenceTable[list[LayerCache]] = SequenceTable()
+        self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
         self.reads_itself = False
         """Whether `forced` reads every token from the cache, the one that attends included and those of a prompt, as engines do
@@ -124,14 +116,35 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
 
     def _start(self) -> int:
+        if self._keeps_heavy:
+            return self.sequences.add(self._heavy_caches())
         return self.sequences.add([LayerCache(self.policy, self.shape, storages) for storages in self.storages])
+
+    @property
+    def _keeps_heavy(self) -> bool:
+        """Whether the policy is H2O's, of which a row says only when it attends what the next one reads."""
+        return self.policy.eviction is not None and self.policy.eviction.heavy_tokens > 0
+
+    def _heavy_caches(self) -> list[HeavyCache]:
+        return [HeavyCache.empty(self.policy, self.shape, storages) for storages in self.storages]
+
+    def _heavy_view(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> HeavyView:
+        gains = [{side: self.gain(side, layer) for side in SIDES} for layer in range(self.shape.layers)]
+        return HeavyView(caches, spans, gains, sequence)
+
+    def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
+        """New tokens of a live sequence."""
+        caches: Any = self.sequences[handle]
+        if self._keeps_heavy:
+            return self._heavy_view(caches, [span], f"sequence {handle}")
+        return _CachedView(self, handle, caches, self._plan([span]))
 
     @torch.inference_mode()
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
         begin = 0
         for chunk in self._chunks(prompt):
             end = begin + len(chunk)
-            view = _CachedView(self, sequence, self._plan([Span(begin, end, begin)]))
+            view = self._cached(sequence, Span(begin, end, begin))
             hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
             view.store()
             begin = end
@@ -142,8 +155,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         lengths = [self.sequences[handle][0].length for handle in sequences]
         views = [
-            _CachedView(self, handle, self._plan([Span(length, length + 1, None)]))
-            for handle, length in zip(sequences, lengths, strict=True)
+            self._cached(handle, Span(length, length + 1, None)) for handle, length in zip(sequences, lengths, strict=True)
         ]
         hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
         for view in views:
@@ -176,7 +188,12 @@ class OracleEngine(ChunkedEngine, OnePassBase):
     def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
         itself, chunk = self.reads_itself, self.prefill_chunk
         chunks = [Span(begin, min(begin + chunk, first), begin, itself) for begin in range(0, first, chunk)]
-        view = _OnePassView(self, self._plan([*chunks, Span(first, len(tokens), None, itself)]))
+        spans = [*chunks, Span(first, len(tokens), None, itself)]
+        view: View = (
+            self._heavy_view(self._heavy_caches(), spans, "the sequence")
+            if self._keeps_heavy
+            else _OnePassView(self, self._plan(spans))
+        )
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view], known)
         logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
         return logits
@@ -211,9 +228,14 @@ class OracleEngine(ChunkedEngine, OnePassBase):
             end = first + piece
             spans += [Span(begin, min(begin + chunk, end), begin, reads_itself) for begin in range(first, end, chunk)]
             first = end
-        blocks = self._plan([*spans, Span(first, len(tokens), None, reads_itself)])
+        spans.append(Span(first, len(tokens), None, reads_itself))
         tape = Tape(self.policy, self.storages, caches)
-        views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
+        views: list[View]
+        if self._keeps_heavy:
+            views = [self._heavy_view(self._heavy_caches(), spans, "the sequence") for _ in range(2)]
+        else:
+            blocks = self._plan(spans)
+            views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
         with disturbed(self.model, rounding):
             hidden = self._hidden([tokens, tokens], torch.arange(len(tokens)).expand(2, -1), views)
         sound, off = (self.model.lm_head(row[first:]).numpy() for row in hidden)
@@ -227,11 +249,11 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
         return MemoryReport(
-            pool_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if not side.in_window),
-            exact_bytes=sum(e.nbytes for c in caches for e in c.exact.values()),
-            window_bytes=sum(p.nbytes for c in caches for side, p in c.pages.items() if side.in_window),
+            pool_bytes=sum(cache.pool_bytes for cache in caches),
+            exact_bytes=sum(cache.exact_bytes for cache in caches),
+            window_bytes=sum(cache.window_bytes for cache in caches),
             static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
-            pages=sum(len(sequence[0].pages[Side.KEY].pages) for sequence in self.sequences.values()),
+            pages=sum(sequence[0].page_count for sequence in self.sequences.values()),
             live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
         )
 
@@ -252,15 +274,13 @@ class OracleEngine(ChunkedEngine, OnePassBase):
 
     def repeat_page(self) -> None:
         """See pipeline.core.records.CorruptibleEngine."""
-        for sequence in self.sequences.values():
-            for cache in sequence:
-                for side, pages in cache.pages.items():
-                    if not (side.in_window and pages.freed):
-                        pages.repeat()
+        caches: Any  # of one kind or of the other
+        for caches in self.sequences.values():
+            caches[:] = [cache.repeated() for cache in caches]
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
-        return plan(self.policy, spans, row_bytes)
+        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None})
 
     def _hidden(
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None

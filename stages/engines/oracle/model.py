@@ -3,19 +3,23 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.windows import layer_windows
 
 
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:
     """Return the model's shape. Raises UserError when the policy does not fit it."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
+    layers = int(config.num_hidden_layers)
+    windows = layer_windows(Path(config._name_or_path), config.to_dict(), layers)
+    shape = KVShape(layers, config.num_key_value_heads, head_dim, windows if any(windows) else ())
     policy.check_shape(shape)
     return shape
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import StoredCopy
 from stages.engines.base import Logits
-from stages.engines.oracle.attention import Block, Copies, Sources
+from stages.engines.oracle.attention import Block, BlockView, Copies, Sources
 from stages.engines.oracle.cache import LayerStorage, Storage, one_pass
 from stages.engines.oracle.formats import TYPES, Static, Stored, dequantize
 
@@ -70,7 +70,7 @@ class Tape:
     nearest: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
 
 
-class ReplayView:
+class ReplayView(BlockView):
     """One row of a replay; the undisturbed one comes first in the batch."""
 
     first_row = 0

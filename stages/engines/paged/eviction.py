@@ -8,25 +8,35 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.errors import UserError
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from stages.engines.paged.sequences import PagedSequence
 
 Indices = npt.NDArray[np.int64]
 
 
-def pages_for(policy: KVPolicy, sequence: PagedSequence, tokens: int) -> int:
+def refuse_heavy_tokens(policy: KVPolicy) -> None:
+    """Raise UserError for H2O's eviction."""
+    if policy.eviction is not None and policy.eviction.heavy_tokens:
+        raise UserError(
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head keeps tokens of its own, which a "
+            "page table that all of them share cannot say; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+        )
+
+
+def pages_for(policy: KVPolicy, shape: KVShape, sequence: PagedSequence, tokens: int) -> int:
     """Return the pages that a sequence holds while `tokens` are appended to it.
 
     Those that it loses are among them, because the new tokens read them; those of new tokens that are lost at once are not.
     """
     held, end = (-(-length // PAGE_TOKENS) for length in (sequence.length, sequence.length + tokens))
-    lost = policy.evicted_pages(sequence.length + tokens)
+    lost = policy.evicted_pages(sequence.length + tokens, shape)
     return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
 
 
-def evict(policy: KVPolicy, sequence: PagedSequence, tokens: int) -> list[int]:
+def evict(policy: KVPolicy, shape: KVShape, sequence: PagedSequence, tokens: int) -> list[int]:
     """Take the pages from a sequence that it loses when `tokens` are appended, and return them."""
-    lost = policy.evicted_pages(sequence.length + tokens)
+    lost = policy.evicted_pages(sequence.length + tokens, shape)
     held = -(-sequence.length // PAGE_TOKENS) - sequence.evicted_pages
     leaving = sequence.pages[lost.start : min(held, lost.stop - sequence.evicted_pages)]
     del sequence.pages[lost.start : lost.start + len(leaving)]

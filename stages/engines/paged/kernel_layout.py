@@ -80,7 +80,7 @@ def layer_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> 
         if refusal is not None:
             return refusal
         sides[side] = SideLayout(form.dtype, form.granularity, form.group_size)  # type: ignore[arg-type]  # just narrowed
-    refusal = _refuse_model(shape, q_heads)
+    refusal = _refuse_model(shape, layer, q_heads)
     if refusal is not None:
         return refusal
     key, value = sides[Side.KEY], sides[Side.VALUE]
@@ -122,8 +122,12 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
     return None
 
 
-def _refuse_model(shape: KVShape, q_heads: int) -> KernelRefusal | None:
-    """The reason why the kernels do not hold the model's heads, None when they do."""
+def _refuse_model(shape: KVShape, layer: int, q_heads: int) -> KernelRefusal | None:
+    """The reason why the kernels do not hold the model's heads or its layer's window, None when they do."""
+    slides = shape.window(layer)
+    if slides is not None:
+        reason = "with the CUDA kernels every layer attends to all tokens"
+        return KernelRefusal("model.path: sliding_window", slides, reason, MODEL_FIX)
     if shape.head_dim not in HEAD_DIMS:
         return KernelRefusal("model.path: head_dim", shape.head_dim, f"the CUDA kernels take {_listed(HEAD_DIMS)}", MODEL_FIX)
     if q_heads > GROUP_LIMIT * shape.kv_heads:

@@ -225,17 +225,17 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        return pages_for(self.policy, sequence, tokens)
+        return pages_for(self.policy, self.shape, sequence, tokens)
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
         """Places of the new tokens on the pages that are kept; those that leave are freed."""
         listed = [(row.pages, 0) for row in rows]
-        if self.policy.eviction is None:
+        if self.policy.latest_tokens(self.shape) is None:
             return np.arange(slots.size), _lookup(listed, pages), slots
         for row in rows:
-            for page in evict(self.policy, row, tokens):
+            for page in evict(self.policy, self.shape, row, tokens):
                 self.pages.free(page)
-        kept, places = entries(rows, pages, self.policy.eviction.sink_pages)
+        kept, places = entries(rows, pages, self.policy.sink_pages)
         return kept, _lookup(listed, places)[kept], slots[kept]
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
@@ -267,7 +267,7 @@ class PagedPool(SequencePages):
         Tokens that were evicted between others are zeros.
         """
         row = self.sequences[handle]
-        lost = self.policy.evicted_pages(row.length)
+        lost = self.policy.evicted_pages(row.length, self.shape)
         places = {
             self.pages: (0, row.pages),
             self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages),

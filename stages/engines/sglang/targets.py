@@ -4,6 +4,7 @@ from typing import Any
 
 from pipeline.artifacts.backend import Job
 from pipeline.core.backends import SglangConfig
+from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.exports import describe_format
 from pipeline.core.kv import KVPolicy
@@ -22,6 +23,7 @@ def check_inputs(config: SglangConfig, job: Job) -> None:
         MissingRequirement: naming the interpreter or the GPU that is not here.
     """
     cache_dtype(job.policy, config)
+    refuse_sliding_layers(job.checkpoint, "backend=sglang was not shown to keep to that")
     if job.weights != "none":
         raise UserError(f"weights={job.weights}: backend=sglang is given 16-bit weights; set weights=none")
     if config.context_length > job.checkpoint.max_positions:
@@ -37,7 +39,7 @@ def check_inputs(config: SglangConfig, job: Job) -> None:
 def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     """Return the type of SGLang's cache that holds a policy. Raises UserError when none does."""
     forms = {describe_format(form) for form in dict(policy.formats).values()}
-    if len(forms) > 1 or policy.exact_tokens or policy.window is not None:
+    if len(forms) > 1 or policy.exact_tokens or policy.window is not None or policy.eviction is not None:
         reason = "its cache has one type for all keys and values of all tokens"
     elif policy.key.exact:
         sixteen = {"fp16": "float16", "bf16": "bfloat16"}[policy.key.dtype]

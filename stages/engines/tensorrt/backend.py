@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
+from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
@@ -70,7 +71,7 @@ class RTXBackend(PlanBackend):
         self.targets = sorted(set(config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
-        refuse_eviction(job.policy)
+        refuse_partial_caches(job)
         if job.builds:
             load(self.library)
 
@@ -104,7 +105,7 @@ class TensorRTBackend(PlanBackend):
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
-        refuse_eviction(job.policy)
+        refuse_partial_caches(job)
         if not job.builds:
             return
         load(self.library)
@@ -140,8 +141,10 @@ class TensorRTBackend(PlanBackend):
         )
 
 
-def refuse_eviction(policy: KVPolicy) -> None:
-    """Raise UserError for a policy whose cache does not keep every page: the engine of plans counts positions by its pages."""
+def refuse_partial_caches(job: Job) -> None:
+    """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
+    policy = job.policy
+    refuse_sliding_layers(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(
             f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "

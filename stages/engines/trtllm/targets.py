@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pipeline.artifacts.backend import Job
 from pipeline.core.backends import TrtllmConfig
-from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.checkpoint import CheckpointInfo, refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.weights import WeightsFormat
 from stages.engines.trtllm.interpreter import INSTALL_HINT, Interpreter, probe, require_gpus
 
 TargetName = Literal["engine", "pytorch"]
@@ -74,6 +74,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
         UserError: naming the key that neither target, or the installed one, can hold.
         MissingRequirement: naming the interpreter or the GPU that is not here.
     """
+    refuse_sliding_layers(job.checkpoint, "backend=trtllm was not shown to keep to that")
     candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
     refusals = [_refuse_all(name, config, job) for name in candidates]
     if all(refusals):  # no target holds it, so that the interpreter need not be asked

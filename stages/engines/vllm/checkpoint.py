@@ -28,7 +28,7 @@ def delivers_scales(policy: KVPolicy) -> bool:
 
 
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
-    """Write a checkpoint to the new directory `out`; weights are hard-linked.
+    """Write a checkpoint to the new directory `out`; its weights are those of `info`, once on disk within a store.
 
     Args:
         info: The quantized checkpoint.

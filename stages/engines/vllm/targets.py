@@ -2,7 +2,7 @@
 
 from pipeline.artifacts.backend import Job
 from pipeline.core.backends import VllmConfig
-from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.core.checkpoint import CheckpointInfo, refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.exports import describe_format
 from pipeline.core.formats import Format
@@ -39,6 +39,7 @@ def check_inputs(config: VllmConfig, job: Job) -> None:
             f"weights={job.weights}: backend=vllm is given 16-bit weights; set weights=none, or judge quantized weights with "
             "backend=trtllm"
         )
+    refuse_sliding_layers(job.checkpoint, "backend=vllm was not shown to keep to that")
     refusal = _refuse_shape(job.checkpoint, config)
     if refusal is not None:
         raise UserError(refusal)

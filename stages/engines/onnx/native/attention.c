@@ -28,6 +28,7 @@ typedef struct {
 typedef struct {
   const OrtApi *api;
   int kv_heads, sink, recent, windowed, half;
+  int slide; /* the latest tokens that the layer attends to, the new one included; 0: all */
   float scaling;
   int page_table, lengths, window_base_table, window_table, window_starts, exact_slots; /* inputs; -1: none */
   Side sides[SIDES];
@@ -290,10 +291,17 @@ typedef struct {
 
 enum { BEFORE, INSIDE, EXACT, REGIONS };
 
+/* The first token that a layer attends to when a cache of this length gets a new token. */
+INLINE int first_token(const Layer *layer, int length) {
+  return layer->slide && length >= layer->slide ? length + 1 - layer->slide : 0;
+}
+
+INLINE int larger(int a, int b) { return a > b ? a : b; }
+
 static Region find_region(const Call *call, int row, int number) {
   const Layer *layer = call->layer;
   int length = call->lengths[row], end = length - layer->recent;
-  int start = layer->windowed ? call->window_starts[row] : end;
+  int start = layer->windowed ? call->window_starts[row] : end, low = larger(layer->sink, first_token(layer, length));
   Region region = {0};
   if (number == EXACT) {
     region.keys = &call->stores[EXACT_KEY], region.values = &call->stores[EXACT_VALUE];
@@ -301,24 +309,25 @@ static Region find_region(const Call *call, int row, int number) {
   } else if (number == BEFORE) {
     region.keys = &call->stores[KEY], region.values = &call->stores[VALUE];
     region.key_table = region.value_table = call->page_table + (size_t)row * call->pages;
-    region.first = layer->sink, region.last = end < start ? end : start;
+    region.first = low, region.last = end < start ? end : start;
   } else if (layer->windowed) {
     const int32_t *base = call->window_base_table + (size_t)row * call->window_pages;
     const int32_t *copy = call->window_table + (size_t)row * call->window_pages;
     int finer_keys = layer->sides[WINDOW_KEY].input >= 0, finer_values = layer->sides[WINDOW_VALUE].input >= 0;
     region.keys = &call->stores[finer_keys ? WINDOW_KEY : KEY], region.key_table = finer_keys ? copy : base;
     region.values = &call->stores[finer_values ? WINDOW_VALUE : VALUE], region.value_table = finer_values ? copy : base;
-    region.first = layer->sink > start ? layer->sink - start : 0, region.last = end - start;
+    region.first = larger(low - start, 0), region.last = end - start;
   }
   return region;
 }
 
 /* Whether an exact slot holds a token that is read from it. The slot of residue r holds the newest token of that residue. */
 static int exact_counts(const Layer *layer, int length, int slot) {
-  if (slot < layer->sink) return slot < length;
+  int low = first_token(layer, length);
+  if (slot < layer->sink) return slot >= low && slot < length;
   int newest = length - 1, age = (newest - (slot - layer->sink)) % layer->recent;
   if (age < 0) age += layer->recent;
-  return newest - age >= layer->sink;
+  return newest - age >= larger(layer->sink, low);
 }
 
 /* The codes of a page and KV head. */

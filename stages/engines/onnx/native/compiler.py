@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.redaction import child_environment
 
 SOURCES = ("operator.c", "attention.c", "codes.h", "ort_abi.h")
 """The kernel. The first one includes the others."""
@@ -54,10 +55,11 @@ def find_compiler() -> Compiler | None:
         commands.append((sys.executable, "-P", "-m", "ziglang", "cc"))
     for command in commands:
         try:
-            answer = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS)
+            answer = _run([*command, "--version"])
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(command, answer.stdout.splitlines()[0] if answer.stdout else "")
+        if answer.returncode == 0:
+            return Compiler(command, answer.stdout.splitlines()[0] if answer.stdout else "")
     return None
 
 
@@ -101,7 +103,7 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
         command = [*compiler.command, *FLAGS, *sizes, str(_source(SOURCES[0])), "-o", str(out), "-lm"]
         try:
-            answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
+            answer = _run(command)
         except (OSError, subprocess.SubprocessError) as error:
             raise MissingRequirement(f"{compiler.command[-1]} cannot compile the attention kernel: {error}; {HINT}") from error
         if answer.returncode or not out.is_file():
@@ -131,6 +133,11 @@ def cache_folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UserError(f"{folder}: code is loaded from there, so that it must be a folder of yours with mode 0700; {fix}")
     return folder
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = child_environment()
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS, env=environment)
 
 
 def _source(name: str) -> Path:

@@ -196,9 +196,9 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   Layer *layer = calloc(1, sizeof *layer);
   if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
   layer->api = api, layer->half = op == &HALF_OPERATOR;
-  int sizes[5], tables[6];
+  int sizes[6], tables[6];
   OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
-  if (!status) status = integers(api, info, "sizes", 5, sizes);
+  if (!status) status = integers(api, info, "sizes", 6, sizes);
   if (!status) status = integers(api, info, "tables", 6, tables);
   for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
   if (!status && (sizes[0] != HEAD_DIM || sizes[1] != GROUP))
@@ -207,7 +207,7 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
     free(layer);
     return status;
   }
-  layer->kv_heads = sizes[2], layer->sink = sizes[3], layer->recent = sizes[4];
+  layer->kv_heads = sizes[2], layer->sink = sizes[3], layer->recent = sizes[4], layer->slide = sizes[5];
   layer->page_table = tables[0], layer->lengths = tables[1], layer->window_base_table = tables[2];
   layer->window_table = tables[3], layer->window_starts = tables[4], layer->exact_slots = tables[5];
   layer->windowed = layer->window_table >= 0;

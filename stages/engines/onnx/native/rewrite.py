@@ -109,7 +109,14 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
     scaling = float(NUMPY_FLOATS[spec.compute](spec.scaling))
     return {
         "scaling": scaling,
-        "sizes": [shape.head_dim, spec.q_heads // shape.kv_heads, shape.kv_heads, policy.sink_tokens, policy.recent_tokens],
+        "sizes": [
+            shape.head_dim,
+            spec.q_heads // shape.kv_heads,
+            shape.kv_heads,
+            policy.sink_tokens,
+            policy.recent_tokens,
+            shape.window(spec.layer) or 0,
+        ],
         "tables": [place.get(name, ABSENT) for name in TABLES],
         **{str(side): numbers for side, numbers in sides.items()},
         **{name: [*exact, place.get(name, ABSENT)] for name in ("key_exact", "value_exact")},

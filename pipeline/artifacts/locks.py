@@ -1,0 +1,108 @@
+"""Locks between processes. A wait has a limit, and says after a second what it is for, who holds the lock and until when."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from pipeline.core.errors import MissingRequirement, UserError
+
+LIMIT = "KVGATE_LOCK_TIMEOUT_S"
+"""Environment variable with the most seconds that a lock is waited for."""
+LIMIT_S = 6 * 3600
+"""Its default: another process may be making the artifact that is waited for."""
+QUIET_S = 1.0
+"""Seconds of a wait before anything is said of it."""
+
+
+def limit_s(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the most seconds that a lock is waited for. Raises UserError for a variable that is no number above zero."""
+    text = environ.get(LIMIT, str(LIMIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise UserError(f"{LIMIT}={text}: give seconds above zero")
+    return seconds
+
+
+@contextmanager
+def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
+    """Print `waiting for ...` on stderr when the block takes longer than `quiet_s`; `describe` is asked then."""
+    timer = threading.Timer(quiet_s, lambda: print(f"pipeline: waiting for {describe()}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def until(seconds: float) -> str:
+    """Return the time of day so many seconds from now."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+@contextmanager
+def locked(path: Path, purpose: str) -> Iterator[None]:
+    """Hold a lock while the block runs.
+
+    Args:
+        path: The lock's file, in a directory that exists.
+        purpose: What it is held for: `the artifact build/ab12`.
+
+    Raises:
+        UserError: The file cannot be made or opened.
+        MissingRequirement: Another process held it for all of KVGATE_LOCK_TIMEOUT_S.
+    """
+    seconds, lock = limit_s(), FileLock(path)
+    end = until(seconds)
+    try:
+        # FileLock takes a directory in which no file can be made for one that is about to appear, and waits.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
+            lock.acquire(timeout=seconds)
+    except Timeout as error:
+        raise MissingRequirement(
+            f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked ({error.strerror}); it must be in a folder that you may write to") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def locked_at_once(path: Path) -> Iterator[bool]:
+    """Hold a lock while the block runs, if nobody else does: the block gets whether it does."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def holder(path: Path) -> str:
+    """Return who holds a lock, in words, as far as this system tells: `process 123`."""
+    try:
+        inode = path.stat().st_ino
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
+        # 1: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END (proc(5)); waiting ones have an arrow before FLOCK
+        pid = next(int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"))
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (OSError, StopIteration, ValueError, IndexError):
+        return "another process"
+    return f"process {pid}, which is stopped (kill -CONT {pid} lets it go on)," if state in "Tt" else f"process {pid}"

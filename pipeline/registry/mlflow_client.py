@@ -1,0 +1,118 @@
+"""MLflow's client. No other module imports MLflow, which takes 2 s: import this one and `mlflow_store` inside functions."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+# MLflow reads these when it is imported or first used.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
+
+from alembic.util import CommandError
+from mlflow import MlflowClient, set_tracking_uri
+from mlflow.artifacts import download_artifacts
+from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from requests import RequestException
+from sqlalchemy.exc import SQLAlchemyError
+
+from pipeline.registry.reaching import patient, problem
+from pipeline.registry.tracking import ENVIRONMENT, Location
+
+__all__ = [
+    "Client",
+    "LoggedModelOutput",
+    "Metric",
+    "MlflowException",
+    "Param",
+    "RunTag",
+    "asked_once",
+    "download_artifacts",
+    "process_wide",
+    "translated",
+]
+
+LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
+"""They log dozens of lines while a fresh file migrates, and tracebacks of what is raised as well."""
+HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
+"""Codes of errors that are answers."""
+
+
+class Client(MlflowClient):
+    """MLflow's client, whose waits are announced and whose errors are a line.
+
+    Raises, from every method:
+        UserError: for credentials that are refused, and a store of another kind or release.
+        MissingRequirement: for a store that does not answer, is locked, or fails.
+    """
+
+    def __init__(self, location: Location) -> None:
+        """Open the store; of SQLite and databases this makes or checks the tables."""
+        for logger in LOGGERS:
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
+        # MLflow reads them at every request, and libpq at every connection.
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
+        os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
+        self._location = location
+        with translated(location):
+            super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not callable(value):
+            return value
+        location: Location = super().__getattribute__("_location")
+
+        @wraps(value)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with translated(location):
+                return value(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def translated(location: Location) -> Iterator[None]:
+    try:
+        with patient(location):
+            yield
+    except MlflowException as error:
+        if error.error_code in HANDLED:
+            raise
+        raise problem(location, error) from error
+    except (SQLAlchemyError, CommandError, RequestException) as error:
+        raise problem(location, error) from error
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Let requests be sent once while the block runs: a server that is not there says so at once when it is opened."""
+    retries = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    before = os.environ[retries]
+    os.environ[retries] = "0"
+    try:
+        yield
+    finally:
+        os.environ[retries] = before
+
+
+@contextmanager
+def process_wide(uri: str) -> Iterator[None]:
+    """Make `uri` the process's store while the block runs.
+
+    create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
+    that store into the environment, from where the next work directory of this process would take it.
+    """
+    before = os.environ.get(ENVIRONMENT)
+    set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = before

@@ -1,0 +1,180 @@
+"""H2O's cache (arXiv 2306.14048): in each layer every KV head keeps its own heavy hitters and the latest tokens.
+
+A token's weight is the attention that it got so far, summed over all queries and the query heads of its KV head. When a chunk
+of a prompt or a decoded token was appended, the latest `window_tokens` stay, and of the others the `heavy_tokens` of most
+weight, of equal ones the earlier. What is lost stays lost, and so does its weight. A chunk attends to itself exactly and
+causally, and to what is kept of the tokens before it.
+
+Which tokens are kept depends on all attention before, so that rows are computed chunk by chunk within a layer, where the other
+caches allow blocks of any rows. One pass over a sequence is still one pass over the layers.
+
+Shapes: H KV heads, G query heads of each, R new tokens, n kept tokens, S tokens of a view, D head_dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side
+from stages.engines.oracle.attention import Span, check_finite
+from stages.engines.oracle.cache import LayerStorage
+from stages.engines.oracle.formats import Stored
+
+SIDES = (Side.KEY, Side.VALUE)
+Gains = Mapping[Side, Tensor | None]
+"""What the pool's numbers are multiplied by when they are read, (H, 1, 1); None: nothing."""
+
+
+@dataclass(frozen=True)
+class HeavyCache:
+    """Keys and values of one layer of one sequence. A step returns another one."""
+
+    eviction: Eviction
+    storages: LayerStorage
+    length: int
+    positions: Tensor
+    """(H, n) of the kept tokens, ascending."""
+    weights: Tensor
+    """(H, n)."""
+    stored: Mapping[Side, Stored]
+    """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
+
+    @classmethod
+    def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> "HeavyCache":
+        """Return the cache of a sequence without tokens."""
+        assert policy.eviction is not None
+        none = torch.zeros(shape.kv_heads, 0)
+        return cls(policy.eviction, storages, 0, none.long(), none, {})
+
+    def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains) -> tuple[Tensor, "HeavyCache"]:
+        """Attend with scaled queries q (H, G, R, D) to what is kept and to their own tokens (H, R, D): (H, G, R, D)."""
+        rows = q.shape[2]
+        keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
+        scores = q @ keys.unsqueeze(1).transpose(-1, -2)
+        later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        scores[..., -rows:].masked_fill_(later, -torch.inf)
+        attention = scores.softmax(-1)
+        got = attention.sum((1, 2))
+        weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
+        own = torch.arange(self.length, self.length + rows).expand(len(weights), -1)
+        appended = replace(
+            self,
+            length=self.length + rows,
+            positions=torch.cat([self.positions, own], dim=1),
+            weights=weights,
+            stored={side: self._appended(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
+        )
+        return attention @ values.unsqueeze(1), appended._evicted()
+
+    def _before(self, side: Side, new: Tensor, gains: Gains) -> Tensor:
+        """What is kept, as it is read, before new tokens as they are: (H, n + R, D)."""
+        if not self.stored:
+            return new
+        return torch.cat([self.storages[side].read(self.stored[side], gains[side]).to(new.dtype), new], dim=1)
+
+    def _appended(self, side: Side, x: Tensor) -> Stored:
+        new = self.storages[side].write(x)
+        if not self.stored:
+            return new
+        return _each(lambda old, more: torch.cat([old, more], dim=1), self.stored[side], new)
+
+    def _evicted(self) -> "HeavyCache":
+        held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
+        older = max(0, held - self.eviction.window_tokens)
+        if older <= heavy:
+            return self
+        by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
+        chosen = by_weight[:, :heavy].sort(dim=1).values
+        latest = torch.arange(older, held).expand(len(chosen), -1)
+        return self._taken(torch.cat([chosen, latest], dim=1))
+
+    def _taken(self, index: Tensor) -> "HeavyCache":
+        """The cache of the tokens at some places (H, n) of each head's list."""
+        return replace(
+            self,
+            positions=self.positions.gather(1, index),
+            weights=self.weights.gather(1, index),
+            stored={side: _each(lambda x, _: _rows(x, index), stored, stored) for side, stored in self.stored.items()},
+        )
+
+    def repeated(self) -> "HeavyCache":
+        """Return the cache with its second page of codes as the first one, as it is where it holds fewer."""
+        held = self.positions.shape[1]
+        if held <= PAGE_TOKENS:
+            return self
+        index = torch.arange(held)
+        index[PAGE_TOKENS : 2 * PAGE_TOKENS] -= PAGE_TOKENS
+        return replace(self, stored=self._taken(index.expand(len(self.positions), -1)).stored)
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def page_count(self) -> int:
+        return -(-self.kept_tokens // PAGE_TOKENS)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pages that the codes fill."""
+        tensors = [t for stored in self.stored.values() for t in (stored.codes, stored.scale, stored.zero) if t is not None]
+        return sum(self.page_count * PAGE_TOKENS * t[:, :1].nbytes for t in tensors)
+
+    @property
+    def exact_bytes(self) -> int:
+        return 0
+
+    @property
+    def window_bytes(self) -> int:
+        return 0
+
+
+class HeavyView:
+    """New tokens of a sequence over caches of all layers, which `store` replaces: a refused token leaves nothing behind."""
+
+    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], gains: Sequence[Gains], sequence: str) -> None:
+        """Take the tokens of `spans`, consecutive ones, after what the caches hold; `gains` are by layer."""
+        self.caches, self.gains, self.sequence = caches, gains, sequence
+        self.first_row = spans[0].begin
+        assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
+        self.chunks = [chunk for span in spans for chunk in _chunks(span)]
+        self.after: list[HeavyCache] = []
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+        """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
+        assert slide is None, "an eviction is refused of a model with layers that slide"
+        check_finite(key, value, layer, self.sequence, self.first_row)
+        cache, outs = self.caches[layer], []
+        for chunk in self.chunks:
+            rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
+            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], self.gains[layer])
+            outs.append(out)
+        self.after.append(cache)
+        return torch.cat(outs, dim=2)
+
+    def store(self) -> None:
+        self.caches[:] = self.after
+
+
+def _chunks(span: Span) -> list[range]:
+    """What of a span is appended together."""
+    if span.start is not None:
+        return [range(span.begin, span.end)]
+    return [range(row, row + 1) for row in range(span.begin, span.end)]
+
+
+def _each(function: Callable[[Tensor, Tensor], Tensor], first: Stored, second: Stored) -> Stored:
+    """`function` of the codes of two, of their scales, and of their zeros."""
+
+    def part(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return None if a is None or b is None else function(a, b)
+
+    return Stored(function(first.codes, second.codes), part(first.scale, second.scale), part(first.zero, second.zero))
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens (H, n) of x (H, T, W); 8-bit floats have no gather of their own."""
+    raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    return raw.gather(1, index[..., None].expand(-1, -1, raw.shape[-1])).view(x.dtype)

@@ -1,0 +1,119 @@
+"""Faults at operation number k of a process: each write, rename, link and removal below a folder, each change of a run's state.
+
+They are injected in a forked child: an audit hook (PEP 578) sees what Python asks of the file system before it is done, and can
+fail it or end the process there. SQLite's own writes it does not see; the calls of MLflow's client stand for them.
+"""
+
+import errno
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.registry.mlflow_client import Client
+
+FORK = multiprocessing.get_context("fork")
+"""Forked children have every library imported already."""
+
+Fault = Literal["SIGKILL", "SIGTERM", "ENOSPC", "EIO"]
+FAULTS: tuple[Fault, ...] = ("SIGKILL", "SIGTERM", "ENOSPC", "EIO")
+
+CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.chmod": 0, "shutil.copyfile": 1}
+"""Events of a change, and which of their arguments is what is changed."""
+STATES = (
+    "create_run",
+    "log_batch",
+    "log_artifacts",
+    "create_logged_model",
+    "log_model_artifacts",
+    "finalize_logged_model",
+    "create_model_version",
+    "log_outputs",
+    "set_terminated",
+)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+@dataclass
+class Attempt:
+    """How a child ended."""
+
+    code: int
+    """0; below 0 it was killed by that signal; 1 after an exception, 130 after an interrupt."""
+    operations: int
+    """How many operations it came to; with a fault at k it is at least k, unless there were fewer."""
+    said: str
+    """The exception's traceback."""
+
+
+class _Seam:
+    def __init__(self, folder: Path, at: int | None, fault: Fault) -> None:
+        self._folder, self._at, self._fault, self.count = str(folder), at, fault, 0
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITES:
+                self._below(path)
+        elif event in CHANGES:
+            self._below(arguments[CHANGES[event]])
+
+    def _below(self, path: object) -> None:
+        if isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._folder):
+            self.operation()
+
+    def operation(self) -> None:
+        self.count += 1
+        if self.count != self._at:
+            return
+        if self._fault in ("SIGKILL", "SIGTERM"):
+            os.kill(os.getpid(), signal.Signals[self._fault])
+        else:
+            code = getattr(errno, self._fault)
+            raise OSError(code, os.strerror(code))
+
+
+def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault, results: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
+    seam, code, said = _Seam(folder, at, fault), 0, ""
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(Client, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            seam.operation()
+            return method(*arguments, **options)
+
+        return call
+
+    for name in STATES:
+        setattr(Client, name, counted(name))
+    sys.addaudithook(seam.hook)
+    try:
+        job()
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        code, said = 1, traceback.format_exc()
+    results.send((seam.count, said))
+    os._exit(code)
+
+
+def attempt(job: Callable[[], object], folder: Path, at: int | None = None, fault: Fault = "SIGKILL") -> Attempt:
+    """Run a job in a child, with a fault at its operation number `at`; without one where `at` is None."""
+    receive, send = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_child, args=(job, folder, at, fault, send))
+    child.start()
+    send.close()
+    try:
+        operations, said = receive.recv()
+    except EOFError:
+        operations, said = at or 0, ""
+    child.join(120)
+    assert child.exitcode is not None, "it hangs"
+    return Attempt(child.exitcode, operations, said)

@@ -1,0 +1,94 @@
+"""A PostgreSQL of the tests' own, and MLflow's server on it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psycopg2; REQUIRE_POSTGRES=1 makes this a failure"
+
+
+def programs() -> Path | None:
+    """The folder with initdb and pg_ctl, which Debian keeps off PATH."""
+    found = shutil.which("initdb")
+    folders = [Path(found).resolve().parent] if found else []
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in folders if (folder / "pg_ctl").exists()), None)
+
+
+def require_postgres() -> Path:
+    """That folder; the test is skipped without it."""
+    folder = programs()
+    if folder is None or find_spec("psycopg2") is None:
+        if os.environ.get("REQUIRE_POSTGRES") == "1":
+            pytest.fail(HINT)
+        pytest.skip(HINT)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """The URI of a fresh database. It refuses to run as root: then its user is nobody."""
+    folder, port = require_postgres(), free_port()
+    home = Path(tempfile.mkdtemp(prefix="kvgate-postgres-", dir="/tmp"))
+    user = "nobody" if os.geteuid() == 0 else None
+    if user is not None:
+        shutil.chown(home, user)
+
+    def call(program: str, *arguments: str) -> None:
+        command = [str(folder / program), *arguments]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, user=user, cwd=home, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    try:
+        call("initdb", "-D", "data", "-U", "kvgate", "-A", "trust", "-E", "UTF8", "--no-sync")
+        options = f"-c listen_addresses=127.0.0.1 -p {port} -k {home} -F"
+        call("pg_ctl", "-D", "data", "-w", "-l", "log", "-o", options, "start")
+        try:
+            yield f"postgresql+psycopg2://kvgate@127.0.0.1:{port}/postgres"
+        finally:
+            call("pg_ctl", "-D", "data", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def mlflow_server(database: str, artifacts: Path) -> Iterator[str]:
+    """The address of MLflow's server on a database."""
+    port, log = free_port(), artifacts.with_name("server.log")
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--workers", "2"]
+    command += ["--artifacts-destination", str(artifacts), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with log.open("wb") as stream:
+        server = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.2)
+        else:
+            raise AssertionError(log.read_text())
+        yield address
+    finally:
+        server.terminate()
+        server.wait(30)

@@ -1,0 +1,109 @@
+"""The path from a checkpoint to a registered candidate with fake work in its stages: everything that is written is real.
+
+Artifacts, links, an evaluation that resumes, the candidate's run with its stages, the registered version, summary.json.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from judged_candidates import judged_candidate
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.registry import summary
+from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.runs import track
+from pipeline.registry.summary import Candidate, Cited
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+
+CODE = ("pipeline.core.errors",)
+PARTS = 3
+"""Samples of the evaluation, each saved when it is done."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run left, as far as every run of the same work must leave the same."""
+
+    digests: Mapping[str, str]
+    verdict: str
+    version: str
+
+
+def open_tracking(work: Path, uri: str | None = None) -> MlflowStore:
+    environ = {ENVIRONMENT: uri} if uri is not None else {}
+    return MlflowStore(locate(Tracking(log_bundle=True), work, "tiny", environ))
+
+
+def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact]:
+    """Make the quantized checkpoint and the engine's bundle, or reuse them."""
+    store = Store(work / "artifacts")
+
+    def quantize(out: Path) -> None:
+        (out / "checkpoint").mkdir()
+        link_or_copy(checkpoint, out / "checkpoint" / checkpoint.name)
+        (out / "kv_scales.json").write_text(json.dumps({"policy": policy}))
+
+    quantized = store.get(Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize)
+
+    def bundle(out: Path) -> None:
+        link_or_copy(quantized.path / "checkpoint" / checkpoint.name, out / "weights.bin")
+        for name in ("bundle.json", "kv_policy.json"):
+            (out / name).write_text(json.dumps({"kv": policy}))
+
+    return quantized, store.get(Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
+
+
+def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
+    """Judge and register one policy."""
+    opened = open_tracking(work, uri)
+    with track(opened, sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
+        quantized, engine = build(work, checkpoint, policy)
+
+        def measure(out: Path) -> None:
+            for number in range(PARTS):
+                part = out / f"part{number}"
+                if not part.exists():
+                    scratch = out / ".part"
+                    scratch.write_text(f"{engine.digest} {number}")
+                    scratch.replace(part)
+            (out / ".part").unlink(missing_ok=True)
+
+        recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
+        measured = Store(work / "artifacts").get(recipe, measure, resumable=True)
+
+        def judge(out: Path) -> None:
+            judged_candidate(out, policy, metrics={})
+
+        judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), judge)
+        candidate = _candidate(judged.path, policy, engine)
+        for artifact in (quantized, engine, measured, judged):
+            run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0, reused=artifact.reused)
+        done = run.conclude(candidate)
+    summary.record(work, sweep, done)
+    summary.finish(work, sweep, 0)
+    assert done.registration is not None
+    digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
+    return Ended(digests, done.verdict, done.registration.model_version)
+
+
+def _candidate(folder: Path, policy: str, engine: Artifact) -> Candidate:
+    """The candidate whose evidence lies in `folder`, as it is."""
+    evidence, baseline = folder / "reports" / policy, folder / "engines" / "fp16"
+    own = folder / "engines" / policy
+    return Candidate(
+        name=policy,
+        policy=policy,
+        model="tiny",
+        backend="onnxruntime",
+        verdict="PASS",
+        reasons=(),
+        metrics={"quality/kl_mean": 0.01, "memory/max_live_tokens": float(len(engine.digest) + int(engine.digest[:4], 16))},
+        engine=Cited(path=own, digest=files_digest(tree_files(own))),
+        baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
+        report=Cited(path=evidence / "report.json", digest=summary.evidence_digest(evidence / "report.json")),
+        identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
+    )

@@ -1,0 +1,140 @@
+"""H2O's cache beside a slow program that keeps a dictionary of tokens for each head, and what it must not change."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, llama_config, make_oracle, static_scales
+from transformers import AutoModelForCausalLM
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import Eviction, KVPolicy, KVShape, Side
+from stages.engines.oracle.attention import Span
+from stages.engines.oracle.cache import LayerStorage, layer_storages
+from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.paged.eviction import refuse_heavy_tokens
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
+NONE: dict[Side, Any] = dict.fromkeys(SIDES)
+torch.set_num_threads(1)
+
+
+def evicting(name: str, **tokens: int) -> KVPolicy:
+    eviction = EVICTION.model_copy(update=tokens)
+    return BY_NAME[name].model_copy(update={"name": f"{name}_h2o", "eviction": eviction})
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(llama_config()).eval().double()
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    tokens: list[int] = np.random.default_rng(0).integers(0, 256, 260).tolist()
+    return tokens
+
+
+def directly(
+    storages: LayerStorage, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[int]
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """The rule, one query at a time: the output (H, G, S, D), and the tokens that each head is left with."""
+    stored = [storages[side].read(storages[side].write(x)).double() for side, x in zip(SIDES, (key, value), strict=True)]
+    out, left = torch.zeros_like(q), []
+    for head in range(q.shape[0]):
+        weight: dict[int, float] = {}
+        begin = 0
+        for count in chunks:
+            end = begin + count
+            before = sorted(weight)
+            for row in range(begin, end):
+                tokens = [*before, *range(begin, row + 1)]
+                for group in range(q.shape[1]):
+                    keys = [stored[0][head, t] if t < begin else key[head, t] for t in tokens]
+                    scores = [float(q[head, group, row] @ k) for k in keys]
+                    exponents = [math.exp(score - max(scores)) for score in scores]
+                    for token, exponent in zip(tokens, exponents, strict=True):
+                        share = exponent / sum(exponents)
+                        weight[token] = weight.get(token, 0.0) + share
+                        v = stored[1][head, token] if token < begin else value[head, token]
+                        out[head, group, row] += share * v
+            older = sorted(token for token in weight if token < end - EVICTION.window_tokens)
+            for token in sorted(older, key=lambda t: (-weight[t], t))[EVICTION.heavy_tokens :]:
+                del weight[token]
+            begin = end
+        left.append(sorted(weight))
+    return out, left
+
+
+@pytest.mark.parametrize("chunks", [[150, *[1] * 30], [70, 50, 40, *[1] * 20]], ids=str)
+@pytest.mark.parametrize("name", ["fp16", "fp8_head", "int4_g32_asym_hadamard"])
+def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, chunks: list[int]) -> None:
+    policy, length = evicting(name), sum(chunks)
+    generator = torch.Generator().manual_seed(1)
+    q = 0.3 * torch.randn(2, 2, length, 64, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(2, length, 64, generator=generator, dtype=torch.float64) for _ in SIDES)
+    storages = layer_storages(policy, SHAPE, static_scales(policy, SHAPE))[0]
+    ends = np.cumsum(chunks).tolist()
+    spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
+    view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, [NONE], "the sequence")
+    out = view.attend(0, q, key, value, None)
+    expected, left = directly(storages, q, key, value, chunks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    assert view.caches[0].length == 0, "nothing is stored before it is asked for"
+    view.store()
+    assert view.caches[0].positions.tolist() == left
+    assert left[0] != left[1], "heads keep tokens of their own"
+    assert view.caches[0].kept_tokens == 128
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4_g32", "int4_tensor"])
+def test_keeping_everything_is_no_eviction(name: str, model: Any, text: list[int]) -> None:
+    plain = make_oracle(model, BY_NAME[name], SHAPE, prefill_chunk=80)
+    roomy = make_oracle(model, evicting(name, heavy_tokens=256), SHAPE, prefill_chunk=80)
+    np.testing.assert_allclose(roomy.forced(text, 200), plain.forced(text, 200), rtol=0, atol=1e-9)
+    tight = make_oracle(model, evicting(name), SHAPE, prefill_chunk=80)
+    assert np.abs(tight.forced(text, 200) - plain.forced(text, 200)).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["fp16", "int4"])
+def test_one_pass_equals_decoding_a_batch_and_memory_is_the_policys_arithmetic(name: str, model: Any, text: list[int]) -> None:
+    policy = evicting(name)
+    engine = make_oracle(model, policy, SHAPE, prefill_chunk=80)
+    handles, _ = engine.prefill([text[:200], text[:30]])
+    rows = [engine.decode(handles, [token, text[30 + i]])[0] for i, token in enumerate(text[200:])]
+    np.testing.assert_allclose(np.array(rows), engine.forced(text, 200), rtol=0, atol=1e-9)
+    memory = engine.memory()
+    assert memory.pool_bytes == sum(policy.sequence_bytes(SHAPE, tokens) for tokens in (260, 90))
+    assert (memory.pages, memory.live_tokens) == (4, 128 + 90)
+    engine.release(handles)
+    assert engine.memory().pool_bytes == 0
+
+
+def test_a_corrupted_scale_and_a_stale_page_are_seen_and_a_refused_token_leaves_nothing(model: Any, text: list[int]) -> None:
+    engine = make_oracle(model, evicting("int8"), SHAPE)
+    sound = engine.forced(text, 200)
+    engine.corrupt_key_scale(4.0)
+    assert np.abs(engine.forced(text, 200) - sound).max() > 1e-2
+    engine.corrupt_key_scale(0.25)
+    handles, _ = engine.prefill([text[:200]])
+    engine.repeat_page()
+    assert np.abs(engine.decode(handles, text[200:201])[0] - sound[0]).max() > 1e-3
+    with pytest.raises(UserError):
+        engine.decode(handles, [10**6])
+    assert engine.memory().live_tokens == 128
+
+
+def test_replays_are_disturbed_by_roundings_alone(model: Any, text: list[int]) -> None:
+    engine = make_oracle(model, evicting("fp16"), SHAPE)
+    replay = engine.replay(text, [200], [], rounding=1e-12)
+    np.testing.assert_allclose(replay.logits, engine.forced(text, 200), rtol=0, atol=1e-9)
+    assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6
+
+
+def test_page_tables_cannot_say_it() -> None:
+    with pytest.raises(UserError, match=r"^kv\.eviction\.heavy_tokens=64: .* page table .*; use backend=torch"):
+        refuse_heavy_tokens(evicting("fp16"))

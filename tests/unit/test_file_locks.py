@@ -1,0 +1,84 @@
+"""Waits have a limit, which is named while they last, and say who is waited for."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import locks
+from pipeline.artifacts.locks import LIMIT, holder, locked, locked_at_once
+from pipeline.core.errors import MissingRequirement, UserError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _hold(path: Path, ready: Connection) -> None:
+    with locked(path, "a test"):
+        ready.send("held")
+        signal.pause()
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> "tuple[Path, int]":
+    """A lock that another process holds, and that process."""
+    path = tmp_path / ".lock"
+    parent, child = FORK.Pipe()
+    process = FORK.Process(target=_hold, args=(path, child), daemon=True)
+    process.start()
+    assert parent.recv() == "held"
+    assert process.pid is not None
+    return path, process.pid
+
+
+def test_a_stopped_holder_is_named_while_it_is_waited_for_and_when_the_time_is_over(
+    held: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, pid = held
+    monkeypatch.setattr(locks, "QUIET_S", 0.05)
+    monkeypatch.setenv(LIMIT, "0.5")
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        with (
+            pytest.raises(MissingRequirement, match=rf"KVGATE_LOCK_TIMEOUT_S=0\.5: registering: process {pid}"),
+            locked(path, "registering"),
+        ):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"pipeline: waiting for registering: process {pid}, which is stopped (kill -CONT {pid} lets it go on)"
+    )
+    assert "(KVGATE_LOCK_TIMEOUT_S=0.5)" in said
+
+
+def test_a_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, int]) -> None:
+    path, pid = held
+    with locked_at_once(path) as mine:
+        assert not mine
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with locked_at_once(path) as mine:
+        assert mine
+    assert holder(path) == "another process"
+
+
+@pytest.mark.parametrize("folder", ["/proc/self", "/proc/self/fd"])
+def test_a_folder_in_which_no_lock_can_be_made_is_refused_and_not_waited_for(folder: str) -> None:
+    expected = r"/proc/self.*: cannot be locked \(.*\); it must be in a folder that you may write to"
+    with pytest.raises(UserError, match=expected), locked(Path(folder, ".lock"), "summary.json"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT, text)
+    with (
+        pytest.raises(UserError, match=f"KVGATE_LOCK_TIMEOUT_S={text}: give seconds above zero"),
+        locked(tmp_path / "l", "a test"),
+    ):
+        pass

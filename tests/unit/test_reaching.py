@@ -1,0 +1,149 @@
+"""Tracking stores that cannot be used: one line, soon, without a password and without MLflow's traceback."""
+
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.registry import reaching
+from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+
+SECRET = "hunter2/hunter2"
+
+
+def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
+    location = locate(Tracking(timeout_s=1), folder / "work", "tiny", {ENVIRONMENT: uri})
+    with pytest.raises(kind) as caught:
+        MlflowStore(location)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "hunter2" not in text
+    assert f"({'tracking.uri or MLFLOW_TRACKING_URI'})" in text
+    return text
+
+
+def test_a_directory_is_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    text = refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, UserError)
+    assert text.endswith("cannot be used: it is a directory; give sqlite:///FILE")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("precious notes, which are longer than a header")
+    text = refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, UserError)
+    assert text.endswith("the file is no SQLite database; name another, or remove it")
+    assert (tmp_path / "mlflow.db").read_text().startswith("precious")
+
+
+def test_a_damaged_database_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 4096)
+    refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, UserError)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
+    other = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
+    other.execute("create table t (a)")
+    other.execute("begin exclusive")
+    try:
+        text = refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, MissingRequirement)
+    finally:
+        other.close()
+    assert text.endswith("kept it locked for tracking.timeout_s=1; end that one, or give it longer")
+    assert "a request may take until" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind", "expected"),
+    [
+        (f"postgresql+x://u:{SECRET}@h/db", UserError, "sqlalchemy.dialects:postgresql.x; give a URI of SQLAlchemy"),
+        (f"mysql://u:{SECRET}@h/db", MissingRequirement, "not installed: MySQLdb; pip install mysqlclient"),
+        (
+            f"mssql+pymssql://u:{SECRET}@h/db",
+            MissingRequirement,
+            "takes a driver that is not installed: pymssql; pip install pymssql",
+        ),
+    ],
+)
+def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Exception], expected: str, tmp_path: Path) -> None:
+    assert expected in refusal(uri, tmp_path, kind)
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://me:{SECRET.replace('/', '%2F')}@127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "expected"),
+    [
+        (401, b"who are you?", UserError, "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and"),
+        (403, b"no", UserError, "does not permit this (403)"),
+        (404, b"<html>", UserError, "answers, but not as a server of MLflow does"),
+        (200, b"<html>", UserError, "answers, but not as a server of MLflow does"),
+        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
+    ],
+)
+def test_what_a_server_answers_is_told_as_what_it_is(
+    status: int, body: bytes, kind: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
+    with answering(status, body) as uri:
+        assert expected in refusal(uri, tmp_path, kind)
+
+
+def test_a_server_that_is_not_there_says_so_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert "no server answers" in refusal(f"http://me:hunter2@127.0.0.1:{port}", tmp_path, MissingRequirement)
+
+
+def test_a_password_that_makes_the_address_another_is_told_to_be_encoded(tmp_path: Path) -> None:
+    assert "(/ is %2F)" in refusal(f"http://me:{SECRET}@127.0.0.1:5000", tmp_path, UserError)
+
+
+def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        text = refusal(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, MissingRequirement)
+    assert text.endswith("did not answer within tracking.timeout_s=1; look at the server, or give it longer")
+    said = capsys.readouterr().err
+    assert said.startswith("pipeline: waiting for MLflow's store http://127.0.0.1:")
+    assert "(tracking.timeout_s=1)" in said

@@ -1,0 +1,187 @@
+"""Planted secrets: what is printed, written, refused, logged or given to a child shows none of them."""
+
+import io
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from pipeline import __main__ as command
+from pipeline.artifacts import hardware
+from pipeline.core.redaction import MASK, RedactedStream, child_environment, holds_secret, redact_text
+from pipeline.run import console
+from stages.engines.interpreter.process import Program, Worker
+from stages.engines.onnx.native import compiler
+
+SECRET = "correct horse/battery@staple"
+QUOTED = "correct%20horse%2Fbattery%40staple"
+PLANTED = {
+    "MLFLOW_TRACKING_URI": f"http://me:{QUOTED}@tracking:5000",
+    "MLFLOW_TRACKING_PASSWORD": SECRET,
+    "MLFLOW_TRACKING_TOKEN": "token-of-tracking",
+    "HF_TOKEN": "hf_0123456789abcdefghij",
+    "AWS_ACCESS_KEY_ID": "AKIAABCDEFGHIJKLMNOP",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
+    "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEXAMPLE",
+    "OPENAI_API_KEY": "the-key-of-a-server",
+    "PGPASSWORD": "postgres-password",
+    "HTTPS_PROXY": "http://proxy-user:proxy-password@proxy:3128",
+}
+NEVER = (
+    *(SECRET, QUOTED, "token-of-tracking", "hf_0123456789abcdefghij", "AKIAABCDEFGHIJKLMNOP", "wJalrXUtnFEMI/K7MDENG"),
+    *("FwoGZXIvYXdzEXAMPLE", "the-key-of-a-server", "postgres-password", "proxy-password"),
+)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+
+
+def shown(text: str) -> list[str]:
+    return [secret for secret in NEVER if secret in text]
+
+
+URIS = [
+    "http://user:hunter2@host",
+    "https://hunter2@host",
+    "postgresql://user:hunter2@db/mlflow",
+    "postgresql+x://u:hun/ter2@h",
+    "postgresql+psycopg2://u:hun@ter2@h/db",
+    "http://u:hun%2Fter2@h",
+    "mysql+pymysql://u:hun:ter2@h:3306/db?ssl=1",
+    "postgresql://h/db?user=u&password=hunter2",
+    "postgresql://h/db?sslpassword=hunter2",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3DODBC%3BUID%3Du%3BPWD%3Dhunter2",
+]
+
+
+@pytest.mark.parametrize("uri", URIS)
+def test_a_tracking_uri_with_a_password_is_refused_before_any_file_is_written(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pipeline", "-m", "kv=fp8,int8", f"tracking.uri='{uri}'"])
+    assert command.main() == 2
+    said = "".join(capsys.readouterr())
+    assert "tracking.uri must not hold a password; set MLFLOW_TRACKING_URI in the environment instead" in said
+    assert not any(part in said for part in ("hunter2", "hun/ter2", "ter2"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("backend.url=[http://user:hunter2@h/]", "backend.url"),
+        ("tracking.experiment='password=hunter2'", "tracking.experiment"),
+        ("tracking.experiment=${oc.env:HF_TOKEN}", "tracking.experiment"),
+        ("model.path=https://u:hunter2@host/model", "model.path"),
+        ("workdir=AKIAABCDEFGHIJKLMNOP", "workdir"),
+        ("+hydra.job.env_set.X=hf_0123456789abcdefghij", "hydra.job.env_set.X"),
+    ],
+)
+def test_a_secret_in_another_key_is_refused_by_the_key_alone(
+    override: str,
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    planted: None,  # noqa: ARG001
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pipeline", override])
+    assert command.main() == 2
+    said = "".join(capsys.readouterr())
+    why = "holds a password or a key, and configurations are printed and logged; leave it out"
+    assert said == f"pipeline: error: {key}: {why}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value", ["/models/hf_llama_3_2_1b_instruct", "/data/sk-learn-of-some-length", "sqlite:////work/a.db", "http://h:5000"]
+)
+def test_ordinary_values_are_no_secrets(value: str) -> None:
+    assert not holds_secret(value)
+
+
+def test_what_the_environment_holds_is_masked_wherever_it_stands(planted: None) -> None:  # noqa: ARG001
+    for secret in NEVER:
+        assert redact_text(f"it failed ({secret}).") == f"it failed ({MASK})."
+
+
+def test_a_file_that_a_variable_names_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "credentials.json").touch()
+    environ = {"GOOGLE_CREDENTIALS": str(tmp_path / "credentials.json"), "TOKEN": "ab"}
+    assert redact_text(f"{tmp_path}/credentials.json ab", environ) == f"{tmp_path}/credentials.json ab"
+
+
+def test_a_traceback_and_a_table_show_no_secret(planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    printed = io.StringIO()
+    stream = RedactedStream(printed)
+    try:
+        raise RuntimeError(f"cannot reach http://me:{SECRET}@tracking:5000")
+    except RuntimeError:
+        traceback.print_exc(file=stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with console.written_to(tmp_path / "report.txt"):
+        console.out.print(f"server {PLANTED['HTTPS_PROXY']}", soft_wrap=True)
+    written = (tmp_path / "report.txt").read_text()
+    assert "Traceback" in printed.getvalue()
+    assert MASK in written
+    assert shown(printed.getvalue() + written) == []
+
+
+def test_children_get_what_they_need_and_no_secret(planted: None) -> None:  # noqa: ARG001
+    environment = child_environment()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment.keys().isdisjoint(PLANTED)
+    assert shown(" ".join(environment.values())) == []
+
+
+def test_an_interpreter_of_its_own_sees_no_secret(planted: None, tmp_path: Path) -> None:  # noqa: ARG001
+    script = tmp_path / "worker.py"
+    script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
+
+    class Spy(Worker):
+        program = Program("vllm", "vLLM", script, "")
+
+    with Spy(sys.executable, {"OMP_NUM_THREADS": "1"}):
+        pass
+    seen = (tmp_path / "seen").read_text()
+    assert "OMP_NUM_THREADS" in seen
+    assert shown(seen) == []
+
+
+def test_neither_compiler_nor_driver_tool_sees_a_secret(
+    planted: None,  # noqa: ARG001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("cc", "nvidia-smi"):
+        (tmp_path / name).write_text(f"#!/bin/sh\nenv >> {tmp_path}/seen\necho {name} 1, 9.0, 580\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(compiler, "_processor", lambda: ("x", frozenset(compiler.FEATURES)))
+    for cached in (compiler.find_compiler, hardware.gpus):
+        cached.cache_clear()
+    try:
+        assert compiler.find_compiler() is not None
+        assert hardware.gpus()
+    finally:
+        for cached in (compiler.find_compiler, hardware.gpus):
+            cached.cache_clear()
+    seen = (tmp_path / "seen").read_text()
+    assert seen.count("PATH=") >= 2
+    assert shown(seen) == []
+
+
+def test_a_job_in_a_process_of_its_own_prints_no_secret(planted: None) -> None:  # noqa: ARG001
+    redacting = "from pipeline.core.redaction import redact_output; redact_output(); redact_output()"
+    program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert MASK in result.stderr
+    assert shown(result.stderr) == []

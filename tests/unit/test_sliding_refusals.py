@@ -1,0 +1,61 @@
+"""What a backend is not known to keep to, windows of the model or an eviction, it refuses before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts.backend import Job
+from pipeline.config.compose import plan
+from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.core.errors import UserError
+from pipeline.core.kv import Eviction
+from pipeline.run.loading import open_loader
+
+SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> CheckpointInfo:
+    config = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32, "hidden_size": 256,
+        "max_position_embeddings": 40960, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tensorrt_rtx", SLIDES),
+        ("tensorrt", SLIDES),
+        ("trtllm", SLIDES),
+        ("vllm", SLIDES),
+        ("sglang", SLIDES),
+        ("torch backend.device=cuda", r"^model\.path: sliding_window=32: with the CUDA kernels .*; set backend\.device=cpu$"),
+    ],
+)
+def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(
+    backend: str, message: str, checkpoint: CheckpointInfo
+) -> None:
+    policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
+    (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
+    with pytest.raises(UserError, match=message):
+        open_loader(config.backend).check_inputs(Job("all", config.kv, "none", checkpoint))
+
+
+def test_the_embedded_engine_and_the_oracle_take_it(checkpoint: CheckpointInfo) -> None:
+    for backend in (["onnxruntime"], ["torch", "backend.device=cpu"]):
+        (config,) = plan(["kv=fp8", f"backend={backend[0]}", *backend[1:]], multirun=False).jobs
+        open_loader(config.backend).check_inputs(Job("all", config.kv, "none", checkpoint))
+
+
+def test_an_eviction_is_not_dropped_where_it_cannot_be_held(checkpoint: CheckpointInfo) -> None:
+    (config,) = plan(["kv=fp8_uncalibrated", "backend=sglang"], multirun=False).jobs
+    evicting = config.kv.model_copy(update={"eviction": Eviction(window_tokens=128)})
+    with pytest.raises(UserError, match="backend=sglang cannot hold it"):
+        open_loader(config.backend).check_inputs(Job("all", evicting, "none", checkpoint))
