@@ -254,7 +254,7 @@ def _check_numbers(path: Path, config: dict[str, Any]) -> None:
         value = config.get(key)
         if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
             raise UserError(f"model.path={path}: config.json: {key} must be a positive number, got {short(value)}")
-    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         if key in config and type(config[key]) is not bool:
             raise UserError(f"model.path={path}: config.json: {key} must be true or false, got {short(config[key])}")
     for key in ("dtype", "torch_dtype"):

@@ -247,7 +247,7 @@ def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: 
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json has no num_key_value_heads"),
         ({"kv_lora_rank": 512}, "kv_lora_rank=512: a token has one latent vector for all heads (MLA)"),
-        ({"layer_types": ["linear_attention"] * 32}, "layer_types holds linear_attention"),
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types holds 'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name each of the 32 layers"),
         ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 of new, and no layer_types"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
