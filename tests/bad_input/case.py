@@ -115,8 +115,16 @@ def contents(directory: Path) -> dict[str, str]:
     return found
 
 
-def broken_promises(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return what is promised of bad input and does not hold here."""
+def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str]:
+    """Prepare and run a case in an empty directory; return what is promised of bad input and does not hold, with its output."""
+    case.prepare(directory)
+    before = contents(directory)
+    outcome = commands.run(case, directory)
+    broken = _broken(case, outcome, before, contents(directory))
+    return [*broken, outcome.stderr, outcome.stdout] if broken else []
+
+
+def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     lines = outcome.stderr.splitlines()
     broken = []
     if outcome.code is None:
