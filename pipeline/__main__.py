@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
@@ -17,14 +19,17 @@ from omegaconf import DictConfig
 
 from pipeline import __version__
 from pipeline.config.compose import CONF, plan, to_config
-from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, exit_code
-from pipeline.core.redaction import redact_output
+from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
+from pipeline.core.redaction import printable, redact_output, redact_text
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """Environment variable with the id that joins the candidates of one command: any launcher hands it on to its jobs."""
 SWEPT_VARIABLE = "KVGATE_SWEPT"
 """Environment variable with the keys that differ between those jobs."""
+
+DEBUG_VARIABLE = "KVGATE_DEBUG"
+"""Environment variable: 1 shows where an exception came from that is no refusal."""
 
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
@@ -41,7 +46,7 @@ def _job(composed: DictConfig) -> None:
         prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
         changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
         run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
-    except REFUSALS as error:
+    except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
         _exit_codes.append(exit_code(error))
@@ -52,12 +57,36 @@ _exit_codes: list[int] = []
 
 
 def _print_error(error: Exception) -> None:
-    for line in str(error).splitlines():
-        print(f"pipeline: error: {line}", file=sys.stderr)
+    """Print what ends a job. Anything but a refusal also shows where it came from, where the environment asks for it."""
+    for line in describe(error).splitlines():
+        print(f"pipeline: error: {printable(line)}", file=sys.stderr)
+    if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(error, REFUSALS):
+        print(redact_text("".join(traceback.format_exception(error))), file=sys.stderr)
 
 
 def _refuse_argument(message: str) -> NoReturn:
-    raise UserError(message)
+    raise UserError(f"{message}; give KEY=VALUE, or an option that --help lists")
+
+
+def _check_options(arguments: Namespace) -> None:
+    """Refuse Hydra's options that would compose something else than kvgate's configuration, or do nothing here."""
+    for option, value in (
+        ("--config-name", arguments.config_name),
+        ("--config-path", arguments.config_path),
+        ("--experimental-rerun", arguments.experimental_rerun),
+    ):
+        if value is not None:
+            raise UserError(f"{option}={value}: kvgate has its own configuration; add files of yours with --config-dir=DIR")
+    if arguments.run:
+        raise UserError("--run: is what kvgate does without -m; leave it out")
+    if arguments.cfg and arguments.multirun:
+        raise UserError("--cfg: shows the configuration of one job; leave -m out")
+    if not arguments.cfg:
+        for option, given in (("--resolve", arguments.resolve), ("--package", arguments.package)):
+            if given:
+                raise UserError(f"{option}: is about what --cfg shows; add --cfg job, or leave it out")
+    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
+        raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
 
 
 def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -80,8 +109,7 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
         _job()
         return 0
-    if arguments.config_dir and not Path(arguments.config_dir).is_dir():
-        raise UserError(f"--config-dir={arguments.config_dir}: no such directory")
+    _check_options(arguments)
     extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
     planned = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg:
@@ -118,7 +146,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
     try:
         return _dispatch(argv)
-    except REFUSALS as error:
+    except Exception as error:
         _print_error(error)
         return exit_code(error)
     except KeyboardInterrupt:

@@ -1,10 +1,12 @@
 """Fixtures that more than one test module uses."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from bad_input.case import Commands
 
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
@@ -39,3 +41,10 @@ def vllm_python() -> str:
             pytest.fail(reason)
         pytest.skip(reason)
     return str(python)
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    """The process that runs the command lines of tests of bad input."""
+    with Commands() as commands:
+        yield commands

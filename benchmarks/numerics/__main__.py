@@ -23,8 +23,8 @@ from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.artifacts.hardware import hardware
 from pipeline.core.errors import REFUSALS, UserError, exit_code
 from pipeline.core.records import Progress
-from pipeline.run.console import err, out
-from pipeline.run.console import progress as progress_bar
+from pipeline.terminal.console import err, out
+from pipeline.terminal.console import progress as progress_bar
 
 DOCS = Path("docs")
 """Folder of the committed page, from the repository's root."""

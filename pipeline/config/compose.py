@@ -4,12 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import product
+from itertools import islice, product
+from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
@@ -19,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config.config import Config
+from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
 
@@ -29,13 +32,14 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Validate a composed configuration. Raises UserError with one line per problem."""
+    """Validate a composed configuration, with or without its node `hydra`. Raises UserError with one line per problem."""
+    ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
+        fix = "give it a value, or name a key or a variable that exists"
+        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
     assert isinstance(values, dict)
-    values.pop("hydra", None)
     _refuse_secrets(values)
     try:
         return Config.model_validate(values)
@@ -60,10 +64,13 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         location = _as_written(problem["loc"], composed)
-        if _is_interpolated(composed, location):
+        written = _interpolation(composed, location)
+        if written is not None and ":" not in written:
             continue  # interpolated from another key, whose problem has a line of its own
         key = ".".join(str(part) for part in location)
-        text, value = problem["msg"], problem["input"]
+        # A variable of the environment may hold a secret: what is shown is its name.
+        text: str = problem["msg"]
+        value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key{suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
         elif problem["type"] == "union_tag_invalid":
@@ -76,7 +83,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         elif problem["type"].startswith("secret_"):  # what was given may hold one
             lines.append(f"{key}: {text}")
         elif problem["type"] == "literal_error":
-            choices = re.findall(r"'([^']*)'", text)
+            choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
             lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
@@ -88,11 +95,19 @@ def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[
     return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
 
 
-def _is_interpolated(composed: DictConfig, location: tuple[int | str, ...]) -> bool:
+def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:
+    """Return the interpolation that a key is written as, such as `${seed}` or `${oc.env:HOME}`; None for a plain value."""
     if not location:  # a problem of several sections together
-        return False
-    parent = OmegaConf.select(composed, ".".join(str(part) for part in location[:-1])) if location[1:] else composed
-    return isinstance(parent, DictConfig) and location[-1] in parent and OmegaConf.is_interpolation(parent, location[-1])
+        return None
+    node: object = composed
+    for part in location:
+        if not isinstance(node, DictConfig) or part not in node:
+            return None
+        if OmegaConf.is_interpolation(node, str(part)):
+            written: Any = OmegaConf.to_container(node, resolve=False)
+            return str(written[part])
+        node = node[part]
+    return None
 
 
 def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
@@ -125,7 +140,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
             below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
             whole = ", ".join(field.replace("=", ": ", 1) for field in below)
             return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
-        return f"{key}: unknown key{suggest(name, siblings)}"
+        return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
     text = str(error)
     option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
     available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
@@ -135,7 +150,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     command = redact_text(" ".join(overrides))
     if isinstance(error, OverrideParseException):
         return f"{command}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
-    return f"{command}: {text.splitlines()[0]}"
+    return f"{command}: {text.splitlines()[0]}; write KEY=VALUE with a key and an option that exist"
 
 
 @dataclass(frozen=True)
@@ -166,14 +181,16 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
             parsed = parser.parse_overrides(list(overrides))
+            check_overrides(parsed, _options)
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
             composed = compose("config", overrides=plain, return_hydra_config=True)
+            refuse_code(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
-                return Plan([to_config(compose("config", overrides=plain))], sweeping=False)
+                return Plan([to_config(composed)], sweeping=False)
             params = composed.hydra.sweeper.params or {}
             overridden = {o.key_or_group for o in parsed}
             swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
@@ -184,9 +201,23 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
 
 
 def _jobs(swept: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job: every combination of the swept values. A key with one value is the same in all."""
-    choices = [
-        [f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)]
-        for o in swept
-    ]
+    """Return the overrides of each job: every combination of the swept values. A key with one value is the same in all.
+
+    Raises:
+        UserError: for a key without a value, and for more jobs than a sweep may have.
+    """
+    choices = []
+    for o in swept:
+        values = islice(o.sweep_string_iterator(), MOST_JOBS + 1) if o.is_sweep_override() else ()
+        choices.append([f"{o.get_key_element()}={v}" for v in values] if o.is_sweep_override() else [str(o.input_line)])
+        if not choices[-1]:
+            raise UserError(f"{o.input_line}: there is no such option; give values that the sweep is over")
+    if prod(map(len, choices)) > MOST_JOBS:
+        raise UserError(f"{' '.join(str(o.input_line) for o in swept)}: more than {MOST_JOBS:,} jobs; make several sweeps")
     return [list(job) for job in product(*choices)]
+
+
+def _options(key: str) -> list[str]:
+    """Return the options of a group of conf/, none where `key` is no group."""
+    loader = GlobalHydra.instance().config_loader()
+    return loader.get_group_options(key, results_filter=ObjectType.CONFIG) if OPTION.fullmatch(key) else []

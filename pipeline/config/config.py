@@ -1,5 +1,6 @@
 """The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -9,7 +10,7 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import PathText, StrictModel
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
@@ -42,7 +43,7 @@ MOVING = ("promote", "rollback", "all", "route", "monitor")
 class ModelConfig(StrictModel):
     """The checkpoint: a local Hugging Face directory or GGUF file, or `pkg://module/...` for one inside a Python package."""
 
-    path: str
+    path: PathText
 
     @property
     def label(self) -> str:
@@ -70,7 +71,7 @@ class CalibrationConfig(StrictModel):
     """Longer texts are cut, in tokens."""
     workloads: Annotated[list[Workload], Field(min_length=1)]
     """The generated texts are equal parts of these workloads, of a split that no evaluation draws from."""
-    jsonl: str | None = None
+    jsonl: PathText | None = None
 
     @property
     def file(self) -> Path | None:
@@ -99,8 +100,8 @@ class Config(StrictModel):
     signing: SigningConfig
     routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    workdir: str
-    bundle: str | None
+    workdir: PathText
+    bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
 
     @model_validator(mode="after")
@@ -137,4 +138,4 @@ class Config(StrictModel):
 
     @property
     def work(self) -> Path:
-        return Path(self.workdir).expanduser().resolve()
+        return Path(os.path.realpath(Path(self.workdir).expanduser()))  # of a link to itself, the link

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import PathText, StrictModel
 
 
 class _BackendConfig(StrictModel):
@@ -20,6 +20,11 @@ class _BackendConfig(StrictModel):
     def folder(self) -> str:
         """Folder of `stages/engines` with the backend's `backend.py`."""
         raise NotImplementedError
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of a sequence that its engines are made for; None where only the model limits them."""
+        return None
 
 
 class _ThreadedConfig(_BackendConfig):
@@ -82,6 +87,10 @@ class PlanConfig(GraphConfig):
     """Whether decode steps are captured once per shape and replayed."""
 
     @property
+    def context_limit(self) -> int:
+        return self.max_tokens
+
+    @property
     def folder(self) -> str:
         return "tensorrt"
 
@@ -126,7 +135,7 @@ class Speculation(StrictModel):
 
     decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
     max_draft_len: Annotated[int, Field(ge=1, le=64)]
-    speculative_model: str | None = None
+    speculative_model: PathText | None = None
     """The draft model's directory, where the type has one."""
 
     @model_validator(mode="after")
@@ -156,7 +165,7 @@ class TrtllmConfig(_BackendConfig):
     name: Literal["trtllm"]
     target: Literal["auto", "engine", "pytorch"]
     """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
-    python: str | None
+    python: PathText | None
     """The Python that has TensorRT-LLM: a path, or a command on PATH."""
     build_timeout_s: Annotated[int, Field(ge=1)]
     request_timeout_s: Annotated[int, Field(ge=1)]
@@ -193,6 +202,10 @@ class TrtllmConfig(_BackendConfig):
         return self
 
     @property
+    def context_limit(self) -> int:
+        return self.max_seq_len
+
+    @property
     def folder(self) -> str:
         return "trtllm"
 
@@ -201,7 +214,7 @@ class VllmConfig(_BackendConfig):
     """vLLM, in an interpreter of its own: the arguments of `vllm serve`, by their own names."""
 
     name: Literal["vllm"]
-    python: str | None
+    python: PathText | None
     """The Python that has vLLM: a path, or a command on PATH."""
     request_timeout_s: Annotated[int, Field(ge=1)]
     """Seconds that loading a model may take, and also each batch of requests."""
@@ -239,6 +252,10 @@ class VllmConfig(_BackendConfig):
         return self
 
     @property
+    def context_limit(self) -> int:
+        return self.max_model_len
+
+    @property
     def folder(self) -> str:
         return "vllm"
 
@@ -247,7 +264,7 @@ class SglangConfig(_BackendConfig):
     """SGLang, in an interpreter of its own: the arguments of its server, by their own names."""
 
     name: Literal["sglang"]
-    python: str | None
+    python: PathText | None
     """The Python that has SGLang: a path, or a command on PATH."""
     request_timeout_s: Annotated[int, Field(ge=1)]
     """Seconds that loading a model may take, and also each batch of requests."""
@@ -262,6 +279,10 @@ class SglangConfig(_BackendConfig):
     """Share of the memory for weights and cache."""
     attention_backend: str | None
     """Kernels of attention by the release's own name; null is its choice."""
+
+    @property
+    def context_limit(self) -> int:
+        return self.context_length
 
     @property
     def folder(self) -> str:
@@ -321,7 +342,7 @@ class OpenAIConfig(_BackendConfig):
         for name in ("baseline_url", "canary_url"):
             url = getattr(self, name)
             if url is not None and given.count(url) > 1:
-                raise ValueError(f"{name}={url}: is another one's url as well; each role has a server of its own")
+                raise ValueError(f"{name}={url}: is another one's url as well; give each role a server of its own")
         return self
 
     @property

@@ -1,13 +1,16 @@
 """Where a Hugging Face checkpoint is and what it holds, read from its JSON alone: no torch, no transformers."""
 
 import importlib.util
-import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVShape
+from pipeline.core.redaction import printable
+from pipeline.core.strict import Unreadable, parse_json, read_file
 from pipeline.core.windows import layer_windows
 
 ARCHITECTURES = {
@@ -21,6 +24,14 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported rotary embeddings. Their frequencies do not depend on the running length: a graph holds them as constants."""
 
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Kind of rotary scaling -> the numbers that it takes."""
+ROPE_TEXTS = ("rope_type", "type")
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -28,6 +39,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """Values that transformers takes for keys that config.json leaves out, by model_type; only those that are read here."""
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+"""Types of weights, by torch's names."""
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "mish")
+"""Activations of transformers that decoders use."""
+
+MOST_JSON_BYTES = 64 << 20
+"""Of a JSON file of a checkpoint; the largest tokenizer.json have about 35 MB."""
+MOST_LAYERS = 4096
+LARGEST = 1 << 30
+"""No model has as many layers, and no other size of one comes near this."""
 
 PACKAGED = "pkg://"
 """Begins the path of a checkpoint that ships inside a Python package."""
@@ -82,7 +105,7 @@ def locate_checkpoint(path: str) -> Path:
         MissingRequirement: when it is one of a model that conf/ names.
     """
     if not path.startswith(PACKAGED):
-        return Path(path).expanduser().resolve()
+        return Path(os.path.realpath(Path(path).expanduser()))  # of a link to itself, the link
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     try:
         spec = importlib.util.find_spec(module)
@@ -101,7 +124,7 @@ def checkpoint_label(path: str) -> str:
         return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    return Path(path).expanduser().resolve().name
+    return Path(os.path.realpath(Path(path).expanduser())).name
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
@@ -116,9 +139,10 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     _architecture(path, config)
     weight_files, index = _weight_files(path)
     tokenizer = _tokenizer_files(path)
-    generation = ("generation_config.json",) if (path / "generation_config.json").is_file() else ()
+    generation = ("generation_config.json",) if os.path.lexists(path / "generation_config.json") else ()
     other_files = ("config.json", *generation, *index, *tokenizer)
     for name in (*weight_files, *other_files):
+        _require_file(path, name)
         _refuse_escape(path, name)
     return describe_checkpoint(path, config, weight_files, other_files)
 
@@ -137,6 +161,7 @@ def describe_checkpoint(
     config = DEFAULTS[ARCHITECTURES[architecture]] | config
     rope_scaling = _rope_scaling(path, config)
     layers = _integer(path, config, "num_hidden_layers")
+    _check_numbers(path, config)
     windows = layer_windows(path, config, layers)
     q_heads = _integer(path, config, "num_attention_heads")
     hidden_size = _integer(path, config, "hidden_size")
@@ -155,7 +180,7 @@ def describe_checkpoint(
         q_heads=q_heads,
         vocab_size=_integer(path, config, "vocab_size"),
         mlp_columns=config.get("intermediate_size"),
-        max_positions=_integer(path, config, "max_position_embeddings"),
+        max_positions=_positions(path, config),
         rope_scaling=rope_scaling,
         weight_files=weight_files,
         other_files=other_files,
@@ -169,28 +194,30 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         UserError: when there is none.
     """
     try:
-        content = json.loads((path / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"model.path={path}: not a Hugging Face checkpoint, {name} is missing") from None
-    except (ValueError, RecursionError, OSError) as error:  # not UTF-8, not JSON, nested too deep, a directory
-        raise UserError(f"model.path={path}: {name} is not JSON ({error})") from None
+        content = parse_json(read_file(path / name, MOST_JSON_BYTES))
+    except Unreadable as error:
+        if not os.path.lexists(path / name):
+            raise UserError(
+                f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
+            ) from None
+        raise UserError(f"model.path={path}: {name} {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"model.path={path}: {name} must hold a JSON object")
+        raise UserError(f"model.path={path}: {name} must hold a JSON object; correct it")
     return content
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1:
-        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {classes}")
-    architecture = str(classes[0])
+        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {short(classes)}")
+    architecture = str(classes[0])[:100]
     if architecture not in ARCHITECTURES:
-        raise UserError(f"model.path={path}: {architecture} is not supported; use one of {', '.join(ARCHITECTURES)}")
+        raise UserError(f"model.path={path}: {short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers picks the class by model_type alone.
     if config.get("model_type") != ARCHITECTURES[architecture]:
         raise UserError(
             f"model.path={path}: config.json: model_type must be {ARCHITECTURES[architecture]} for {architecture}, "
-            f"got {config.get('model_type')}"
+            f"got {short(config.get('model_type'))}"
         )
     return architecture
 
@@ -199,9 +226,55 @@ def _integer(path: Path, config: dict[str, Any], key: str, default: int | None =
     value = config.get(key)
     if value is None and default is not None:
         return default
+    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
     if type(value) is not int or value < 1:
-        raise UserError(f"model.path={path}: config.json: {key} must be a positive integer, got {value}")
+        raise UserError(f"model.path={path}: config.json: {key} must be a positive integer, got {short(value)}")
+    if value > most:
+        raise UserError(f"model.path={path}: config.json: {key} must be at most {most:,}, got {short(value)}")
     return value
+
+
+def _positions(path: Path, config: dict[str, Any]) -> int:
+    """Return the longest sequence: scaled where the length before scaling is given, as Qwen gives YaRN's."""
+    given = _integer(path, config, "max_position_embeddings")
+    scaling = config.get("rope_scaling") or {}
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    return max(given, int(original * factor)) if original and factor else given
+
+
+def _check_numbers(path: Path, config: dict[str, Any]) -> None:
+    """Check what the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"model.path={path}: config.json: hidden_act={short(activation)} is not supported; use one of "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = config.get(key)
+        if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise UserError(f"model.path={path}: config.json: {key} must be a positive number, got {short(value)}")
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        if key in config and type(config[key]) is not bool:
+            raise UserError(f"model.path={path}: config.json: {key} must be true or false, got {short(config[key])}")
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in (None, "auto", *DTYPES):
+            raise UserError(
+                f"model.path={path}: config.json: {key} must be one of {', '.join(DTYPES)}, got {short(config[key])}"
+            )
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(number) is int and -1 <= number < LARGEST for number in numbers):
+            raise UserError(f"model.path={path}: config.json: {key} must be a token's number, got {short(value)}")
+
+
+def short(value: object) -> str:
+    """Return a value of a file as a message shows it: in one line that is not long."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of many digits"
+    text = printable(str(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
@@ -212,13 +285,20 @@ def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
         )
     scaling = config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
-        raise UserError(f"model.path={path}: config.json: rope_scaling must be an object or null, got {scaling}")
+        raise UserError(f"model.path={path}: config.json: rope_scaling must be an object or null, got {short(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise UserError(
-            f"model.path={path}: config.json: rope_scaling.rope_type={kind} is not supported, its frequencies may depend on "
-            f"the running length; use one of {', '.join(ROPE_TYPES)}"
+            f"model.path={path}: config.json: rope_scaling.rope_type={short(kind)} is not supported, its frequencies may "
+            f"depend on the running length; use one of {', '.join(ROPE_TYPES)}"
         )
+    for key, value in scaling.items():
+        number = value is None or type(value) is bool or (type(value) in (int, float) and 0 <= value < math.inf)
+        if key not in ROPE_TEXTS and not number:
+            raise UserError(f"model.path={path}: config.json: rope_scaling.{short(key)} must be a number, got {short(value)}")
+    missing = [key for key in ROPE_NEEDS.get(kind, ()) if not scaling.get(key)]
+    if missing:
+        raise UserError(f"model.path={path}: config.json: rope_scaling.{missing[0]} is missing, which {kind} needs; add it")
     return None if kind == "default" else str(kind)
 
 
@@ -247,7 +327,9 @@ def refuse_sliding_layers(info: CheckpointInfo, reason: str) -> None:
 
 
 def _tokenizer_files(path: Path) -> tuple[str, ...]:
-    names = tuple(name for name in TOKENIZER_FILES if (path / name).is_file())
+    names = tuple(name for name in TOKENIZER_FILES if os.path.lexists(path / name))
+    for name in names:
+        _require_file(path, name)
     if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
         return names
     if "tokenizer.model" in names:
@@ -263,26 +345,37 @@ def _tokenizer_files(path: Path) -> tuple[str, ...]:
 
 def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the safetensors files that transformers would load, and the index where there is one."""
-    if (path / SINGLE).is_file():
+    if os.path.lexists(path / SINGLE):
+        _require_file(path, SINGLE)
         return (SINGLE,), ()
-    if not (path / INDEX).is_file():
+    if not os.path.lexists(path / INDEX):
         pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
         if pickles:
             raise UserError(
                 f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
                 "save as safetensors with model.save_pretrained"
             )
-        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing")
+        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing; download it")
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"model.path={path}: {INDEX} has no weight_map")
+        raise UserError(f"model.path={path}: {INDEX} has no weight_map; give the index that was saved with the weights")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"model.path={path}: {INDEX} names {name!r}, which is not a safetensors file beside it")
-        if not (path / name).is_file():
-            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing")
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
+            raise UserError(
+                f"model.path={path}: {INDEX} names {short(name)}, which is not a safetensors file beside "
+                "it; download the index again"
+            )
+        if not os.path.lexists(path / name):
+            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing; download it")
+        _require_file(path, name)
     return tuple(names), (INDEX,)
+
+
+def _require_file(path: Path, name: str) -> None:
+    """Refuse what is no file, or a link to none: a pipe would be waited for."""
+    if not (path / name).is_file():
+        raise UserError(f"model.path={path}: {name} is no file, or a link to none; put the file there")
 
 
 def _refuse_escape(path: Path, name: str) -> None:

@@ -1,21 +1,26 @@
-"""Holds the headers of a checkpoint's safetensors against its config.json, both ways: no weight is read, nothing is guessed.
+"""Holds a checkpoint's safetensors and tokenizer against its config.json, both ways: from headers, nothing is guessed.
 
 transformers fills in what is missing with random numbers, and leaves out what the configuration does not name: a file of four
 layers under `num_hidden_layers: 3` is another model than its author's.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.core.checkpoint import ARCHITECTURES, INDEX, CheckpointInfo, read_json
+from pipeline.core.checkpoint import ARCHITECTURES, INDEX, MOST_JSON_BYTES, CheckpointInfo, read_json, short
 from pipeline.core.errors import UserError
+from pipeline.core.redaction import printable
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights; quantized checkpoints are refused by their configuration."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format has it."""
 
 Shape = tuple[int, ...]
 
@@ -38,7 +43,7 @@ def check_weights(info: CheckpointInfo) -> None:
                 continue
             if name not in expected:
                 raise UserError(
-                    f"model.path={info.path}: {file} holds {name}, which config.json has no place for "
+                    f"model.path={info.path}: {file} holds {printable(name[:200])}, which config.json has no place for "
                     f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
                 )
             if shape != expected[name]:
@@ -88,6 +93,81 @@ def expected_tensors(info: CheckpointInfo, config: dict[str, Any]) -> Iterator[t
         yield "lm_head.weight", (info.vocab_size, hidden)
 
 
+def check_tokenizer(info: CheckpointInfo) -> None:
+    """Refuse files of a tokenizer that its library would fail on, later and in its own words.
+
+    Raises:
+        UserError: naming the file, what is wrong in it, and what to do.
+    """
+    content: dict[str, dict[str, Any]] = {}
+    for name in info.other_files:
+        if name.endswith(".json"):
+            content[name] = read_json(info.path, name)
+        elif (info.path / name).stat().st_size > MOST_JSON_BYTES:
+            raise UserError(f"model.path={info.path}: {name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
+    problem = None
+    if "tokenizer.json" in content:
+        problem = _vocabulary_problem(content["tokenizer.json"], info.vocab_size)
+    if problem is not None:
+        raise UserError(f"model.path={info.path}: tokenizer.json: {problem}; give the checkpoint its own tokenizer")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            token = content.get(name, {}).get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(token, str):
+                raise UserError(f"model.path={info.path}: {name}: {key} must be a text, got {short(token)}")
+    _check_templates(info, content)
+
+
+def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | None:
+    """Describe what of a tokenizer.json cannot be used; None when all can."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
+    if not isinstance(model, dict):
+        return "model must be an object"
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        wrong = next((number for number in vocabulary.values() if type(number) is not int or number < 0), None)
+        if wrong is not None:
+            return f"model.vocab must number tokens from 0, got {short(wrong)}"
+        largest = max(vocabulary.values(), default=-1)
+        if not 0 <= largest < vocab_size:
+            return f"its largest token is {largest}, the model's vocab_size is {vocab_size}"
+    elif not (model.get("type") == "Unigram" and isinstance(vocabulary, list) and 0 < len(vocabulary) <= vocab_size):
+        return f"model.vocab must be the tokens with their numbers, got {short(vocabulary)}"
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
+    ):
+        return "added_tokens must be a list of tokens, each with id and content"
+    return None
+
+
+def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -> None:
+    """Refuse a chat template that is no text, or no template."""
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        given = content.get(name, {}).get("chat_template")
+        listed = given if isinstance(given, list) else [] if given is None else [{"template": given}]
+        for entry in listed:
+            template = entry.get("template") if isinstance(entry, dict) else None
+            if not isinstance(template, str):
+                raise UserError(f"model.path={info.path}: {name}: chat_template must be a text, got {short(given)}")
+            problem = _template_problem(template)
+            if problem is not None:
+                raise UserError(f"model.path={info.path}: {name}: chat_template is no template ({problem}); correct it")
+
+
+def _template_problem(template: str) -> str | None:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if re.search(r"\{%-?\s*generation", template):  # a tag of transformers' own, for training
+        return None
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except (TemplateSyntaxError, RecursionError) as error:
+        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return None
+
+
 def _is_computed(name: str) -> bool:
     """Whether transformers makes a tensor that the model has no place for: rotary frequencies, a tied output matrix."""
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
@@ -96,12 +176,16 @@ def _is_computed(name: str) -> bool:
 def _size(info: CheckpointInfo, config: dict[str, object], key: str) -> int:
     value = config.get(key)
     if type(value) is not int or value < 1:
-        raise UserError(f"model.path={info.path}: config.json: {key} must be a positive integer, got {value}")
+        raise UserError(f"model.path={info.path}: config.json: {key} must be a positive integer, got {short(value)}")
     return value
 
 
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
     try:
+        with (path / file).open("rb") as stream:  # the library maps the whole file before it looks at the header
+            length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(MOST_HEADER_BYTES, (path / file).stat().st_size - 8):
+            raise SafetensorError(f"its header should have {length:,} bytes")
         with safe_open(path / file, framework="numpy") as content:
             for name in content.keys():  # noqa: SIM118  (not a mapping)
                 part = content.get_slice(name)

@@ -1,5 +1,9 @@
 """Errors that a person or CI can act on, and their exit codes. Any other exception is a defect of kvgate: exit code 1."""
 
+import errno
+
+from pipeline.core.redaction import redact_text
+
 
 class UserError(ValueError):
     """Bad input. The message has one line for each problem, which names the key, the value and the fix."""
@@ -24,6 +28,61 @@ SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
 REFUSALS = tuple(EXIT_CODES)
 
 
+OF_THE_MACHINE = (OSError, MemoryError)
+"""Exceptions of Python's own that a machine causes: it lacks room, a permission, memory."""
+OF_INPUT = (RecursionError, UnicodeError)
+"""Those that input causes: nested too deep for a parser, or no text."""
+STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
+"""Libraries whose exceptions say what is wrong with the tracking store."""
+
+OS_FIXES = {
+    errno.ENOSPC: "free some room there, or give another workdir",
+    errno.EDQUOT: "free some room there, or give another workdir",
+    errno.EFBIG: "free some room there, or give another workdir",
+    errno.EACCES: "give this user the permission, or another path",
+    errno.EPERM: "give this user the permission, or another path",
+    errno.EROFS: "give a path that can be written to",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EIO: "the disk failed; give a path on another one",
+    errno.ENOTDIR: "move away what lies there, or give another path",
+    errno.EISDIR: "move away what lies there, or give another path",
+}
+"""What to do, by the number of an OSError."""
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that `error` ends."""
-    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), DEFECT)
+    known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
+    if known is not None:
+        return known
+    if isinstance(error, OF_INPUT):
+        return EXIT_CODES[UserError]
+    if isinstance(error, OF_THE_MACHINE) or _is_of_a_store(error):
+        return EXIT_CODES[MissingRequirement]
+    return DEFECT
+
+
+def describe(error: BaseException) -> str:
+    """Return what a person is told of the exception that ends a process: a line for each problem, without secrets."""
+    if isinstance(error, REFUSALS):
+        return str(error)
+    detail = " ".join(redact_text(str(error)).split())[:500]
+    text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
+    hint = "KVGATE_DEBUG=1 shows where"
+    if isinstance(error, OSError) and not _is_of_a_store(error):
+        place = f"{error.filename}: " if error.filename is not None else ""
+        fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
+        return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
+    if isinstance(error, MemoryError):
+        return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
+    if isinstance(error, OF_INPUT):
+        return f"an input is nested too deep, or is no text ({text}); correct it; {hint}"
+    if _is_of_a_store(error):
+        return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
+    return f"a defect of kvgate ({text}); {hint}: please report it"
+
+
+def _is_of_a_store(error: BaseException) -> bool:
+    return any(kind.__module__.partition(".")[0] in STORES for kind in type(error).__mro__)

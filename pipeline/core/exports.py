@@ -3,7 +3,6 @@
 The quantize stage skips an export that would lie; a backend that is built from an export refuses such a policy up front.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,10 @@ from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from pipeline.core.strict import Unreadable, parse_json, read_file
+
+MOST_BYTES = 64 << 20
+"""Of such a file."""
 
 KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
 UNIFIED_HF_KV = ("FP8",)
@@ -100,11 +103,9 @@ def read_layer_algorithms(path: Path, key: str) -> KVPolicy:
         UserError: The file is not such a configuration, or declares what kvgate has no format for.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}={path}: cannot be read as JSON ({type(error).__name__}); give ModelOpt's hf_quant_config.json"
-        ) from error
+        content = parse_json(read_file(path, MOST_BYTES))
+    except Unreadable as error:
+        raise UserError(f"{key}={path}: cannot be read as JSON: {error}; ModelOpt writes it as hf_quant_config.json") from None
     parts = content if isinstance(content, dict) else {}
     declared = next(
         (part for name in ("quantization", "quantization_config") if isinstance(part := parts.get(name), dict)), parts

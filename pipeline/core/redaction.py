@@ -59,6 +59,11 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     return _SHAPES.sub(MASK, text)
 
 
+def printable(text: str) -> str:
+    """Return one line of text with `?` for what a terminal would act on or cannot encode: it may quote a file."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def holds_secret(value: str) -> bool:
     """Return whether a value, as it is or percent-decoded, is one that `redact_text` would not leave as it is."""
     decoded = unquote(value)

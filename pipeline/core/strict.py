@@ -1,9 +1,78 @@
-"""The base of every record that users write or bundles carry: strict, frozen, no unknown keys, no NaN."""
+"""What users write and bundles carry, read strictly: records without unknown keys or NaN, and files that are only files."""
 
-from pydantic import BaseModel, ConfigDict
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
 
 class StrictModel(BaseModel):
     """Nothing is coerced; pydantic's own error texts do not repeat values, which may be secrets."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _is_a_path(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("no_path", "is empty; give a path, or leave the key out")
+    if not text.isprintable():
+        raise PydanticCustomError("no_path", "holds characters that no path should have; give another path")
+    try:
+        Path(text).expanduser()
+    except RuntimeError:  # ~name of a user who is not here
+        raise PydanticCustomError("no_path", "begins with a user who is not known here; give the whole path") from None
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_is_a_path)]
+"""A path as users write it."""
+
+
+class Unreadable(ValueError):
+    """A file that is not what was asked for. The message says what it is and what to do; it does not name the file."""
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
+
+    Raises:
+        Unreadable: when it is missing, no file, too large, or may not be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            about = os.fstat(stream.fileno())
+            if stat.S_ISDIR(about.st_mode):
+                raise Unreadable("is a directory; give a file")
+            if not stat.S_ISREG(about.st_mode):
+                raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
+            if about.st_size > most_bytes:
+                raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
+            return stream.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise Unreadable("no such file; give one that exists") from None
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value of a JSON file of the user's.
+
+    Raises:
+        Unreadable: when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
+    """
+    try:
+        value = json.loads(content.decode("utf-8"))
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+    except UnicodeEncodeError:
+        raise Unreadable("holds half of a surrogate pair, which is no text; correct it") from None
+    except UnicodeDecodeError:
+        raise Unreadable("is not UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise Unreadable("is nested too deep; correct it") from None
+    except ValueError as error:  # not JSON, or an integer of thousands of digits
+        raise Unreadable(f"is not JSON ({error}); correct it") from None
+    return value

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import PathText, StrictModel
 
 Workload = Literal[
     "prose",
@@ -98,7 +98,7 @@ class SpeculationConfig(StrictModel):
     """Most tokens that prompt lookup proposes for a pass of the target; 0 leaves it out."""
     ngram: Annotated[int, Field(ge=1, le=64)] = 3
     """Most of the last tokens that prompt lookup searches for in the text so far."""
-    draft: str | None = None
+    draft: PathText | None = None
     """Directory of a small checkpoint with the same tokenizer, which proposes its greedy continuation; None for none."""
     draft_tokens: Annotated[int, Field(ge=1, le=1024)] = 5
     """Most tokens that the checkpoint proposes for a pass of the target."""
@@ -122,7 +122,7 @@ class WorkloadsConfig(StrictModel):
 
     samples: dict[Workload, Count]
     """Samples of each built-in workload; 0 or absent leaves it out."""
-    jsonl: str | None
+    jsonl: PathText | None
     """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
     bfcl: BfclConfig | None = None
     """Samples of BFCL beside them; None asks none."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import UserError
+from pipeline.core.redaction import printable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -169,14 +170,15 @@ def read_header(path: Path) -> Header:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _read(path, _Cursor(data), len(data))
     except _Unreadable as error:
-        raise _error(path, str(error)) from None
+        problem = str(error)
+        raise _error(path, problem if ";" in problem else f"{problem}; download it again, or convert the model again") from None
     except OSError as error:
-        raise _error(path, f"cannot be read ({error.strerror})") from None
+        raise _error(path, f"cannot be read ({error.strerror}); give a file that can be") from None
 
 
 def _error(path: Path, problem: str) -> UserError:
     """The problem may quote the file, which could hold line breaks and what moves a terminal's cursor."""
-    return UserError(f"model.path={path}: " + "".join(c if c.isprintable() else "?" for c in problem))
+    return UserError(f"model.path={path}: {printable(problem)}")
 
 
 def _read(path: Path, cursor: _Cursor, size: int) -> Header:

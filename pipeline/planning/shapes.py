@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, CheckpointInfo, read_json
+from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo, read_json, short
 from pipeline.core.checkpoint_weights import Shape, expected_tensors
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
@@ -114,7 +114,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         config = nested  # of a model that also takes pictures or sound: its decoder
     for key, reason in OTHER_CACHES.items():
         if config.get(key):
-            raise UserError(f"model.path={path}: config.json: {key}={_short(config[key])}: {reason}; its cache is not counted")
+            raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
     kind = str(config.get("model_type"))
     notes: list[str] = []
     known = kind in DEFAULTS
@@ -174,11 +174,7 @@ def _size(path: Path, config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if value is None:
         raise UserError(f"model.path={path}: config.json has no {key}; a capacity needs {NEEDED}: add it")
-    if type(value) is not int or not 0 < value <= LARGEST:
-        raise UserError(f"model.path={path}: config.json: {key} must be an integer from 1 to {LARGEST:,}, got {_short(value)}")
+    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+    if type(value) is not int or not 0 < value <= most:
+        raise UserError(f"model.path={path}: config.json: {key} must be an integer from 1 to {most:,}, got {short(value)}")
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

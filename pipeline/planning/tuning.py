@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import PathText, StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.verdict.record import Number, Record
 
@@ -41,7 +41,7 @@ class TuneConfig(StrictModel):
     """Longer texts are cut, in tokens."""
     points: Annotated[int, Field(ge=0, le=100)]
     """Budgets between the uniform policies' KL, for the Pareto front."""
-    modelopt: str | None
+    modelopt: PathText | None
     """A configuration of ModelOpt's with `kv_cache_quantized_layers`, to measure beside what is found."""
 
     @model_validator(mode="after")

@@ -63,7 +63,9 @@ class CapacityConfig(StrictModel):
                 f"shared_prefix_tokens={self.shared_prefix_tokens} must be less than the shortest of contexts, {shortest}"
             )
         if self.new_tokens > longest:
-            raise ValueError(f"new_tokens={self.new_tokens} is a part of a context, and the longest has {longest} tokens")
+            raise ValueError(
+                f"new_tokens={self.new_tokens} is a part of a context, and the longest has {longest} tokens; lower it"
+            )
         return self
 
     @property

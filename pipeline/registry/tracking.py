@@ -25,7 +25,7 @@ class Tracking(StrictModel):
     """MLflow tracking and registry."""
 
     enabled: bool = True
-    uri: str | None = None
+    uri: Annotated[str, Field(min_length=1)] | None = None
     """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
     experiment: Annotated[str, Field(min_length=1, max_length=200)] = "kvgate"
     model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/:]+$")] | None = None

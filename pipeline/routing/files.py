@@ -7,12 +7,14 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.core.errors import UserError
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import StrictModel, Unreadable, read_file
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 from pipeline.trust.files import first_line, read_yaml, validated
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
+MOST_BYTES = 16 << 20
+"""Of either file."""
 ALIAS_ENDINGS = ("-previous", "-fallback")
 """Of a route's other aliases: no class may end like one."""
 
@@ -128,10 +130,12 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     """Read the snapshot. Raises UserError with its first problem, also for one that is not of now."""
     where = f"monitor.snapshot={monitor.snapshot}"
     try:
-        content = monitor.path.read_text(encoding="utf-8")
+        content = read_file(monitor.path, MOST_BYTES).decode("utf-8")
         json.loads(content, object_pairs_hook=_without_duplicates)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({first_line(error)})") from None
+    except Unreadable as error:
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
     snapshot = validated(Snapshot, content, where)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())

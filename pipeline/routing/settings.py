@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import PathText, StrictModel
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -13,9 +13,9 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 class RoutingConfig(StrictModel):
     """What stage=route does: one of the two."""
 
-    file: str | None
+    file: PathText | None
     """The routing file: class of work -> policy and fallback."""
-    rollback: str | None
+    rollback: Annotated[str, Field(min_length=1)] | None
     """A class whose route goes back to the one before."""
 
     @property
@@ -27,7 +27,7 @@ class RoutingConfig(StrictModel):
 class MonitorConfig(StrictModel):
     """The snapshot of stage=monitor, and the limits that break a monitor."""
 
-    snapshot: str | None
+    snapshot: PathText | None
     alpha: Annotated[float, Field(gt=0, le=0.05)]
     """One-sided error of each monitor in one snapshot."""
     min_within_limit: Share

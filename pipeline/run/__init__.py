@@ -1,1 +1,1 @@
-"""What a command does: the chain of artifacts, the stages, the tables at the end."""
+"""What a command does: the chain of artifacts, the stages."""

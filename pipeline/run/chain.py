@@ -19,8 +19,9 @@ from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
-from pipeline.run import console, loading
+from pipeline.run import loading
 from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
+from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows

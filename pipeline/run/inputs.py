@@ -1,28 +1,45 @@
 """The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.store import check_store
+from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
-from pipeline.core.checkpoint_weights import check_weights
+from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import Sample
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
+from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.run.loading import evaluation, open_loader, required_libraries
+from pipeline.run.loading import calibration, evaluation, open_loader, required_libraries
 from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
 """Stages that work on what other commands left."""
+
+TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor")
+"""Stages that open the tracking store."""
+
+MOST_TEXT_BYTES = 1 << 30
+"""Of a file of samples or texts."""
+
+GENERATED_TOKENS = 8192
+"""No generated sample has as many."""
+
+ON_THIS_MACHINE = ("onnxruntime", "torch")
+"""Backends whose caches lie in this machine's memory, unless it has a GPU."""
 
 PLANNING = ("capacity", "recommend")
 """Stages that read a model's shapes alone."""
@@ -36,15 +53,16 @@ def check_inputs(config: Config) -> None:
             does not fit the model or the backend.
         MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
     """
-    if config.work.exists() and not config.work.is_dir():
-        raise UserError(f"workdir={config.workdir}: is not a directory; give one, or a path that does not exist yet")
     load_keys(config.signing)
     read_policy(config.promote)
-    if config.stage != "verify":
+    if config.stage != "verify":  # every other stage writes to it
+        check_workdir(config.work, config.workdir)
         check_store(config.work / "artifacts")
-        summary.load(config.work)  # every other stage writes to it; a file that it cannot write to is refused before the work
+        summary.load(config.work)
+    if config.tracking.enabled and config.stage in TRACKED:
+        locate(config.tracking, config.work, config.model.label)
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
-        raise UserError(f"bundle={config.bundle}: no such directory")
+        raise UserError(f"bundle={config.bundle}: no such directory; give the one of an engine, or of its evidence")
     if config.stage == "route" and config.routing.file is not None:
         read_routing_file(config.routing)
     if config.stage == "monitor":
@@ -58,31 +76,82 @@ def check_inputs(config: Config) -> None:
     config.kv.check_shape(checkpoint.shape)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
+    if config.stage in ("evaluate", "all"):
+        _check_load(config, checkpoint)
+    if config.stage != "tune":
+        sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
+        check_room(config.work, config.workdir, sum(sizes) or checkpoint.path.stat().st_size)
     with required_libraries():
-        _check_questions(config)
+        samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
+            evaluation().check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
 
 
-def _check_questions(config: Config) -> None:
-    """Check the files and options of what is calibrated on and asked."""
+def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
+    """Return the most tokens of a sequence, and what limits it."""
+    own = config.backend.context_limit
+    if own is not None and own < checkpoint.max_positions:
+        return own, f"backend={config.backend.name} is configured for {own:,}"
+    return checkpoint.max_positions, f"the model was made for {checkpoint.max_positions:,}"
+
+
+def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
+    """Refuse a load that is longer than the model's context, or larger than this machine."""
+    load, (limit, limited) = config.workloads.load, _context(config, checkpoint)
+    tokens = load.context_tokens + load.warmup_steps + load.new_tokens
+    if tokens > limit:
+        raise UserError(
+            f"workloads.load.context_tokens={load.context_tokens}: with warmup_steps and new_tokens a sequence has {tokens:,} "
+            f"tokens, {limited}: {tokens - limit:,} too many; lower it"
+        )
+    if config.backend.name in ON_THIS_MACHINE:
+        sequence = max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
+        check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", load.batch * sequence)
+
+
+def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
+    """Check the files and options of what is calibrated on and asked.
+
+    Returns:
+        The samples; none where they are generated and no model that is long enough could find them too long.
+    """
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
-        if path is not None and not path.is_file():
-            raise UserError(f"{key}={path}: no such file")
+        if path is not None:
+            check_file(path, key)
+    if config.calibration.file is not None:
+        calibration().texts_from_file(config.calibration.file, config.calibration.samples)
     speculation = config.workloads.speculation
     if speculation is not None and isinstance(config.backend, OpenAIConfig):
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    if config.workloads.file is not None or config.workloads.bfcl is not None or config.gates.margins:
-        samples = evaluation().load_samples(config.workloads)
-        config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    given = config.workloads.file is not None or config.workloads.bfcl is not None
+    if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+        return []
+    samples = evaluation().load_samples(config.workloads)
+    config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    return samples
+
+
+def check_file(path: Path, key: str) -> None:
+    """Refuse what is no regular file that can be read: a pipe would be waited for."""
+    if not os.path.lexists(path):
+        raise UserError(f"{key}={path}: no such file; give one that exists")
+    if not path.is_file():
+        raise UserError(f"{key}={path}: is no file, or a link to none; give a file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{key}={path}: may not be read by this user; give a file that may")
+    if path.stat().st_size > MOST_TEXT_BYTES:
+        raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
 def _inspect_model(path: Path) -> CheckpointInfo:
     if not path.is_file():
         info = inspect_checkpoint(path)
         check_weights(info)
+        check_tokenizer(info)
         return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
@@ -102,7 +171,9 @@ def check_draft(path: str, target: Path) -> None:
         draft = locate_checkpoint(path)
         if draft.is_file():
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
-        check_weights(inspect_checkpoint(draft))
+        drafter = inspect_checkpoint(draft)
+        check_weights(drafter)
+        check_tokenizer(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")

@@ -51,6 +51,10 @@ class Calibration(Protocol):
         """Write the texts that static scales are measured on."""
         ...
 
+    def texts_from_file(self, path: Path, samples: int) -> list[str]:
+        """Return the texts of a user's file."""
+        ...
+
 
 class Quantization(Protocol):
     """`stages.quantize.run`, which imports ModelOpt."""
@@ -136,6 +140,12 @@ class Evaluation(Protocol):
 
     def load_samples(self, config: WorkloadsConfig) -> list[Sample]:
         """Return the samples that the configuration asks for."""
+        ...
+
+    def check_lengths(
+        self, samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str
+    ) -> None:
+        """Refuse samples that are longer than a sequence may be."""
         ...
 
     def open_tokenizer(self, bundle: Path) -> Any:

@@ -25,12 +25,12 @@ from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry.promotion import ORACLE
 from pipeline.registry.tracking import locate
-from pipeline.run import console
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import Evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay_record
+from pipeline.terminal import console
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 

@@ -6,121 +6,33 @@ on what earlier commands left.
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
-from pipeline.core.errors import (
-    DEFECT,
-    EXIT_CODES,
-    INTERRUPTED,
-    REFUSALS,
-    GateRefusal,
-    MissingRequirement,
-    UserError,
-    exit_code,
-)
-from pipeline.core.redaction import redact_text
-from pipeline.registry import promotion, summary
-from pipeline.registry.proof import PASS, Finding, Replay, ReplayedEvidence
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
+from pipeline.registry import summary
+from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
-from pipeline.routing import stages as routes
-from pipeline.routing.engines import Engines
-from pipeline.run import console, planning, tables
-from pipeline.run.chain import Chain
-from pipeline.run.evidence import Evidence, find_evidence, read_evidence, registered_candidate, registered_engine
+from pipeline.run import planning
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.inputs import WITHOUT_CHECKPOINT
-from pipeline.run.loading import open_backend, plots, required_libraries
+from pipeline.run.job import Run
+from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
 from pipeline.run.tuning import tune
-from pipeline.run.verify import decoded_again, replay, replay_candidate
-from pipeline.trust.binding import read_policy, settle, standing_policy
-from pipeline.trust.keys import Keys, load_keys
-from pipeline.trust.movelog import MoveLog
-from pipeline.trust.policy import GatePolicy, kept
-from pipeline.verdict.gates import Decide, decide
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Verdict
+from pipeline.terminal import console, tables
+from pipeline.terminal.tables import REPORT
+from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
-if TYPE_CHECKING:
-    from pipeline.registry.mlflow_store import MlflowStore
-
 GATE_EXIT = EXIT_CODES[GateRefusal]
-
-OPENED_IN_SECONDS = ("onnxruntime", "torch")
-"""Backends of which a promotion opens engines."""
-
-REPORT = "report.txt"
-"""In the work directory: the tables of the last sweep or promotion."""
-
-
-@dataclass
-class Run:
-    """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
-
-    config: Config
-    chain: Chain
-    sweep: str
-    sweeping: bool
-    label: str
-    """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
-
-    def registry(self) -> "MlflowStore":
-        """Open the registry. Raises UserError when tracking is off."""
-        store = open_store(self.config.tracking, self.config.work, self.config.model.label)
-        if store is None:
-            raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        return store
-
-    def log(self, store: "MlflowStore") -> MoveLog:
-        """Return the log of moves of the registered model."""
-        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=_warn)
-
-    @cached_property
-    def keys(self) -> Keys:
-        """The key that signs, and those that are trusted."""
-        return load_keys(self.config.signing)
-
-    @property
-    def trusted(self) -> list[Keys]:
-        """Sets of keys, of each of which one must have signed what is promoted or verified."""
-        return [self.keys] if self.keys.trusted else []
-
-    def replay_under(self, policy: GatePolicy | None) -> Replay:
-        """Return what replays a candidate's evidence, and checks who signed it where that matters."""
-        signers = policy.keys() if policy is not None else None
-        trusted = [*self.trusted, *([signers] if signers is not None else [])]
-        return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
-
-    def decode_again(self, evidence: Evidence) -> list[Finding]:
-        """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
-        backend = self.config.backend
-        if backend.name != evidence.identity.backend or backend.name not in OPENED_IN_SECONDS:
-            return []
-        try:
-            return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
-        except MissingRequirement as error:
-            _warn(f"no sample was decoded again: {error}")
-            return []
-
-    def decide_under(self, policy: GatePolicy | None) -> Decide:
-        """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
-        return kept(policy, self.config.gates, self.decide)
-
-    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        """Decide by the gates of this command."""
-        return decide(report, rows, self.config.gates)
 
 
 def quantize(run: Run) -> None:
@@ -193,141 +105,11 @@ def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
         ]
 
 
-def promote(run: Run) -> None:
-    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name.
-
-    Raises:
-        GateRefusal: when the sweep did not finish, none passed, or the best one's evidence does not hold.
-        MissingRequirement: when a library that the replay of the evidence takes is not installed.
-        UserError: when there are no candidates of the configured model, or the work directory cannot be written.
-    """
-    last = summary.load(run.config.work, run.config.promote.sweep)
-    if last.unfinished is not None and run.config.promote.name is None:
-        raise GateRefusal(
-            f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed with promote.name=NAME"
-        )
-    _promote(run, last)
-
-
-def _promote(run: Run, last: summary.Summary) -> None:
-    config, model = run.config, run.config.model.label
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
-        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    summary.check_writable(config.work, REPORT)
-    store = run.registry()
-    find = partial(registered_candidate, config.work / "artifacts")
-    log = run.log(store)
-    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
-    decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
-    candidates = promotion.judged_again(listed, store.registered(), find, decide_again, model, config.promote.name)
-    with TemporaryDirectory() as scratch:
-        with required_libraries():
-            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
-        with _told(move):
-            summary.conclude(config.work, move.champion, last.sweep)
-            best = next(candidate for candidate in candidates if candidate.name == move.champion)
-            assert best.registration is not None, "a promotion takes a registered candidate"
-            store.attach(best.registration.run_id, [plot])
-            with console.written_to(config.work / REPORT):
-                tables.print_occasion()
-                tables.print_promotion(candidates, move)
-                tables.print_baseline_accuracy(candidates)
-            tables.print_mlflow(store.location, store.experiment_id, candidates)
-
-
-@contextmanager
-def _told(move: promotion.Move) -> Iterator[None]:
-    """Say what went wrong in the block, which only tells of a move: it is decided, and no failure takes it back."""
-    try:
-        yield
-    except Exception as error:
-        detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        console.err.print(f"pipeline: warning: {move.message}; what follows it failed: {detail}", soft_wrap=True, markup=False)
-
-
-def rollback(run: Run) -> None:
-    """Bring the previous champion back.
-
-    Raises:
-        UserError: when there is none.
-    """
-    summary.check_writable(run.config.work)
-    move = promotion.rollback(run.log(run.registry()))
-    with _told(move):
-        summary.conclude(run.config.work, move.champion)
-    console.out.print(move.message)
-
-
-def route(run: Run) -> None:
-    """Give classes of work the engines of a routing file, or one class the engine before."""
-    if run.config.routing.rollback is not None:
-        routes.roll_back(_engines(run), run.config.routing.rollback, _say)
-    else:
-        routes.route(_engines(run), run.config.routing, _say)
-
-
-def monitor(run: Run) -> None:
-    """Move routes as a snapshot of the fleet asks. Raises GateRefusal when a monitor broke."""
-    routes.monitor(_engines(run), run.config.monitor, _say)
-
-
-def _engines(run: Run) -> Engines:
-    find = partial(registered_engine, run.config.work / "artifacts")
-    store = run.registry()
-    log = run.log(store)
-    log.repair()
-
-    @cache
-    def policy() -> GatePolicy | None:  # the way back of a broken engine must not wait for it
-        return standing_policy(log, log.read())
-
-    def replay_again(candidate: Candidate) -> ReplayedEvidence:
-        return run.replay_under(policy())(candidate)
-
-    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        return run.decide_under(policy())(report, rows)
-
-    return Engines(store, log, find, replay_again, decide_again)
-
-
-def _warn(line: str) -> None:
-    console.err.print(f"pipeline: {line}", soft_wrap=True, markup=False)
-
-
-def _say(line: str) -> None:
-    console.out.print(line, soft_wrap=True, markup=False)
-
-
-def verify(run: Run) -> None:
-    """Replay the evidence of an engine, offline and read-only.
-
-    Raises:
-        GateRefusal: when something differs.
-        MissingRequirement: when nothing differs, but something is missing.
-    """
-    directory = Path(str(run.config.bundle))
-    replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
-    for evidence, findings in replays:
-        tables.print_findings(evidence, findings)
-    names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
-    for _, findings in replays:
-        for finding in findings:
-            names[finding.status].append(finding.name)
-    if names["differs"]:
-        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(names['differs'])}")
-    if names["missing"]:
-        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
-
-
 def evaluate_and_promote(run: Run) -> None:
     """Evaluate, and promote what passed. Jobs of a sweep only register: else the last to finish would win."""
     evaluate(run)
     if not run.sweeping and run.config.tracking.enabled:
-        _promote(run, summary.load(run.config.work, run.sweep))
+        promote_from(run, summary.load(run.config.work, run.sweep))
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
@@ -371,7 +153,7 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
             console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
-    except REFUSALS as error:
+    except Exception as error:
         code = exit_code(error)
         raise
     except (KeyboardInterrupt, SystemExit):

@@ -19,8 +19,9 @@ from pipeline.core.exports import layer_algorithms
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
 from pipeline.core.records import Progress
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
-from pipeline.run import console, loading
+from pipeline.run import loading
 from pipeline.run.chain import Chain
+from pipeline.terminal import console
 
 FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""

@@ -1,17 +1,18 @@
 """Files that people write, YAML or JSON, strictly read: what is wrong with one is said in a line."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import StrictModel, Unreadable, read_file
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -32,14 +33,15 @@ def read_yaml(model: type[M], path: Path, where: str) -> M:
         UserError: with its first problem.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{where}: cannot be read (it is no file)")
-        if path.stat().st_size > MOST_BYTES:
-            raise UserError(f"{where}: cannot be read (more than {MOST_BYTES:,} bytes)")
-        loaded = OmegaConf.load(path)  # it refuses a key that is given twice
+        text = read_file(path, MOST_BYTES).decode("utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({first_line(error)})") from None
+    except Unreadable as error:
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
     return validated(model, json.dumps(content, default=str), where)
 
 
@@ -53,7 +55,7 @@ def validated(model: type[M], content: str, where: str) -> M:
         text = first["msg"].removeprefix("Value error, ")
         shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
         got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}") from None
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
 
 
 def first_line(error: Exception) -> str:

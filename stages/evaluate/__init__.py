@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stages.evaluate.joining import MeasuredRound, join_rounds
 from stages.evaluate.rounds import assign_rounds
 from stages.evaluate.samples import load_samples
-from stages.evaluate.tokens import open_tokenizer, samples_digest, vocabulary
+from stages.evaluate.tokens import check_lengths, open_tokenizer, samples_digest, vocabulary
 
 if TYPE_CHECKING:
     from stages.evaluate.measure import evaluate_round, measure_baseline
@@ -21,6 +21,7 @@ __all__ = [
     "MeasuredRound",
     "Twin",
     "assign_rounds",
+    "check_lengths",
     "compare_server",
     "evaluate_round",
     "join_rounds",

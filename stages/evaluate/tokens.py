@@ -19,6 +19,11 @@ LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
 """Fields of a sample that came after the first reports."""
 
 
+UNLIMITED = 1 << 62
+TEMPLATE_BYTES = 512
+"""Of what a chat template writes around a message, and before the first one."""
+
+
 class Tokenizer(Protocol):
     """The part of a tokenizer that an evaluation uses."""
 
@@ -42,6 +47,7 @@ class BundleTokenizer:
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory)
+        self._tokenizer.model_max_length = UNLIMITED  # else it warns; how long a sequence may be, `check_lengths` says
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
         self.eos_token_id: int = self._tokenizer.eos_token_id
@@ -102,6 +108,40 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: i
         reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference)))
     return _with_shared_prefixes(encoded)
+
+
+def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str) -> None:
+    """Refuse samples whose prompt and answer are longer than a sequence may be.
+
+    No token is less than a byte, so that the tokenizer is only loaded for what might be too long.
+
+    Args:
+        samples: The samples.
+        checkpoint: The checkpoint, for its tokenizer.
+        config: The workloads of the evaluation.
+        most_tokens: Of a sequence.
+        limited: What limits it, for the message.
+
+    Raises:
+        UserError: naming the first such sample, and by how much it is too long.
+    """
+    own = config.extra_new_tokens
+    doubtful = [sample for sample in samples if _most_tokens_of(sample) + own > most_tokens]
+    if not doubtful:
+        return
+    for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
+        tokens = len(item.prompt) + len(item.reference) + (own if item.judged else 0)
+        if tokens > most_tokens:
+            raise UserError(
+                f"workloads: sample {item.sample.id} has {tokens:,} tokens with its answer, {limited}: "
+                f"{tokens - most_tokens:,} too many; shorten it, or leave it out"
+            )
+
+
+def _most_tokens_of(sample: Sample) -> int:
+    """Return a bound of a sample's tokens: its bytes, and what a chat template writes around messages."""
+    texts = (sample.prompt, sample.reference, *(content for _, content in sample.messages))
+    return sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES * (1 + len(sample.messages))
 
 
 def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:

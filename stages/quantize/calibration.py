@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
+from pipeline.core.strict import Unreadable, parse_json
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
@@ -57,18 +58,18 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if len(texts) == samples:
                 break
             try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"calibration.jsonl={path}:{number}: not JSON ({error.msg})") from error
+                value = parse_json(line)
+            except Unreadable as error:
+                raise UserError(f"calibration.jsonl={path}:{number}: {error}") from None
             text = value.get("text") if isinstance(value, dict) else value
             if not isinstance(text, str) or not text:
                 raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
             texts.append(text)
     if not texts:
-        raise UserError(f"calibration.jsonl={path}: no texts in it")
+        raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
     return texts

@@ -3,8 +3,14 @@
 Calibration, evaluation and benchmarks all use these functions, so that they see the same tokens.
 """
 
-from collections.abc import Sequence
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,6 +21,47 @@ from stages.workloads.conversation import Message
 
 TODAY = date(2024, 7, 26)
 """The day for templates that ask for it; Llama 3's write this one where there is no clock."""
+
+RENDER_SECONDS = 5.0
+"""Of one conversation; templates of models take milliseconds."""
+RENDER_BYTES = 1 << 30
+"""Of memory, while a conversation is rendered."""
+RENDER_CHARACTERS = 16 << 20
+
+
+class _OutOfBounds(Exception):
+    """A template took more time than it may."""
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Bound what the block takes: a template is a program, whose loops may be nested at will.
+
+    A signal is only handled by the main thread, so that elsewhere there is no limit of time.
+    """
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise _OutOfBounds(f"takes more than {RENDER_SECONDS:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    allowed = pages * resource.getpagesize() + RENDER_BYTES
+    timed = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGALRM, stop) if timed else None
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+        yield
+    except MemoryError:
+        raise _OutOfBounds(f"takes more than {RENDER_BYTES >> 20:,} MiB of memory") from None
+    except (RecursionError, OverflowError) as error:
+        raise _OutOfBounds(f"fails ({type(error).__name__})") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def render(tokenizer: Any, sample: Sample) -> str:
@@ -51,7 +98,17 @@ def render(tokenizer: Any, sample: Sample) -> str:
 def _templated(tokenizer: Any, messages: Sequence[Message]) -> str:
     turns = [{"role": role, "content": content} for role, content in messages]
     # Templates of Llama 3 write the day that this function names: a prompt must be the same tomorrow.
-    text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime)
+    try:
+        with _limits():
+            text: str = tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
+            )
+        if len(text) > RENDER_CHARACTERS:
+            raise _OutOfBounds(f"writes {len(text):,} characters, {RENDER_CHARACTERS:,} at most are taken")
+    except _OutOfBounds as error:
+        raise UserError(f"model.path: the tokenizer's chat_template {error}; give the checkpoint another template") from None
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # of the template's own expressions
+        raise TemplateError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return text
 
 

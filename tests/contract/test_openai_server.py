@@ -103,7 +103,7 @@ Judged = tuple[Any, EvaluationReport, Verdict, dict[str, Any], str]
 def judged(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Judged:
     """A sound INT8 cache behind a server, its canary beside it, tracked; with what the command printed."""
     work = tmp_path_factory.mktemp("served") / "work"
-    from pipeline.run import console
+    from pipeline.terminal import console
 
     toys = (bench.toy("int8"), bench.toy("fp16"), bench.toy("int8", 0.1))
     with ExitStack() as servers, console.out.capture() as printed:

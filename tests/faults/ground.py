@@ -21,8 +21,9 @@ from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
 from pipeline.core.records import Engine
 from pipeline.run import chain as chain_module
-from pipeline.run import console, loading
+from pipeline.run import loading
 from pipeline.run.chain import Chain
+from pipeline.terminal import console
 from pipeline.verdict.gates import conclude, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict

@@ -38,6 +38,7 @@ def test_no_code_of_a_model_directory_runs(checkpoint: Path, tmp_path: Path) -> 
     for place in (
         "custom_generate/generate.py", "modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "__init__.py",
         "conftest.py", "sitecustomize.py", "usercustomize.py", "hubconf.py", "setup.py", "processing_evil.py",
+        "torch.py", "hydra.py", "yaml.py", "mlflow.py", "onnx.py", "modelopt.py", "stages.py", "hydra_plugins/evil.py",
     ):  # fmt: skip
         (checkpoint / place).parent.mkdir(exist_ok=True)
         (checkpoint / place).write_text(code)
@@ -52,8 +53,8 @@ def test_no_code_of_a_model_directory_runs(checkpoint: Path, tmp_path: Path) -> 
         sys.executable, "-m", "pipeline", "stage=build", "backend=torch", "backend.device=cpu", "kv=fp8", "tracking=none",
         f"model.path={checkpoint}", f"workdir={tmp_path / 'work'}", "calibration.samples=2",
     ]  # fmt: skip
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=checkpoint, timeout=300, env=environment)
     assert not marker.exists(), marker.read_text()
     assert process.returncode == 0, process.stderr
     assert not list((tmp_path / "cache").rglob("*.py"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.run import console
+from pipeline.terminal import console
 
 
 class Clock:

@@ -24,6 +24,7 @@ ROOMS = (
     "pipeline.planning",
     "pipeline.routing",
     "pipeline.config",
+    "pipeline.terminal",
     "stages.checkpoints",
     "stages.gguf",
     "stages.workloads",

@@ -76,7 +76,8 @@ def test_missing_keys_mean_what_the_family_takes_them_for(tmp_path: Path) -> Non
 
 def test_rotary_scaling_is_read(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})).rope_scaling == "linear"
-    assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "llama3"})).rope_scaling == "llama3"
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "llama3"} | llama3)).rope_scaling == "llama3"
     assert inspect_checkpoint(make(tmp_path, rope_scaling={"rope_type": "default"})).rope_scaling is None
 
 

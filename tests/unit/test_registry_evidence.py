@@ -18,8 +18,8 @@ from pipeline.registry.summary import Candidate, Cited, Registration, evidence_d
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import read_evidence
 from pipeline.run.identity import IDENTITY_FILE, read_identity
-from pipeline.run.runner import Run
-from pipeline.run.runner import verify as verify_stage
+from pipeline.run.job import Run
+from pipeline.run.serving import verify as verify_stage
 from pipeline.run.verify import replay, replay_candidate
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import decide

@@ -12,7 +12,7 @@ import pytest
 from pipeline import __main__ as command
 from pipeline.artifacts import hardware
 from pipeline.core.redaction import MASK, RedactedStream, child_environment, holds_secret, redact_text
-from pipeline.run import console
+from pipeline.terminal import console
 from stages.engines.interpreter.process import Program, Worker
 from stages.engines.onnx.native import compiler
 

@@ -21,8 +21,8 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
-from pipeline.run.runner import Run
-from pipeline.run.runner import verify as verify_stage
+from pipeline.run.job import Run
+from pipeline.run.serving import verify as verify_stage
 from pipeline.run.verify import replay
 from pipeline.trust.keys import Keys, key_id
 from pipeline.trust.movelog import MoveLog
@@ -99,7 +99,7 @@ def test_a_private_key_is_not_trusted_and_a_signer_must_be(ours: tuple[Path, Pat
 
 def test_a_key_itself_on_the_command_line_is_refused_and_not_repeated(ours: tuple[Path, Path]) -> None:
     text = ours[0].read_text()
-    with pytest.raises(UserError, match="signing takes the paths of key files") as caught:
+    with pytest.raises(UserError, match=r"signing\.key: holds a password or a key") as caught:
         plan([f"signing.key='{text}'"], multirun=False)
     assert text.splitlines()[1] not in str(caught.value)
 

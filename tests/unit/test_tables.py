@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from judged_candidates import judged_candidate
 
-from pipeline.run.tables import print_baseline_accuracy, print_comparison
+from pipeline.terminal.tables import print_baseline_accuracy, print_comparison
 
 UNGRADED = {
     "quality/accuracy_baseline": 0.9,

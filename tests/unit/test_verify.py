@@ -19,7 +19,8 @@ from pipeline.registry.proof import Finding
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import find_evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE, read_identity
-from pipeline.run.runner import Run, verify
+from pipeline.run.job import Run
+from pipeline.run.serving import verify
 from pipeline.run.verify import replay
 from pipeline.verdict.thresholds import RULES
 

@@ -138,7 +138,9 @@ class Worker:
             ended = "closed its output" if code is None else f"ended with exit code {code}"
             if code is not None and code < 0:
                 ended = f"was ended by {signal.Signals(-code).name}"
-            raise self._lost(f"backend.python={self._python}: {self.program.library} {ended} in {op}") from None
+            raise self._lost(
+                f"backend.python={self._python}: {self.program.library} {ended} in {op}; give a Python that has it"
+            ) from None
         except TimeoutError:
             raise self._lost(
                 f"{key}={timeout_s:g}: {self.program.library} did not answer {op} in time; give it longer"

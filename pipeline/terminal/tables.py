@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import cast
 
 from rich.box import SIMPLE_HEAD
@@ -15,8 +16,7 @@ from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Location, compare_url, server_command
-from pipeline.run import console
-from pipeline.run.evidence import Evidence
+from pipeline.terminal import console
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
@@ -35,6 +35,9 @@ DRAFTED: tuple[tuple[str, str, str, str], ...] = (
     ("a pass,\ndraft", "quality/acceptance_draft_candidate", "quality/acceptance_draft_baseline", ".2f"),
 )
 """Tokens a pass under speculative decoding, as columns where they were measured."""
+
+REPORT = "report.txt"
+"""In the work directory: the tables of the last sweep or promotion."""
 
 DIFFICULTIES = ("easy", "medium", "hard")
 REASONS_SHOWN = 5
@@ -102,10 +105,9 @@ def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
         console.out.print(table)
 
 
-def print_findings(evidence: Evidence, findings: Sequence[Finding]) -> None:
-    """Print the findings of a replay, a line each; those that differ come last."""
-    identity = evidence.identity
-    console.out.print(f"[bold]{escape(identity.policy)}[/] of {escape(identity.model)}: {evidence.directory}", soft_wrap=True)
+def print_findings(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> None:
+    """Print the findings of a replay of the evidence in a directory, a line each; those that differ come last."""
+    console.out.print(f"[bold]{escape(policy)}[/] of {escape(model)}: {directory}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("replayed", no_wrap=True)

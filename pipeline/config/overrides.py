@@ -1,0 +1,101 @@
+"""What of a command line is refused as it is written, and what a composition may not bring: nothing that Hydra would run."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from hydra.core.override_parser.types import Glob, Override
+from omegaconf import DictConfig
+
+from pipeline.core.errors import UserError
+from pipeline.core.redaction import redact_text
+
+MOST_JOBS = 1000
+"""Of a sweep. Each is composed and checked before the first one runs."""
+
+OPTION = re.compile(r"[\w-]+")
+SEARCHED = "file://"
+PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
+"""Modules of Hydra's launchers and sweepers, and of those that are installed beside it."""
+
+
+def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
+    """Refuse overrides that mean nothing, or something else than they seem to.
+
+    Args:
+        overrides: Those of the command line, parsed.
+        options_of: Returns the options of a group of conf/, none for what is no group.
+
+    Raises:
+        UserError: a line for each.
+    """
+    problems = [problem for override in overrides if (problem := _problem(override, options_of)) is not None]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
+    key, written = override.key_or_group, redact_text(str(override.input_line))
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return _hydra_problem(override, written)
+    for wrong, problem in (
+        (not key, "has no key; write KEY=VALUE"),
+        (override.package is not None, f"a group has one place; write {key}=OPTION"),
+        (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
+        (
+            key == "workdir" and override.is_sweep_override(),
+            "a sweep compares candidates of one work directory; give one",
+        ),
+    ):
+        if wrong:
+            return f"{written}: {problem}"
+    options = [] if override.is_delete() else options_of(key)
+    if options:
+        for value in values_of(override):
+            if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
+                shown = "null" if value is None else value
+                return f"{key}={shown}: is no option's name; choose one of {', '.join(options)}"
+    return None
+
+
+def _hydra_problem(override: Override, written: str) -> str | None:
+    key, value = override.key_or_group, override.value()
+    if key == "hydra.searchpath" and isinstance(value, list):
+        for place in value:
+            if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
+                return f"hydra.searchpath={place}: no such directory; give one with --config-dir=DIR"
+        return None
+    if key == "hydra/launcher" or (key.startswith("hydra.launcher.") and not key.endswith("_target_")):
+        return None
+    return f"{written}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
+
+
+def values_of(override: Override) -> Iterator[object]:
+    """Yield the values that an override gives its key, at most one more than a sweep may have jobs."""
+    if not override.is_sweep_override():
+        yield override.value()
+    elif not isinstance(override.value(), Glob):
+        yield from islice(override.sweep_iterator(), MOST_JOBS + 1)
+
+
+def refuse_code(hydra: DictConfig) -> None:
+    """Refuse a composition that would make Hydra import and call something; files of --config-dir may hold such.
+
+    Args:
+        hydra: The node `hydra` of the composition.
+
+    Raises:
+        UserError: naming the key.
+    """
+    loggers = ("handlers", "formatters", "filters", "loggers")
+    for key in ("callbacks", *(f"{log}.{part}" for log in ("job_logging", "hydra_logging") for part in loggers)):
+        node: object = hydra
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, DictConfig) else None
+        if node:
+            raise UserError(f"hydra.{key}: names what Hydra would run; leave it out")
+    for key in ("launcher", "sweeper"):
+        target = str(hydra[key].get("_target_") if isinstance(hydra[key], DictConfig) else None)
+        if not target.startswith(PLUGINS):
+            raise UserError(f"hydra.{key}._target_={target}: is no {key} of Hydra; leave it out")

@@ -1,0 +1,90 @@
+"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from pipeline.config.config import Config
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.registry.proof import Finding, Replay
+from pipeline.registry.runs import open_store
+from pipeline.run.chain import Chain
+from pipeline.run.evidence import Evidence
+from pipeline.run.loading import open_backend
+from pipeline.run.verify import decoded_again, replay_candidate
+from pipeline.terminal import console
+from pipeline.trust.keys import Keys, load_keys
+from pipeline.trust.movelog import MoveLog
+from pipeline.trust.policy import GatePolicy, kept
+from pipeline.verdict.gates import Decide, decide
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
+OPENED_IN_SECONDS = ("onnxruntime", "torch")
+"""Backends of which a promotion opens engines."""
+
+
+@dataclass
+class Run:
+    """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
+
+    config: Config
+    chain: Chain
+    sweep: str
+    sweeping: bool
+    label: str
+    """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
+
+    def registry(self) -> "MlflowStore":
+        """Open the registry. Raises UserError when tracking is off."""
+        store = open_store(self.config.tracking, self.config.work, self.config.model.label)
+        if store is None:
+            raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
+        return store
+
+    def log(self, store: "MlflowStore") -> MoveLog:
+        """Return the log of moves of the registered model."""
+        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=_warn)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The key that signs, and those that are trusted."""
+        return load_keys(self.config.signing)
+
+    @property
+    def trusted(self) -> list[Keys]:
+        """Sets of keys, of each of which one must have signed what is promoted or verified."""
+        return [self.keys] if self.keys.trusted else []
+
+    def replay_under(self, policy: GatePolicy | None) -> Replay:
+        """Return what replays a candidate's evidence, and checks who signed it where that matters."""
+        signers = policy.keys() if policy is not None else None
+        trusted = [*self.trusted, *([signers] if signers is not None else [])]
+        return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
+
+    def decode_again(self, evidence: Evidence) -> list[Finding]:
+        """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
+        backend = self.config.backend
+        if backend.name != evidence.identity.backend or backend.name not in OPENED_IN_SECONDS:
+            return []
+        try:
+            return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
+        except MissingRequirement as error:
+            _warn(f"no sample was decoded again: {error}")
+            return []
+
+    def decide_under(self, policy: GatePolicy | None) -> Decide:
+        """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
+        return kept(policy, self.config.gates, self.decide)
+
+    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        """Decide by the gates of this command."""
+        return decide(report, rows, self.config.gates)
+
+
+def _warn(line: str) -> None:
+    console.err.print(f"pipeline: {line}", soft_wrap=True, markup=False)

@@ -1,0 +1,1 @@
+"""What a terminal shows: progress, and the tables at the end."""

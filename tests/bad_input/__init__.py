@@ -1,0 +1,1 @@
+"""Bad input: what a user can give wrongly, a table a kind, and the promise that holds for every one of them."""

@@ -1,0 +1,152 @@
+"""A case of bad input, how it is run, and what is promised of it."""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+ERROR = "pipeline: error: "
+
+FIXES = re.compile(
+    r"\b(give|given|set|use|choose|must|should|did you mean|remove|save|download|convert|leave|needs?|add|write|run|make|"
+    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|list)\b"
+)
+"""What a fix begins with, or says that there has to be."""
+
+
+def nothing(_: Path) -> None:
+    """Prepare nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Bad input: a command line, and the files that it finds in its directory."""
+
+    name: str
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+    """Parts of the line on stderr: the key or the file, the value, and what tells this problem from others."""
+    prepare: Callable[[Path], object] = nothing
+    """Makes the files, in the directory in which the command runs."""
+    code: int = 2
+    lines: int = 1
+    """Problems, each of which has its line."""
+    begins: bool = False
+    """Whether its stage looks for itself at what earlier commands left, so that the refusal is the stage's own."""
+    loads_model: bool = False
+    """Whether what is wrong shows only once a library has read a file of the model."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unprivileged: bool = False
+    """Whether it runs as a user who may not write everywhere, where the tests are root's."""
+    file_bytes: int | None = None
+    """Most bytes of a file that it may write: a disk that is full."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    code: int | None
+    """None: it was stopped, because it took too long."""
+    stdout: str
+    stderr: str
+    heavy: tuple[str, ...]
+    """Libraries that it imported and that take seconds."""
+    seconds: float
+
+
+class Commands:
+    """The process that runs command lines (`bad_input.forks`)."""
+
+    def __enter__(self) -> Self:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        kept = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bad_input.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.communicate()
+
+    def run(self, case: Case, directory: Path, seconds: float = 60) -> Outcome:
+        """Run a case's command in a directory; it is stopped after `seconds`, which only a hang takes."""
+        request: dict[str, Any] = {
+            "arguments": case.arguments,
+            "directory": str(directory),
+            "environment": dict(case.environment),
+            "unprivileged": case.unprivileged,
+            "file_bytes": case.file_bytes,
+            "begins": case.begins or case.loads_model,
+            "seconds": seconds,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return Outcome(answer["code"], answer["stdout"], answer["stderr"], tuple(answer["heavy"]), answer["seconds"])
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """Return what lies in a directory: relative path -> what it is and, of a file, the digest of its bytes."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            size = path.stat().st_size
+            about = hashlib.sha256(path.read_bytes()).hexdigest() if size < 1 << 26 else f"{size} bytes"
+        else:
+            about = os.readlink(path) if stat.S_ISLNK(mode) else ""
+        found[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {about}"
+    return found
+
+
+def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str]:
+    """Prepare and run a case in an empty directory; return what is promised of bad input and does not hold, with its output."""
+    case.prepare(directory)
+    before = contents(directory)
+    outcome = commands.run(case, directory)
+    broken = _broken(case, outcome, before, contents(directory))
+    return [*broken, outcome.stderr, outcome.stdout] if broken else []
+
+
+def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    lines = outcome.stderr.splitlines()
+    broken = []
+    if outcome.code is None:
+        broken.append("it did not end")
+    elif outcome.code != case.code:
+        broken.append(f"exit code {outcome.code} in place of {case.code}")
+    if "Traceback" in outcome.stderr:
+        broken.append("a traceback")
+    if len(lines) != case.lines or not all(line.startswith(ERROR) for line in lines):
+        broken.append(f"{len(lines)} lines in place of {case.lines}")
+    for part in case.says:
+        if part not in outcome.stderr:
+            broken.append(f"{part!r} is not said")
+    if not all(FIXES.search(line) for line in lines):
+        broken.append("no fix")
+    if not outcome.stderr.replace("\n", "").isprintable() or any(len(line) > 1500 for line in lines):
+        broken.append("a line that a terminal does not show well")
+    if outcome.stdout and not (case.begins or case.loads_model):
+        broken.append("output")
+    if outcome.heavy and not case.loads_model:
+        broken.append(f"imported {', '.join(outcome.heavy)}")
+    if before != after:
+        changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        broken.append(f"it changed {', '.join(changed)}")
+    return broken

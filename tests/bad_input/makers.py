@@ -1,0 +1,170 @@
+"""Small files of every format that kvgate reads, written byte by byte so that they can be wrong in any place."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bad_input.case import ROOT
+
+TINY = ROOT / "stages" / "tiny" / "checkpoint"
+
+Prepare = Callable[[Path], object]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 1344,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+Header = dict[str, Any]
+
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8, "F8_E4M3": 1, "U8": 1}
+
+
+def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a small Llama."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        parts = {
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    return tensors | {"model.norm.weight": (hidden,)}
+
+
+def safetensors(
+    path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None = None,
+    header: Callable[[Header], Header] = dict, data: Callable[[bytes], bytes] = bytes,
+) -> None:  # fmt: skip
+    """Write a safetensors file of zeros; `header` and `data` change what is written."""
+    table: Header = {}
+    offset = 0
+    for name, shape in tensors.items():
+        dtype = (dtypes or {}).get(name, "F32")
+        end = offset + prod(shape) * BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header(table)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data(bytes(offset)))
+
+
+def checkpoint(directory: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """Write a sound small checkpoint with the tiny model's tokenizer; `config` overrides keys of config.json."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG | dict(config or {})))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        shutil.copyfile(TINY / name, directory / name)
+    safetensors(directory / "model.safetensors", shapes())
+    return directory
+
+
+def with_config(**changes: Any) -> Prepare:
+    """Make `model` with other values in config.json; a value of `...` leaves the key out."""
+
+    def prepare(directory: Path) -> None:
+        checkpoint(directory / "model")
+        config = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+        (directory / "model" / "config.json").write_text(json.dumps(config))
+
+    return prepare
+
+
+def with_file(name: str, content: str | bytes | Callable[[bytes], bytes]) -> Prepare:
+    """Make `model` with another content of a file."""
+
+    def prepare(directory: Path) -> None:
+        path = checkpoint(directory / "model") / name
+        if callable(content):
+            content_now = content(path.read_bytes())
+        else:
+            content_now = content.encode() if isinstance(content, str) else content
+        path.unlink(missing_ok=True)
+        path.write_bytes(content_now)
+
+    return prepare
+
+
+def with_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Prepare:
+    """Make `model` with a changed JSON file."""
+    return with_file(name, lambda old: json.dumps(change(json.loads(old))).encode())
+
+
+def with_weights(
+    change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None, **how: Any,
+) -> Prepare:  # fmt: skip
+    """Make `model` with other tensors."""
+
+    def prepare(directory: Path) -> None:
+        tensors = shapes()
+        change(tensors)
+        safetensors(checkpoint(directory / "model", config) / "model.safetensors", tensors, dtypes, **how)
+
+    return prepare
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Prepare:
+    """Make `model` in which something else lies in the place of a file."""
+
+    def prepare(directory: Path) -> None:
+        path = checkpoint(directory / "model") / name
+        path.unlink(missing_ok=True)
+        make(path)
+
+    return prepare
+
+
+def sparse(size: int) -> Callable[[Path], None]:
+    """Make a file of so many bytes that takes no room."""
+
+    def make(path: Path) -> None:
+        with path.open("wb") as stream:
+            stream.truncate(size)
+
+    return make
+
+
+def text(name: str, content: str | bytes) -> Prepare:
+    """Make a file of the directory."""
+
+    def prepare(directory: Path) -> None:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return prepare
+
+
+def both(*parts: Prepare) -> Prepare:
+    """Prepare several things."""
+
+    def prepare(directory: Path) -> None:
+        for part in parts:
+            part(directory)
+
+    return prepare
+
+
+fifo = os.mkfifo

@@ -1,0 +1,283 @@
+"""Checkpoints whose files are not what they should be, or do not belong together."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bad_input.case import Case
+from bad_input.makers import (
+    CONFIG,
+    Prepare,
+    checkpoint,
+    fifo,
+    instead,
+    safetensors,
+    shapes,
+    sparse,
+    with_config,
+    with_file,
+    with_json,
+    with_weights,
+)
+
+MODEL = ("stage=build", "model.path=model")
+NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
+Tensors = dict[str, tuple[int, ...]]
+
+
+def case(name: str, prepare: Prepare, *says: str, **more: Any) -> Case:
+    return Case(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in says)), prepare, **more)
+
+
+CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("layers as text", {"num_hidden_layers": "2"}, ("num_hidden_layers", "'2'")),
+    ("10^9 layers", {"num_hidden_layers": 10**9}, ("num_hidden_layers", "1000000000")),
+    ("layers of 5,000 digits", {"num_hidden_layers": 10**4200}, ("num_hidden_layers",)),
+    ("-1 layers", {"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
+    ("2.0 layers", {"num_hidden_layers": 2.0}, ("num_hidden_layers", "2.0")),
+    ("true layers", {"num_hidden_layers": True}, ("num_hidden_layers", "True")),
+    ("layers null", {"num_hidden_layers": None}, ("num_hidden_layers", "None")),
+    ("layers missing", {"num_hidden_layers": ...}, ("num_hidden_layers",)),
+    ("heads as a list", {"num_attention_heads": [2]}, ("num_attention_heads", "[2]")),
+    ("no heads", {"num_attention_heads": 0}, ("num_attention_heads", "0")),
+    ("KV heads that do not divide", {"num_attention_heads": 3, "num_key_value_heads": 2}, ("num_key_value_heads=2", "3")),
+    ("odd head_dim", {"head_dim": 7}, ("head_dim=7",)),
+    ("head_dim as text", {"head_dim": "64"}, ("head_dim", "'64'")),
+    ("huge head_dim", {"head_dim": 10**12}, ("head_dim", "1000000000000")),
+    ("hidden_size as text", {"hidden_size": "16"}, ("hidden_size", "'16'")),
+    ("hidden_size null", {"hidden_size": None}, ("hidden_size", "None")),
+    ("vocab_size 0", {"vocab_size": 0}, ("vocab_size", "0")),
+    ("vocab_size as text", {"vocab_size": "many"}, ("vocab_size", "'many'")),
+    ("positions as text", {"max_position_embeddings": "long"}, ("max_position_embeddings", "'long'")),
+    ("positions missing", {"max_position_embeddings": ...}, ("max_position_embeddings",)),
+    ("intermediate_size as an object", {"intermediate_size": {}}, ("intermediate_size", "{}")),
+    ("intermediate_size as text", {"intermediate_size": "32"}, ("intermediate_size", "'32'")),
+    ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
+    ("activation as a number", {"hidden_act": 3}, ("hidden_act", "3")),
+    ("activation as code", {"hidden_act": "__import__('os').system('id')"}, ("hidden_act",)),
+    ("eps as text", {"rms_norm_eps": "small"}, ("rms_norm_eps", "'small'")),
+    ("eps NaN", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+    ("eps negative", {"rms_norm_eps": -1e-5}, ("rms_norm_eps", "-1e-05")),
+    ("theta infinite", {"rope_theta": float("inf")}, ("rope_theta", "inf")),
+    ("theta as text", {"rope_theta": "10000"}, ("rope_theta", "'10000'")),
+    ("tied as text", {"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'")),
+    ("bias as a number", {"attention_bias": 1}, ("attention_bias", "1")),
+    ("mlp_bias as text", {"mlp_bias": "no"}, ("mlp_bias", "'no'")),
+    ("unknown torch_dtype", {"torch_dtype": "float128"}, ("torch_dtype", "'float128'")),
+    ("torch_dtype as code", {"torch_dtype": "hub.load"}, ("torch_dtype", "'hub.load'")),
+    ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
+    ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+    ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
+    ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
+    ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
+    ("factor as text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("rope_scaling", "'2'")),
+    ("factor NaN", {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, ("rope_scaling", "nan")),
+    ("rope_type as a list", {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, ("rope_scaling",)),
+    ("rope_parameters", {"rope_parameters": {"rope_theta": 1.0}}, ("rope_parameters", "rope_scaling")),
+    ("no architectures", {"architectures": ...}, ("architectures",)),
+    ("two architectures", {"architectures": ["LlamaForCausalLM", "X"]}, ("architectures",)),
+    ("architectures as text", {"architectures": "LlamaForCausalLM"}, ("architectures",)),
+    ("architecture as an object", {"architectures": [{"a": 1}]}, ("not supported",)),
+    ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
+    ("architecture of a megabyte", {"architectures": ["x" * 1_000_000]}, ("not supported",)),
+    ("architecture with a terminal's codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
+    ("architecture of half a surrogate", {"architectures": ["\ud800"]}, ("surrogate",)),
+    ("model_type of another", {"model_type": "gpt2"}, ("model_type", "llama")),
+    ("model_type as a list", {"model_type": ["llama"]}, ("model_type",)),
+    ("quantized already", {"quantization_config": {"quant_method": "awq"}}, ("already quantized",)),
+    ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
+    ("fewer layers than the weights", {"num_hidden_layers": 1}, ("model.layers.1",)),
+    ("more layers than the weights", {"num_hidden_layers": 3}, ("model.layers.2", "missing")),
+    ("biases that the weights have not", {"attention_bias": True}, ("bias", "missing")),
+    ("an output matrix that the weights have not", {"tie_word_embeddings": False}, ("lm_head.weight",)),
+    ("other heads than the weights'", {"num_attention_heads": 4}, ("self_attn", "shape")),
+)
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: shape})
+
+
+def entry(name: str, **values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda header: header | {name: header[name] | values}
+
+
+NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+FILE = "model.safetensors"
+ZEROS = b"\0" * 8
+
+WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+    ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
+    ("truncated header", with_file(FILE, lambda old: old[:50]), (FILE, "download")),
+    ("four bytes of weights", with_file(FILE, b"\1\2\3\4"), (FILE, "download")),
+    ("empty weights", with_file(FILE, b""), (FILE, "download")),
+    ("garbage for weights", with_file(FILE, b"garbage!" * 1000), (FILE, "download")),
+    ("a zip for weights", with_file(FILE, b"PK\3\4" + b"\0" * 1000), (FILE, "download")),
+    ("a pickle for weights", with_file(FILE, b"\x80\x04\x95" + b"\0" * 1000), (FILE, "download")),
+    ("a header of a terabyte", with_file(FILE, lambda old: struct.pack("<Q", 10**12) + old[8:]), (FILE, "download")),
+    ("a header of 2^64-1 bytes", with_file(FILE, lambda old: b"\xff" * 8 + old[8:]), (FILE, "download")),
+    ("a header that is no JSON", with_file(FILE, lambda old: old[:8] + b"x" + old[9:]), (FILE, "download")),
+    ("a header that is a list", with_file(FILE, struct.pack("<Q", 2) + b"[]"), (FILE, "download")),
+    ("a header nested deep", with_file(FILE, struct.pack("<Q", len(NESTED)) + NESTED.encode()), (FILE, "download")),
+    ("a header without tensors", with_file(FILE, struct.pack("<Q", 2) + b"{}"), ("missing",)),
+    ("bytes after the weights", with_file(FILE, lambda old: old + ZEROS), (FILE, "download")),
+    ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
+    ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "no place")),
+    ("a tensor of code's name", with_weights(put("__import__", (1,))), ("__import__", "no place")),
+    ("a tensor's name with a terminal's codes", with_weights(put("\x1b[2J\n", (1,))), ("no place",)),
+    ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
+    ("a tensor of three dimensions", with_weights(put(UP, (32, 16, 1))), (UP, "[32, 16, 1]")),
+    ("a scalar", with_weights(put(NORM, ())), (NORM, "[]")),
+    ("an empty tensor", with_weights(put(NORM, (0,))), (NORM, "[0]")),
+    ("whole numbers", with_weights(dtypes={NORM: "I8"}), (NORM, "I8")),
+    ("64-bit whole numbers", with_weights(dtypes={UP: "I64"}), (UP, "I64")),
+    ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
+    ("an unknown type", with_weights(header=entry(NORM, dtype="F7")), (FILE,)),
+    ("a type that is a number", with_weights(header=entry(NORM, dtype=32)), (FILE,)),
+    ("offsets beyond the end", with_weights(header=entry(NORM, data_offsets=[0, 10**12])), (FILE,)),
+    ("offsets that overlap", with_weights(header=entry(NORM, data_offsets=[0, 64])), (FILE,)),
+    ("offsets backwards", with_weights(header=entry(NORM, data_offsets=[64, 0])), (FILE,)),
+    ("negative offsets", with_weights(header=entry(NORM, data_offsets=[-64, 0])), (FILE,)),
+    ("a shape that overflows", with_weights(header=entry(NORM, shape=[2**40, 2**40])), (FILE,)),
+    ("a negative shape", with_weights(header=entry(NORM, shape=[-16])), (FILE,)),
+    ("a shape as text", with_weights(header=entry(NORM, shape="16")), (FILE,)),
+    ("weights as a directory", instead(FILE, lambda path: path.mkdir()), (FILE,)),
+    ("weights as a pipe", instead(FILE, fifo), (FILE,)),
+    ("weights as a link to nowhere", instead(FILE, lambda path: path.symlink_to("/nowhere")), (FILE,)),
+    ("weights as a link to themselves", instead(FILE, lambda path: path.symlink_to(path.name)), (FILE,)),
+    ("weights as a link to a device", instead(FILE, lambda path: path.symlink_to("/dev/zero")), (FILE,)),
+    ("weights as a link out of the directory", instead(FILE, lambda path: path.symlink_to("/etc/passwd")), (FILE, "leaves")),
+    ("weights of a terabyte of nothing", instead(FILE, sparse(1 << 40)), (FILE,)),
+    ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
+    ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
+     ("pickled weights",)),
+)  # fmt: skip
+
+
+def link_out(path: Path) -> None:
+    (path.parent.parent / "other").write_text(json.dumps(CONFIG))
+    path.symlink_to("../other")
+
+
+def unreadable(path: Path) -> None:
+    path.write_text("{}")
+    path.chmod(0)
+
+
+JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = tuple(
+    (f"{name} {what}", prepare, (name, *says))
+    for name in ("config.json",)
+    for what, prepare, says in (
+        ("missing", instead(name, lambda _: None), ("missing",)),
+        ("empty", with_file(name, ""), ("not JSON",)),
+        ("cut off", with_file(name, lambda old: old[:40]), ("not JSON",)),
+        ("not UTF-8", with_file(name, b"\xff\xfe{}"), ("not UTF-8",)),
+        ("of UTF-16", with_file(name, "{}".encode("utf-16")), ("not UTF-8",)),
+        ("with a byte order mark", with_file(name, b"\xef\xbb\xbf{}"), ("not JSON",)),
+        ("a list", with_file(name, "[]"), ("object",)),
+        ("null", with_file(name, "null"), ("object",)),
+        ("a number of 5,000 digits", with_file(name, "9" * 5000), ("not JSON",)),
+        ("nested deep", with_file(name, NESTED), ("nested too deep",)),
+        ("of zeros", with_file(name, bytes(1000)), ("not JSON",)),
+        ("a directory", instead(name, lambda path: path.mkdir()), ("directory",)),
+        ("a pipe", instead(name, fifo), ("pipe",)),
+        ("a device", instead(name, lambda path: path.symlink_to("/dev/zero")), ("device",)),
+        ("a link to nowhere", instead(name, lambda path: path.symlink_to("/nowhere")), ("no such file",)),
+        ("a link to itself", instead(name, lambda path: path.symlink_to(path.name)), ("cannot be read",)),
+        ("a link out of the directory", instead(name, link_out), ("leaves the directory",)),
+        ("of 10 GB", instead(name, sparse(10 << 30)), ("10,737,418,240 bytes",)),
+        ("unreadable", instead(name, unreadable), ("Permission denied",)),
+    )
+)  # fmt: skip
+
+
+def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
+    """Make `model` with an index, and shards that hold what `files` says; without it, half of the tensors each."""
+
+    def prepare(directory: Any) -> None:
+        model = checkpoint(directory / "model")
+        (model / FILE).unlink()
+        tensors = shapes()
+        names = list(tensors)
+        parts = files or {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+        for file, held in parts.items():
+            safetensors(model / file, {name: tensors[name] for name in held})
+        whole = {name: file for file, held in parts.items() for name in held}
+        listed = weight_map(whole) if callable(weight_map) else weight_map
+        (model / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+    return prepare
+
+
+INDEX = "model.safetensors.index.json"
+NAMES = list(shapes())
+SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+    ("an index that is a list", sharded([]), (INDEX, "object")),
+    ("an index without weight_map", sharded({}), (INDEX, "weight_map")),
+    ("a weight_map that is a list", sharded({"weight_map": []}), (INDEX, "weight_map")),
+    ("an index of numbers", sharded({"weight_map": {NORM: 3}}), (INDEX, "3")),
+    ("an index that leaves the directory", sharded({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
+    ("an index of pickles", sharded({"weight_map": {NORM: "x.bin"}}), (INDEX, "x.bin")),
+    ("a shard missing", sharded({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
+    ("an index that swaps shards", sharded(lambda whole: {"weight_map": dict.fromkeys(whole, "a.safetensors")
+     | {NAMES[0]: "b.safetensors"}}), (INDEX, EMBED)),
+    ("a tensor in two shards", sharded(lambda whole: {"weight_map": whole},
+     {"a.safetensors": NAMES, "b.safetensors": NAMES[-1:]}), (NORM, "both")),
+    ("a tensor in no shard", sharded(lambda whole: {"weight_map": whole},
+     {"a.safetensors": NAMES[:5], "b.safetensors": NAMES[5:-1]}), (NORM, "missing")),
+    ("an index as a pipe", instead(FILE, lambda path: fifo(path.with_name(INDEX))), (INDEX, "pipe")),
+)  # fmt: skip
+
+TOKENIZER = "tokenizer.json"
+TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+    ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
+    ("SentencePiece alone", instead(TOKENIZER, lambda path: path.with_name("tokenizer.model").write_bytes(b"x")),
+     ("tokenizer.model",)),
+    ("a tokenizer as a pipe", instead(TOKENIZER, fifo), (TOKENIZER,)),
+    ("a tokenizer as a directory", instead(TOKENIZER, lambda path: path.mkdir()), (TOKENIZER,)),
+    ("a tokenizer as a link to a device", instead(TOKENIZER, lambda path: path.symlink_to("/dev/zero")), (TOKENIZER,)),
+    ("a tokenizer of 10 GB", instead(TOKENIZER, sparse(10 << 30)), (TOKENIZER, "bytes")),
+    ("an empty tokenizer", with_file(TOKENIZER, ""), (TOKENIZER,)),
+    ("a tokenizer that is no JSON", with_file(TOKENIZER, "{"), (TOKENIZER,)),
+    ("a tokenizer that is a list", with_file(TOKENIZER, "[]"), (TOKENIZER,)),
+    ("a tokenizer nested deep", with_file(TOKENIZER, NESTED), (TOKENIZER,)),
+    ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
+     (TOKENIZER, "model")),
+    ("a vocabulary that is a list", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": []}}),
+     (TOKENIZER, "vocab")),
+    ("a vocabulary of texts", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {"a": "b"}}}),
+     (TOKENIZER, "vocab")),
+    ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
+        **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
+    ("a negative token", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
+        **old["model"]["vocab"], "zzz": -5}}}), (TOKENIZER, "vocab", "-5")),
+    ("added_tokens that is an object", with_json(TOKENIZER, lambda old: old | {"added_tokens": {}}),
+     (TOKENIZER, "added_tokens")),
+    ("tokenizer_config that is a list", with_file("tokenizer_config.json", "[]"), ("tokenizer_config.json", "object")),
+    ("tokenizer_config that is no JSON", with_file("tokenizer_config.json", "{"), ("tokenizer_config.json", "JSON")),
+    ("tokenizer_config nested deep", with_file("tokenizer_config.json", NESTED), ("tokenizer_config.json", "deep")),
+    ("tokenizer_config as a pipe", instead("tokenizer_config.json", fifo), ("tokenizer_config.json",)),
+    ("eos_token as a number", with_json("tokenizer_config.json", lambda old: old | {"eos_token": 3}),
+     ("tokenizer_config.json", "eos_token", "3")),
+    ("chat_template as a number", with_json("tokenizer_config.json", lambda old: old | {"chat_template": 3}),
+     ("tokenizer_config.json", "chat_template")),
+    ("chat_template that is no template", with_json("tokenizer_config.json", lambda old: old | {"chat_template": "{% for"}),
+     ("tokenizer_config.json", "chat_template")),
+    ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),
+    ("generation_config that is no JSON", with_file("generation_config.json", "x"), ("generation_config.json", "JSON")),
+    ("generation_config that is a list", with_file("generation_config.json", "[]"), ("generation_config.json", "object")),
+    ("generation_config as a directory", instead("generation_config.json", lambda path: path.mkdir()),
+     ("generation_config.json",)),
+)  # fmt: skip
+
+CASES = [
+    *(case(name, with_config(**changes), *says) for name, changes, says in CONFIGS),
+    *(case(name, prepare, *says) for name, prepare, says in (*WEIGHTS, *SHARDS, *TOKENIZERS)),
+    *(case(name, prepare, *says, unprivileged=name.endswith("unreadable")) for name, prepare, says in JSON),
+]

@@ -1,0 +1,134 @@
+"""Whatever bytes a file from outside holds, its reader gives a value or one of kvgate's own refusals."""
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from bad_input.makers import CONFIG, TINY, checkpoint, safetensors, shapes
+from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
+from pipeline.core.errors import REFUSALS
+from pipeline.core.exports import read_layer_algorithms
+from pipeline.gguf.model import inspect_gguf
+from pipeline.planning.shapes import read_model
+from pipeline.registry import summary
+from pipeline.routing.files import read_routing_file, read_snapshot
+from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.run.identity import read_bundle, read_identity
+from stages.evaluate.samples import read_jsonl
+from stages.quantize.calibration import texts_from_file
+
+FUZZED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+LEAVES: SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**400, -1, 0, 1 << 63]),
+    st.floats(),
+    st.text(st.characters(codec=None), max_size=12),
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8
+)
+
+
+def nested(keys: list[str]) -> SearchStrategy[dict[str, Any]]:
+    """Objects with some of these keys, and values of any kind."""
+    return st.dictionaries(st.sampled_from(keys), VALUES, max_size=4)
+
+
+def refuses_or_reads(read: Callable[[], object]) -> None:
+    """Run a reader; anything but its value and a refusal of kvgate's is a defect."""
+    with contextlib.suppress(*REFUSALS):
+        read()
+
+
+@FUZZED
+@given(changes=nested(list(CONFIG)))
+def test_config_json(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    if not model.exists():
+        checkpoint(model)
+    (model / "config.json").write_text(json.dumps(CONFIG | changes))
+    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model)))
+    refuses_or_reads(lambda: read_model(model))
+
+
+@FUZZED
+@given(
+    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]),
+    changes=nested(["model", "added_tokens", "eos_token", "chat_template", "bos_token", "normalizer"]),
+)
+def test_tokenizers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    if not model.exists():
+        checkpoint(model)
+    old = json.loads((TINY / name).read_text())
+    (model / name).write_text(json.dumps(old | changes))
+    refuses_or_reads(lambda: check_tokenizer(inspect_checkpoint(model)))
+    (model / name).write_text(json.dumps(old))
+
+
+@FUZZED
+@given(
+    length=st.none() | st.integers(0, 2**64 - 1),
+    entry=nested(["dtype", "shape", "data_offsets"]),
+    cut=st.integers(0, 200),
+)
+def test_headers_of_safetensors(length: int | None, entry: dict[str, Any], cut: int, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    if not model.exists():
+        checkpoint(model)
+    path = model / "model.safetensors"
+    safetensors(path, shapes(), header=lambda h: h | {"model.norm.weight": h["model.norm.weight"] | entry})
+    content = path.read_bytes()[: None if cut == 0 else -cut]
+    path.write_bytes(content if length is None else struct.pack("<Q", length) + content[8:])
+    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model)))
+
+
+@FUZZED
+@given(counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), rest=st.binary(max_size=200))
+def test_headers_of_gguf(counts: tuple[int, int], rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for header in (struct.pack("<IQQ", 3, *counts), struct.pack("<IQQ", 3, 0, 1)):
+        path.write_bytes(b"GGUF" + header + rest)
+        refuses_or_reads(lambda: inspect_gguf(path))
+
+
+MONITOR = {
+    "alpha": 0.001, "min_within_limit": 0.9, "min_json_validity": 0.9, "min_canary_accuracy": 0.9, "max_live_share": 0.9,
+    "max_age_s": 900,
+}  # fmt: skip
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "summary.json": lambda path: summary.load(path.parent),
+    "identity.json": read_identity,
+    "bundle.json": lambda path: read_bundle(path.parent),
+    "samples.jsonl": lambda path: read_jsonl(path, set()),
+    "texts.jsonl": lambda path: texts_from_file(path, 10),
+    "modelopt.json": lambda path: read_layer_algorithms(path, "tune.modelopt"),
+    "routes.yaml": lambda path: read_routing_file(RoutingConfig(file=str(path), rollback=None)),
+    "snapshot.json": lambda path: read_snapshot(MonitorConfig.model_validate(MONITOR | {"snapshot": str(path)})),
+}
+KEYS = [
+    "schema_version", "candidates", "exit_code", "chain", "roles", "gates", "verdict", "prompt", "messages", "reference",
+    "depth", "text", "quantization", "kv_cache_quantized_layers", "routes", "default", "classes", "taken_at",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+@FUZZED
+@given(content=st.binary(max_size=60) | (nested(KEYS) | VALUES).map(lambda value: json.dumps(value).encode()))
+def test_other_files(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    refuses_or_reads(lambda: READERS[name](path))

@@ -1,0 +1,220 @@
+"""Work directories, samples, routing files, snapshots, GGUF files and loads that cannot be used."""
+
+import json
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bad_input.case import Case
+from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+def place(name: str, make: Callable[[Path], object]) -> Prepare:
+    """Make something at a path below the directory."""
+
+    def prepare(directory: Path) -> None:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        make(directory / name)
+
+    return prepare
+
+
+def read_only(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o555)
+
+
+WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
+    ("a file", "work", text("work", ""), 2, ("is not a directory",)),
+    ("below a file", "file/work", text("file", ""), 2, ("is not a directory",)),
+    ("a pipe", "work", place("work", fifo), 2, ("is not a directory",)),
+    ("a link to itself", "work", place("work", lambda path: path.symlink_to("work")), 2, ("work",)),
+    ("read-only", "work", place("work", read_only), 4, ("Permission denied",)),
+    ("below a read-only one", "parent/work", place("parent", read_only), 4, ("Permission denied",)),
+    ("in /proc", "/proc/self", text("x", ""), 4, ("/proc/self",)),
+    ("below /proc", "/proc/nowhere/work", text("x", ""), 4, ("/proc",)),
+    ("a device", "/dev/null", text("x", ""), 2, ("is not a directory",)),
+    ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
+    ("a path of 5,000 characters", "w/" * 2500, text("x", ""), 2, ("too long",)),
+    ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
+    ("sweep is a pipe", "work", place("work/sweep", fifo), 2, ("sweep", "no directory")),
+    ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
+    ("summary.json is a pipe", "work", place("work/summary.json", fifo), 2, ("summary.json", "no file")),
+    ("summary.json is a directory", "work", place("work/summary.json", lambda p: p.mkdir()), 2, ("summary.json", "no file")),
+    ("report.txt is a directory", "work", place("work/report.txt", lambda p: p.mkdir()), 2, ("report.txt", "no file")),
+)
+
+SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
+    ("empty", ""),
+    ("no JSON", "{"),
+    ("a list", "[]"),
+    ("null", "null"),
+    ("of another version", '{"schema_version": 99, "candidates": []}'),
+    ("with candidates as text", '{"schema_version": 1, "candidates": "many"}'),
+    ("with a verdict of null", '{"schema_version": 1, "candidates": [{"verdict": null}]}'),
+    ("with an exit code as text", '{"schema_version": 1, "exit_code": "0"}'),
+    ("with an unknown key", '{"schema_version": 1, "evil": 1}'),
+    ("not UTF-8", b"\xff\xfe"),
+    ("nested deep", NESTED),
+)
+
+LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps(LINE | changes)
+
+
+SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
+    ("an empty file", "", ("no samples",)),
+    ("no JSON", "{", ("1:", "not one JSON value")),
+    ("a list", "[]", ("1:", "array")),
+    ("a number", "3", ("1:", "number")),
+    ("NaN", '{"prompt": NaN}', ("1:",)),
+    ("nested deep", NESTED, ("1:",)),
+    ("an integer of 5,000 digits", '{"prompt": "a", "reference": "b", "depth": ' + "9" * 5000 + "}", ("1:",)),
+    ("an integer of 400 digits", '{"prompt": "a", "reference": "b", "depth": ' + "9" * 400 + "}", ("1:", "depth")),
+    ("half a surrogate in the prompt", '{"prompt": "\\ud800", "reference": "b"}', ("1:",)),
+    ("half a surrogate in the reference", '{"prompt": "a", "reference": "\\udfff"}', ("1:",)),
+    ("half a surrogate in a key", '{"prompt": "a", "reference": "b", "\\ud800": 1}', ("1:",)),
+    ("not UTF-8", b'{"prompt": "\xff"}', ("UTF-8",)),
+    ("UTF-16", "{}".encode("utf-16"), ("UTF-8",)),
+    ("zeros", bytes(100), ("1:",)),
+    ("an unknown key", changed(promt="x"), ("promt", "unknown key")),
+    ("no reference", '{"prompt": "a"}', ("reference", "missing")),
+    ("an empty reference", changed(reference=""), ("reference",)),
+    ("a reference as a number", changed(reference=3), ("reference",)),
+    ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
+    ("an unknown role", json.dumps({"messages": [{"role": "root", "content": "x"}], "reference": "b"}), ("messages.0.role",)),
+    ("messages as text", json.dumps({"messages": "x", "reference": "b"}), ("messages",)),
+    ("an unknown check", changed(check="regex"), ("check",)),
+    ("a depth beyond 1", changed(depth=2), ("depth",)),
+    ("a depth of NaN", changed().replace("}", ', "depth": NaN}'), ("1:",)),
+    ("a workload with a slash", changed(workload="../x"), ("workload",)),
+    ("a tool call without tools", changed(check="tool_call", reference="[]"), ("tools",)),
+    ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
+    ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
+    ("a key twice", '{"prompt": "a", "prompt": "b", "reference": "c"}', ("1:", "twice")),
+)
+
+TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
+    ("an empty file", "", ("no texts",)),
+    ("no JSON", "abc", (":1:", "not JSON")),
+    ("a number", "3", (":1:",)),
+    ("text as a number", '{"text": 3}', (":1:", "text")),
+    ("half a surrogate", '"\\ud800"', (":1:", "surrogate")),
+    ("an integer of 5,000 digits", "9" * 5000, (":1:", "not JSON")),
+    ("nested deep", NESTED, (":1:", "nested too deep")),
+    ("not UTF-8", b'"\xff"', (":1:", "not UTF-8")),
+)
+
+SNAPSHOT = {"classes": {"chat": {
+    "version": "1", "latency": {"good": 1, "of": 1, "limit_ms": 5.0}, "json_validity": None, "canaries": None,
+    "memory": {"live_tokens": 1, "max_tokens": 2},
+}}}  # fmt: skip
+
+
+def snapshot(**changes: Any) -> str:
+    return json.dumps({"classes": {"chat": SNAPSHOT["classes"]["chat"] | changes}})
+
+
+SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
+    ("no JSON", "{", ("cannot be read",)),
+    ("a list", "[]", ("object",)),
+    ("no classes", '{"classes": {}}', ("classes",)),
+    ("a key twice", '{"classes": {}, "classes": {}}', ("twice",)),
+    ("nested deep", NESTED, ("cannot be read",)),
+    ("not UTF-8", b"\xff", ("cannot be read",)),
+    ("an integer of 5,000 digits", "9" * 5000, ("cannot be read",)),
+    ("more good than all", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
+    ("a limit of NaN", snapshot().replace("5.0", "NaN"), ("limit_ms",)),
+    ("a negative count", snapshot(latency={"good": -1, "of": 1, "limit_ms": 5.0}), ("good",)),
+    ("a count as text", snapshot(latency={"good": "1", "of": 1, "limit_ms": 5.0}), ("good",)),
+    ("a version 0", snapshot(version="0"), ("version",)),
+    ("a class with a slash", json.dumps({"classes": {"../x": SNAPSHOT["classes"]["chat"]}}), ("classes",)),
+    ("half a surrogate", snapshot(version="\ud800"), ("JSON",)),
+)
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")
+)
+ROUTES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
+    ("empty", "", ("routes",)),
+    ("a text", "hello", ("hello",)),
+    ("a list", "- a", ("object",)),
+    ("no YAML", "a: [", ("cannot be read",)),
+    ("code", "routes: !!python/object/apply:os.system [id]", ("cannot be read",)),
+    ("aliases that grow", BOMB, ("alias",)),
+    ("nested deep", "[" * 3000, ("cannot be read",)),
+    ("not UTF-8", b"\xff\xfe", ("cannot be read",)),
+    ("a key twice", "routes: {}\nroutes: {}", ("cannot be read",)),
+    ("an unknown key", "rutes: {}", ("rutes",)),
+    ("a policy as a list", "routes: {chat: {policy: [a]}}", ("policy",)),
+    ("a fallback that is the policy", "routes: {chat: {policy: a, fallback: a}}", ("fallback=a",)),
+    ("a class default", "routes: {default: {policy: a}}", ("default",)),
+    ("zeros", bytes(100), ("cannot be read",)),
+)
+
+GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
+    ("empty", b"", ("not a GGUF",)),
+    ("garbage", b"garbage" * 100, ("not a GGUF",)),
+    ("the magic alone", b"GGUF", ("truncated",)),
+    ("version 1", b"GGUF" + struct.pack("<IQQ", 1, 0, 0), ("version 1",)),
+    ("big-endian", b"GGUF" + struct.pack(">IQQ", 3, 0, 0), ("big-endian",)),
+    ("2^63 tensors", b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0), ("tensors",)),
+    ("2^63 keys", b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 63), ("truncated",)),
+    ("a key of 2^63 bytes", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 63), ("bytes",)),
+    ("no metadata", b"GGUF" + struct.pack("<IQQ", 3, 0, 0), ("general.architecture",)),
+    ("a type that does not exist", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 99), ("type 99",)),
+    (
+        "arrays of arrays",
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1),
+        ("array of arrays",),
+    ),
+    ("a text that is not UTF-8", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff", ("not UTF-8",)),
+)
+
+LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "967,300 too many")),
+    (("workloads.load.new_tokens=100000",), ("workloads.load", "32,768", "too many")),
+    (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"), ("workloads.load.batch=4096", "are missing")),
+    (("backend=torch", "backend.device=cpu", "workloads.load.batch=4096", "workloads.load.context_tokens=30000"),
+     ("workloads.load.batch=4096", "are missing")),
+)  # fmt: skip
+
+LONG = json.dumps({"prompt": "a b " * 60_000, "reference": "c"})
+
+CASES = [
+    *(Case(f"workdir: {name}", ("stage=build", f"workdir={given}"), ("workdir=", *says), prepare, code=code, unprivileged=True)
+      for name, given, prepare, code, says in WORKDIRS),
+    *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text("work/summary.json", content))
+      for name, content in SUMMARIES),
+    *(Case(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *says),
+           text("s.jsonl", content)) for name, content, says in SAMPLES),
+    *(Case(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *says),
+           text("c.jsonl", content)) for name, content, says in TEXTS),
+    *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *says),
+           text("s.json", content)) for name, content, says in SNAPSHOTS),
+    *(Case(f"routing.file: {name}", ("stage=route", "routing.file=r.yaml"), ("routing.file=r.yaml", *says),
+           text("r.yaml", content)) for name, content, says in ROUTES),
+    *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *says), text("m.gguf", content))
+      for name, content, says in GGUFS),
+    *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
+    *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
+      for key, more in (("workloads.jsonl", ()), ("calibration.jsonl", ()), ("routing.file", ("stage=route",)),
+                        ("monitor.snapshot", ("stage=monitor",)), ("tune.modelopt", ("stage=tune",)))
+      for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("a link to itself", lambda path: path.symlink_to("x")),
+                         ("100 GB", sparse(100 << 30)))),
+    Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
+    Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
+         ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
+         loads_model=True),
+    Case("a load longer than a small model's context", ("model.path=model",), ("workloads.load.context_tokens=512", "256"),
+         with_config(max_position_embeddings=256)),
+    Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,
+         begins=True),
+]  # fmt: skip

@@ -1,0 +1,54 @@
+"""The whole pipeline on the tiny model, hit again and again."""
+
+import importlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from interruptions import FAULTS, Fault, attempt
+from recovery import ENDS
+
+FEW = [
+    "workloads.samples={prose: 2, retrieval: 8, tool_call: 8, copy: 8, multi_turn: 8}",
+    "workloads.max_scored_tokens=16",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "calibration.samples=4",
+    "backend.threads=1",
+    "stage=evaluate",
+]
+
+
+def command(work: Path) -> int:
+    from pipeline.__main__ import main
+
+    sys.argv = ["pipeline", f"workdir={work}", *FEW]
+    code = main()
+    if code == 130:
+        raise KeyboardInterrupt
+    if code in (2, 4):
+        raise RuntimeError(f"exit code {code}")
+    return code
+
+
+def judged(work: Path) -> tuple[str, dict[str, str]]:
+    """The verdict, and the digests of what does not depend on times."""
+    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    return candidate["verdict"], {role: candidate[role]["digest"] for role in ("engine", "baseline")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(fault: Fault, tmp_path: Path) -> None:
+    """Each attempt is hit some operations later than the one before; what was finished is kept, so that one gets through."""
+    for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate", "pipeline.run.runner"):
+        importlib.import_module(module)  # once, for all children
+    whole, hit = tmp_path / "whole", tmp_path / "hit"
+    assert attempt(partial(command, whole), whole).code == 0
+    at, attempts = 1 + 7 * FAULTS.index(fault), 0
+    while (ended := attempt(partial(command, hit), hit, at, fault)).code != 0 or ended.operations >= at:
+        assert ended.code in ENDS[fault], (at, ended.said)
+        at, attempts = at + 41, attempts + 1
+        assert attempts < 200, "it does not get on"
+    assert attempts > 4, "it was hardly hit"
+    assert judged(hit) == judged(whole)
