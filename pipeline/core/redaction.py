@@ -29,8 +29,8 @@ _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
 
 _USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
 """A password may hold a slash, so that everything up to the last @ counts as one where there is a colon before it."""
-_ASSIGNED = re.compile(
-    r"(?i)\b([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
+_ASSIGNED = re.compile(  # `api_key_env` names a variable
+    r"(?i)\b(?![\w-]*_env\b)([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
     r"(\s*[=:]\s*|\"\s*:\s*\")([^\s&\"',;]+)"
 )
 _QUERY = re.compile(r"(?i)([?&](?:token|key|sig|signature|pwd)=)[^&\s\"']+")

@@ -381,7 +381,7 @@ def test_numbers_that_are_none_fail_the_candidate_and_stop_the_baseline(bench: B
             "workloads.speculation: a server drafts as it was started to; leave it null",
         ),
         (["weights=fp8"], 2, "weights=fp8: a server has the weights that it has; leave weights=none"),
-        (["backend.url=http://me:hunter2@host"], 2, "backend.url: holds credentials or a query; give http://HOST:PORT"),
+        (["backend.url=http://me:hunter2@host"], 2, "backend.url: holds a password or a key"),
         (["backend.api_key_env=sk-hunter2"], 2, "backend.api_key_env: must be the name of an environment variable"),
         (
             ["backend.url=http://127.0.0.1:9", "backend.baseline_url=http://127.0.0.1:19"],

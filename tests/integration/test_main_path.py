@@ -31,12 +31,12 @@ FEW = [
 ]
 
 
-PLANTED = {"HF_TOKEN": "planted-token", "AWS_SECRET_ACCESS_KEY": "planted/key", "PGPASSWORD": "planted-password"}
+SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
 
 
 def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    environment = {**os.environ, **PLANTED}
+    environment = {**os.environ, **SECRETS}
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
 
 
@@ -75,9 +75,9 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
 
 def test_no_secret_of_the_environment_is_written_or_printed(swept: Swept) -> None:
     work, result = swept
-    held = [path for path in work.parent.rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
+    held = [path for path in work.parent.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
     assert held == []
-    assert "planted" not in result.stdout + result.stderr
+    assert "hunter2" not in result.stdout + result.stderr
 
 
 def test_every_report_cites_the_graph_of_its_engine(swept: Swept) -> None:

@@ -23,6 +23,7 @@ from quantize_fixtures import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from pipeline.artifacts.files import STORE_FILE
 from pipeline.core.checkpoint import INDEX, inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
@@ -84,7 +85,8 @@ def test_unquantized_weights_are_byte_identical(tiny_checkpoint: Path, run_stage
         assert all(path.read_bytes() == (tiny_checkpoint / path.name).read_bytes() for path in copied.iterdir())
 
 
-def test_weights_are_linked_and_what_people_edit_is_copied(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_within_a_store_weights_are_linked_and_what_people_edit_is_copied(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / STORE_FILE).touch()
     shutil.copytree(tiny_checkpoint, tmp_path / "source")
     copy_checkpoint(inspect_checkpoint(tmp_path / "source"), tmp_path / "out")
     shared = {path.name for path in (tmp_path / "out").iterdir() if path.samefile(tmp_path / "source" / path.name)}
