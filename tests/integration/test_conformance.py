@@ -21,11 +21,15 @@ from conformance_cases import (
 from evaluations import evaluate, quiet
 
 from pipeline.core.kv import FP16_POLICY, Eviction
+from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance, conformance
 from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate import Twin, load_samples, measure_baseline, open_tokenizer
 
 torch.set_num_threads(1)
+
+
+BRIEF = ProbeConfig(max_tokens=1088, decode_steps=72, offset_steps=4, max_batch=9, requests=100)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +180,7 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
     """The logits of both are the same, so that no distance between them sees it."""
-    config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1)
+    config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
     samples, tokenizer = load_samples(config), open_tokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
     stored.mkdir()

@@ -23,6 +23,7 @@ FEW = [
     "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
     "workloads.max_scored_tokens=48",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.probe={max_tokens: 1088, decode_steps: 72, offset_steps: 4, max_batch: 9, requests: 100}",
     "gates.margin=0.45",  # so few samples show little
     "gates.max_ruined_share=0.1",
     "gates.min_samples=8",
