@@ -214,6 +214,27 @@ class Schedule:
             while branch.goes_on:
                 self._step([second, branch, later] if later.goes_on else [second, branch])
             engine.release([second.handle, branch.handle, later.handle])
+        self._fork_of_an_evicting_sequence(engine)
+
+    def _fork_of_an_evicting_sequence(self, engine: SharingEngine) -> None:
+        """The origin goes on alone until a page leaves it, a new sequence comes, and the branch still reads that page."""
+        lengths = range(PAGE_TOKENS, self.max_tokens - 16)
+        first = next((length for length in lengths if engine.policy.evicted_pages(length, engine.shape)), None)
+        if first is None:
+            return
+        length = first - STEPS // 2  # half of the branch's steps come before it loses the page too
+        prompt = self._tokens(length)
+        origin = self._sequence("fork", f"origin that evicts after {length} tokens", length, STEPS, prompt)
+        self._start([origin])
+        branch = self._sequence("fork", f"fork at {length} tokens of an origin that evicted", length, STEPS, prompt)
+        branch.handle = self._forked(origin)
+        while origin.goes_on:
+            self._step([origin])
+        other = self._sequence("fork", "a new sequence on evicted pages", 2 * PAGE_TOKENS, STEPS)
+        self._start([other])
+        while branch.goes_on:
+            self._step([branch, other])
+        engine.release([origin.handle, branch.handle, other.handle])
 
     def _branch(self, branch: Live, at: int) -> Live:
         """A fork of a fork, with other tokens from `at` on."""

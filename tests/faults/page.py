@@ -24,7 +24,6 @@ KINDS = {
 }
 
 WHY = {
-    "evicted_under_a_fork": "the probe forks sequences of at most 127 tokens, which such a window keeps whole",
     "evicted_never_freed": "what is left after the last sequence is counted in tokens of live sequences, not in pages",
 }
 """Why a fault of evictions is not seen; docs/trust.md says it of the others."""
