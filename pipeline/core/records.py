@@ -66,6 +66,8 @@ class MemoryReport:
     static_scale_bytes: int
     pages: int
     live_tokens: int
+    held_pages: int = 0
+    """Pages that are not free; 0 where an engine doesn't show it."""
 
 
 class Engine(Protocol):

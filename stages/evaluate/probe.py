@@ -73,9 +73,10 @@ def probe(
         first = first or schedule
         runs += 1
     assert first is not None
-    leaked = engine.memory().live_tokens
-    if leaked:
-        failures["leak"] = f"{leaked} tokens stayed in the cache after every sequence was released"
+    left = engine.memory()
+    if left.live_tokens or left.held_pages:
+        what = f"{left.live_tokens} tokens and {left.held_pages} pages"
+        failures["leak"] = f"{what} stayed in the cache after every sequence was released"
     rows = first.rows
     limit, single = _limits(rows, allowed, twin.compute_dtype)
     return Probe(

@@ -23,11 +23,6 @@ KINDS = {
     "claims": "Engines that are not what they say, and faults that the baseline shares",
 }
 
-WHY = {
-    "evicted_never_freed": "what is left after the last sequence is counted in tokens of live sequences, not in pages",
-}
-"""Why a fault of evictions is not seen; docs/trust.md says it of the others."""
-
 ENGINES = {"native": "ONNX, kernel", "graph": "ONNX, graph", "torch": "torch, CPU"}
 
 
@@ -115,8 +110,7 @@ def _missed(now: Outcomes, missed: list[Fault]) -> Iterator[str]:
     for fault in missed:
         outcome = now[fault.name]
         size = "unknown" if outcome.mean_kl is None else f"{outcome.mean_kl:.1e}"
-        why = f": {WHY[fault.name]}" if fault.name in WHY else ""
-        yield f"- `{fault.name}` ({fault.models}): {outcome.verdict}, mean KL from the baseline {size}{why}"
+        yield f"- `{fault.name}` ({fault.models}): {outcome.verdict}, mean KL from the baseline {size}"
 
 
 def _sound(now: Outcomes) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults.evictions import freed_for_all
+from faults.evictions import freed_for_all, never_freed
 from onnx_fixtures import (
     BY_NAME,
     load_model,
@@ -92,6 +92,16 @@ def test_a_page_that_is_evicted_while_a_fork_still_reads_it_is_caught(
     freed_for_all(engine)
     found = probe(engine, twin, long, 4, nothing)
     assert any("of an origin that evicted" in failure for failure in found.failures), found.failures
+
+
+def test_evicted_pages_that_are_never_free_again_are_caught(
+    model: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    engine = make_engine(shared_decoder(tmp_path_factory, "float32"), tmp_path / "bundle", BY_NAME["streaming"])
+    never_freed(engine)
+    long = SMALL.model_copy(update={"max_tokens": 320})
+    found = probe(engine, Twin(make_oracle(model, BY_NAME["streaming"], engine.shape), "float32"), long, 4, nothing)
+    assert any("pages stayed in the cache" in failure for failure in found.failures), found.failures
 
 
 @pytest.mark.parametrize("name", ["fp16", "int4_g32", "ages", "evicted_ages"])

@@ -305,7 +305,7 @@ class PagedPool(SequencePages):
         """Return the bytes of the arrays as allocated."""
         allocators = (self.pages, self.buffers, self.window_pages)
         pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
-        return MemoryReport(pool, exact, window, static_scale_bytes, self.pages.capacity, self.live_tokens)
+        return MemoryReport(pool, exact, window, static_scale_bytes, self.pages.capacity, self.live_tokens, sum(self.in_use))
 
 
 def scaled(values: Array, factor: Factor) -> Array:
