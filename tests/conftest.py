@@ -3,10 +3,14 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from bad_input.case import Commands
+
+if TYPE_CHECKING:
+    from recovery import Trials
 
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
@@ -48,3 +52,11 @@ def commands() -> Iterator[Commands]:
     """The process that runs the command lines of tests of bad input."""
     with Commands() as commands:
         yield commands
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> "Trials":
+    """Runs of one small evaluation, each of which a fault hits."""
+    from recovery import Trials
+
+    return Trials(tmp_path_factory.mktemp("faults"))

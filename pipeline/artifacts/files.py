@@ -1,4 +1,4 @@
-"""Files that several artifacts share, and files of the user's that come into a store.
+"""Files that are written whole, that several artifacts share, and those of the user's that come into a store.
 
 Names that share an inode share what is written to it in place. Artifacts are never written to in place, so that those of one
 store may share files; with a file outside of the store they never do: its owner may overwrite it, and with it the champion.
@@ -29,12 +29,15 @@ def link_or_copy(source: Path, target: Path) -> None:
     Linking fails between file systems, and for files of another user, which the kernel may protect.
     """
     source = source.resolve()  # Linux would link the symlink itself
-    if not _of_one_store(source, target):
-        return _bring_in(source, target)
-    try:
-        os.link(source, target)
-    except OSError:
+    root = _store_of(target.parent.resolve() / target.name)
+    if root is None:
         clone(source, target)
+        return
+    shared = source if _store_of(source) == root else _brought_in(root, source)
+    try:
+        os.link(shared, target)
+    except OSError:
+        clone(shared, target)
 
 
 def clone(source: Path, target: Path) -> None:
@@ -47,6 +50,13 @@ def clone(source: Path, target: Path) -> None:
         else:
             return
     shutil.copyfile(source, target)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others may read at any time: they find the old content or the new one, never a part."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
 
 
 def sweep_pool(root: Path) -> None:
@@ -63,17 +73,8 @@ def _store_of(path: Path) -> Path | None:
     return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
 
 
-def _of_one_store(source: Path, target: Path) -> bool:
-    root = _store_of(target.parent.resolve() / target.name)
-    return root is not None and _store_of(source) == root
-
-
-def _bring_in(source: Path, target: Path) -> None:
-    """Copy a file that is outside of the target's store; a file that the store has a copy of already is linked to that one."""
-    root = _store_of(target.parent.resolve() / target.name)
-    if root is None:
-        clone(source, target)
-        return
+def _brought_in(root: Path, source: Path) -> Path:
+    """Return a store's own copy of a file that is outside of it; it is made once."""
     pool = root / POOL
     pool.mkdir(exist_ok=True)
     kept = pool / file_digest(source)
@@ -86,7 +87,4 @@ def _bring_in(source: Path, target: Path) -> None:
             scratch.replace(kept)
         finally:
             scratch.unlink(missing_ok=True)
-    try:
-        os.link(kept, target)
-    except OSError:
-        clone(kept, target)
+    return kept

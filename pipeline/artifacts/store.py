@@ -10,7 +10,6 @@ processes that died left goes when the store is next written to; a living one ho
 """
 
 import json
-import os
 import platform
 import re
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
-from pipeline.artifacts.files import STORE_FILE, sweep_pool
+from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import MissingRequirement, UserError
@@ -153,9 +152,7 @@ class Store:
         marker = self.root / STORE_FILE
         if not marker.exists():
             self.root.mkdir(parents=True, exist_ok=True)
-            scratch = marker.with_name(f"{STORE_FILE}.{os.getpid()}")
-            scratch.write_text(json.dumps({"schema_version": STORE_VERSION}) + "\n", encoding="utf-8")
-            scratch.replace(marker)
+            write_whole(marker, json.dumps({"schema_version": STORE_VERSION}) + "\n")
         self._sweep()
         self._prepared = True
 

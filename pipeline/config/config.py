@@ -1,6 +1,5 @@
 """The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -10,7 +9,7 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.strict import PathText, StrictModel
+from pipeline.core.strict import PathText, StrictModel, absolute
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
@@ -138,4 +137,4 @@ class Config(StrictModel):
 
     @property
     def work(self) -> Path:
-        return Path(os.path.realpath(Path(self.workdir).expanduser()))  # of a link to itself, the link
+        return absolute(self.workdir)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import KVShape
-from pipeline.core.redaction import printable
-from pipeline.core.strict import Unreadable, parse_json, read_file
+from pipeline.core.strict import Unreadable, absolute, parse_json, read_file
 from pipeline.core.windows import layer_windows
 
 ARCHITECTURES = {
@@ -105,7 +104,7 @@ def locate_checkpoint(path: str) -> Path:
         MissingRequirement: when it is one of a model that conf/ names.
     """
     if not path.startswith(PACKAGED):
-        return Path(os.path.realpath(Path(path).expanduser()))  # of a link to itself, the link
+        return absolute(path)
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     try:
         spec = importlib.util.find_spec(module)
@@ -124,7 +123,7 @@ def checkpoint_label(path: str) -> str:
         return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    return Path(os.path.realpath(Path(path).expanduser())).name
+    return absolute(path).name
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
@@ -267,14 +266,6 @@ def _check_numbers(path: Path, config: dict[str, Any]) -> None:
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(number) is int and -1 <= number < LARGEST for number in numbers):
             raise UserError(f"model.path={path}: config.json: {key} must be a token's number, got {short(value)}")
-
-
-def short(value: object) -> str:
-    """Return a value of a file as a message shows it: in one line that is not long."""
-    if isinstance(value, int) and abs(value) >= 1 << 64:
-        return "an integer of many digits"
-    text = printable(str(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:

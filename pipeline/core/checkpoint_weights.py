@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.core.checkpoint import ARCHITECTURES, INDEX, MOST_JSON_BYTES, CheckpointInfo, read_json, short
-from pipeline.core.errors import UserError
+from pipeline.core.checkpoint import ARCHITECTURES, INDEX, MOST_JSON_BYTES, CheckpointInfo, read_json
+from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import printable
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -2,7 +2,7 @@
 
 import errno
 
-from pipeline.core.redaction import redact_text
+from pipeline.core.redaction import printable, redact_text
 
 
 class UserError(ValueError):
@@ -86,3 +86,11 @@ def describe(error: BaseException) -> str:
 
 def _is_of_a_store(error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in STORES for kind in type(error).__mro__)
+
+
+def short(value: object, most: int = 60) -> str:
+    """Return a value of a file as a message shows it: in one line of at most so many characters."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of many digits"
+    text = printable(str(value))
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -32,6 +32,11 @@ PathText = Annotated[str, AfterValidator(_is_a_path)]
 """A path as users write it."""
 
 
+def absolute(path: str) -> Path:
+    """Return a path of the user's as an absolute one, without links; of a link to itself, the link."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
 class Unreadable(ValueError):
     """A file that is not what was asked for. The message says what it is and what to do; it does not name the file."""
 

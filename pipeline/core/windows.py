@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, short
 
 WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -119,5 +119,5 @@ def _other(listed: list[str], types: list[str]) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    """A value as Python writes it: a text and a number of the same characters differ."""
+    return short(repr(value), 40)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo, read_json, short
+from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo, read_json
 from pipeline.core.checkpoint_weights import Shape, expected_tensors
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, short
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
 from pipeline.core.windows import layer_windows

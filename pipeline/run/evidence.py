@@ -102,8 +102,10 @@ def find_evidence(directory: Path) -> list[Path]:
                 about.append(path.parent)
         except UserError as error:  # it may belong to another engine, and must not stop the verification of this one
             unreadable.append(str(error))
-    signed = {file_digest(path / IDENTITY_FILE) for path in about if (path / SIGNATURE_FILE).is_file()}
-    about = [path for path in about if (path / SIGNATURE_FILE).is_file() or file_digest(path / IDENTITY_FILE) not in signed]
+    digests = {path: file_digest(path / IDENTITY_FILE) for path in about}
+    signed = [path for path in about if (path / SIGNATURE_FILE).is_file()]
+    of_signed = {digests[path] for path in signed}
+    about = [path for path in about if path in signed or digests[path] not in of_signed]
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:

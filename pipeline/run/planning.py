@@ -1,6 +1,5 @@
 """stage=capacity and stage=recommend: what a memory budget holds, and which policy to take. Nothing is judged or promoted."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.config.policies import shipped_policies
@@ -119,9 +119,8 @@ def _require_room(capacity: Capacity) -> None:
 
 def _write(config: Config, name: str, content: BaseModel) -> Path:
     config.work.mkdir(parents=True, exist_ok=True)
-    path, scratch = config.work / name, config.work / f".{name}.{os.getpid()}"
-    scratch.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    path = config.work / name
+    write_whole(path, content.model_dump_json(indent=2) + "\n")
     return path
 
 

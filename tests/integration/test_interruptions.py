@@ -5,11 +5,6 @@ from interruptions import FAULTS, Fault
 from recovery import Trials
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(tmp_path_factory.mktemp("faults"))
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_some_operation_is_recovered_from(fault: Fault, trials: Trials) -> None:
     """One operation each, from the first stages to the registry; tests/long/ tries every one."""

@@ -9,11 +9,6 @@ from recovery import Trials
 EVERY = int(os.environ.get("KVGATE_EVERY", "12"))
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(tmp_path_factory.mktemp("faults"))
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_any_operation_is_recovered_from(fault: Fault, trials: Trials) -> None:
     operations, _ = trials.undisturbed

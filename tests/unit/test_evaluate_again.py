@@ -1,33 +1,18 @@
 """Samples decoded again: a report's own engines give its numbers, another engine does not."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from evaluations import evaluate
+from evaluations import brief_workloads, evaluate
 from fake_engine import CharTokenizer, fake_engine
 
 from pipeline.core.records import Engine, Sample
-from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow, load_rows
 from stages.evaluate import measure_baseline
 from stages.evaluate.again import decode_again, difference
 
-ROOT = Path(__file__).resolve().parents[2]
+CONFIG = brief_workloads(context_bins=[0, 6])
 SAMPLES = [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(24)]
-
-
-def config() -> WorkloadsConfig:
-    values: dict[str, Any] = {}
-    for name in ("base", "builtin"):
-        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
-    del values["defaults"]
-    load = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
-    return WorkloadsConfig.model_validate(
-        {**values, "seed": 0, "batch_size": 4, "load": load, "context_bins": [0, 6], "rounds": [1.0]}
-    )
 
 
 def engine(noise: float = 0.0) -> Engine:
@@ -40,15 +25,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[SampleRow]:
     folder = tmp_path_factory.mktemp("again")
     for name in ("baseline", "report"):
         (folder / name).mkdir()
-    measure_baseline(engine, SAMPLES, CharTokenizer(), folder / "baseline", config=config(), progress=lambda *_: None)
-    evaluate(lambda: engine(0.05), SAMPLES, CharTokenizer(), folder / "baseline", folder / "report", config=config())
+    measure_baseline(engine, SAMPLES, CharTokenizer(), folder / "baseline", config=CONFIG, progress=lambda *_: None)
+    evaluate(lambda: engine(0.05), SAMPLES, CharTokenizer(), folder / "baseline", folder / "report", config=CONFIG)
     return load_rows(folder / "report")
 
 
 def said(rows: list[SampleRow], baseline: Engine, candidate: Engine) -> str | None:
     chosen = [rows[3], rows[17]]
     samples = [SAMPLES[3], SAMPLES[17]]
-    found = decode_again(lambda: baseline, lambda: candidate, samples, CharTokenizer(), config())
+    found = decode_again(lambda: baseline, lambda: candidate, samples, CharTokenizer(), CONFIG)
     return difference(chosen, found, 1e-8)
 
 
@@ -63,7 +48,7 @@ def test_another_candidate_or_another_baseline_gives_others(rows: list[SampleRow
 
 
 def test_numbers_that_are_missing_or_of_nobody_are_different(rows: list[SampleRow]) -> None:
-    found = decode_again(engine, lambda: engine(0.05), SAMPLES[3:4], CharTokenizer(), config())
+    found = decode_again(engine, lambda: engine(0.05), SAMPLES[3:4], CharTokenizer(), CONFIG)
     assert difference([rows[4]], found, 0.0) == "sample copy-4 is none that was asked"
     for name in ("mean_kl", "baseline_nll", "candidate_nll"):
         for value in (None, math.nan):

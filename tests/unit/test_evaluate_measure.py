@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from evaluations import evaluate
+from evaluations import brief_workloads, evaluate
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
-from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
@@ -25,17 +24,6 @@ from stages.evaluate.distance import REST_MASS
 from stages.evaluate.scores import BaselineHeads
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def config(**changes: Any) -> WorkloadsConfig:
-    values: dict[str, Any] = {}
-    for name in ("base", "builtin"):
-        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
-    del values["defaults"]
-    load = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
-    return WorkloadsConfig.model_validate(
-        {**values, "seed": 0, "batch_size": 4, "load": load, "context_bins": [0, 6, 12], "rounds": [1.0], **changes}
-    )
 
 
 def samples(per_class: int = 80) -> list[Sample]:
@@ -68,7 +56,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the baseline misses two answers by itself
     measure_baseline(
         lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3),
-        SAMPLES, CharTokenizer(), out, config=config(), progress=quiet,
+        SAMPLES, CharTokenizer(), out, config=brief_workloads(), progress=quiet,
     )  # fmt: skip
     return out
 
@@ -79,7 +67,7 @@ def candidate(
     evaluate(
         lambda: fake_engine(SAMPLES, wrong=wrong, **{"batch_noise": 1e-3, **options}),
         SAMPLES, CharTokenizer(), baseline, out,
-        config=config(), progress=quiet,
+        config=brief_workloads(), progress=quiet,
     )  # fmt: skip
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
@@ -164,7 +152,7 @@ def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not finite"):
         measure_baseline(
             lambda: fake_engine(SAMPLES, not_a_number=True),
-            SAMPLES, CharTokenizer(), tmp_path, config=config(), progress=quiet,
+            SAMPLES, CharTokenizer(), tmp_path, config=brief_workloads(), progress=quiet,
         )  # fmt: skip
 
 
@@ -184,9 +172,9 @@ def test_the_canary_runs_in_an_engine_of_its_own(baseline: Path, tmp_path: Path)
 
     evaluate(
         open_engine, SAMPLES, CharTokenizer(), baseline, tmp_path,
-        config=config(), progress=quiet,
+        config=brief_workloads(), progress=quiet,
     )  # fmt: skip
-    assert [engine.key_scale for engine in opened] == [1.0, config().canary_factor]
+    assert [engine.key_scale for engine in opened] == [1.0, brief_workloads().canary_factor]
     assert [engine.live for engine in opened] == [0, 0]
 
 
@@ -216,7 +204,7 @@ def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="measured on other samples"):
         evaluate(
             lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
-            config=config(), progress=quiet,
+            config=brief_workloads(), progress=quiet,
         )  # fmt: skip
 
 
@@ -236,10 +224,12 @@ def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path:
     baseline_dir, out = tmp_path / "baseline", tmp_path / "report"
     baseline_dir.mkdir()
     out.mkdir()
-    measure_baseline(lambda: fake_engine(plain), separated, Separators(), baseline_dir, config=config(), progress=quiet)
+    measure_baseline(
+        lambda: fake_engine(plain), separated, Separators(), baseline_dir, config=brief_workloads(), progress=quiet
+    )
     evaluate(
         lambda: fake_engine(plain), separated, Separators(), baseline_dir, out,
-        config=config(), progress=quiet,
+        config=brief_workloads(), progress=quiet,
     )  # fmt: skip
     assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
     assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from evaluations import quiet
+from evaluations import brief_workloads, quiet
 from fake_engine import CharTokenizer, SharingFake, sharing_engine
-from test_evaluate_measure import config, samples
+from test_evaluate_measure import samples
 
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
@@ -24,7 +24,7 @@ from stages.evaluate.results import UNFINISHED
 from stages.evaluate.tokens import encode
 
 SAMPLES = samples(12)
-CONFIG: WorkloadsConfig = config()
+CONFIG: WorkloadsConfig = brief_workloads()
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import evaluate, quiet
+from evaluations import brief_workloads, evaluate, quiet
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
-from test_evaluate_measure import SAMPLES, config, samples
+from test_evaluate_measure import SAMPLES, samples
 
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
@@ -69,21 +69,21 @@ def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
 @pytest.mark.parametrize("bad", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [1.0, 0.5]])
 def test_rounds_that_do_not_end_at_all_samples_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="rounds"):
-        config(rounds=bad)
+        brief_workloads(rounds=bad)
 
 
 def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
     def engine() -> FakeEngine:
         return fake_engine(SAMPLES, wrong=["find-1", "copy-5"], noise=0.5)
 
-    asked = config(rounds=SHARES)
+    asked = brief_workloads(rounds=SHARES)
     rounds = assign_rounds(SAMPLES, SHARES)
     ordered = [sample for chosen in rounds for sample in chosen]
     for name in ("baseline", "one"):
         (tmp_path / name).mkdir()
     stored = tmp_path / "baseline"
-    measure_baseline(lambda: fake_engine(SAMPLES), ordered, CharTokenizer(), stored, config=config(), progress=quiet)
-    whole = evaluate(engine, ordered, CharTokenizer(), stored, tmp_path / "one", config=config())
+    measure_baseline(lambda: fake_engine(SAMPLES), ordered, CharTokenizer(), stored, config=brief_workloads(), progress=quiet)
+    whole = evaluate(engine, ordered, CharTokenizer(), stored, tmp_path / "one", config=brief_workloads())
     measured = []
     for number, chosen in enumerate(rounds, start=1):
         directories = MeasuredRound(tmp_path / f"b{number}", tmp_path / f"c{number}")
@@ -170,7 +170,7 @@ def chain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_Fake
 
     def make(backend: _FakeBackend) -> _Chain:
         planned = plan([f"workdir={tmp_path}", "tracking=none"], multirun=False).jobs[0]
-        chain = _Chain(planned.model_copy(update={"workloads": config(rounds=SHARES)}), Store(tmp_path / "artifacts"))
+        chain = _Chain(planned.model_copy(update={"workloads": brief_workloads(rounds=SHARES)}), Store(tmp_path / "artifacts"))
         chain.fakes = backend
         return chain
 

@@ -7,23 +7,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
+from evaluations import builtin_workloads
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.core.workloads import Workload, WorkloadsConfig
+from pipeline.core.workloads import Workload
 from stages.evaluate.samples import load_samples, read_jsonl
 from stages.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def config(**changes: Any) -> WorkloadsConfig:
-    values: dict[str, Any] = {}
-    for name in ("base", "builtin"):
-        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
-    del values["defaults"]
-    return WorkloadsConfig.model_validate({**values, "seed": 0, **changes})
 
 
 def write(tmp_path: Path, *lines: object) -> Path:
@@ -40,9 +32,9 @@ def test_the_config_names_the_generators_that_exist() -> None:
 
 
 def test_builtin_samples_are_the_configured_number_of_each() -> None:
-    samples = load_samples(config(samples={"prose": 2, "copy": 3, "retrieval": 0}))
+    samples = load_samples(builtin_workloads(samples={"prose": 2, "copy": 3, "retrieval": 0}))
     assert [s.workload for s in samples] == ["prose"] * 2 + ["copy"] * 3
-    assert samples == load_samples(config(samples={"prose": 2, "copy": 3}))
+    assert samples == load_samples(builtin_workloads(samples={"prose": 2, "copy": 3}))
 
 
 def test_a_complete_line_becomes_a_sample(tmp_path: Path) -> None:
@@ -72,14 +64,14 @@ def test_defaults_fill_what_a_line_leaves_out_and_empty_lines_are_skipped(tmp_pa
 
 
 def test_the_users_samples_join_the_builtin_ones(tmp_path: Path) -> None:
-    samples = load_samples(config(samples={"copy": 1}, jsonl=str(write(tmp_path, GOOD))))
+    samples = load_samples(builtin_workloads(samples={"copy": 1}, jsonl=str(write(tmp_path, GOOD))))
     assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
 
 
 def test_the_users_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, GOOD)
-    assert [s.id for s in load_samples(config(samples={}, jsonl="~/mine.jsonl"))] == ["mine-0001"]
+    assert [s.id for s in load_samples(builtin_workloads(samples={}, jsonl="~/mine.jsonl"))] == ["mine-0001"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +141,7 @@ def test_a_file_that_is_missing_binary_or_empty_is_refused(tmp_path: Path, conte
 )
 def test_an_impossible_configuration_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        config(**changes)
+        builtin_workloads(**changes)
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from evaluations import evaluate
+from evaluations import brief_workloads, evaluate
 from fake_engine import CharTokenizer, fake_engine
 from gate_reports import GATES, answered, every_class, gates, report, verdict
 from pydantic import ValidationError
-from test_evaluate_measure import SAMPLES, config
+from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from pipeline.core.workloads import SpeculationConfig
@@ -110,7 +110,7 @@ def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypat
 
 
 def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
-    settings = config(speculation={"lookup_tokens": 10})
+    settings = brief_workloads(speculation={"lookup_tokens": 10})
     before, after = tmp_path / "before", tmp_path / "after"
     before.mkdir()
     after.mkdir()
@@ -143,7 +143,7 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
 
 
 def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(speculation={"draft": "somewhere"})
+    settings = brief_workloads(speculation={"draft": "somewhere"})
     asked: list[tuple[int, ...]] = []
 
     class Counting:
