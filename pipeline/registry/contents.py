@@ -6,7 +6,7 @@ from zlib import crc32
 
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE
 from pipeline.core.redaction import copy_redacted, redact
-from pipeline.registry.summary import Candidate
+from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
 
 SHADES = {
@@ -38,5 +38,5 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
     signed = [signature] if signature.is_file() else []
     for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
         copy_redacted(path, folder / path.name)
-    verdict = {"verdict": candidate.verdict, "reasons": list(candidate.reasons), "metrics": dict(candidate.metrics)}
+    verdict = candidate.model_dump(mode="json", include={*DECIDED, "metrics"})
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

@@ -97,8 +97,7 @@ def judged_again(
         if candidate.model != model or evidence.report is None:
             raise GateRefusal(f"{candidate.name} is not promoted: version {version} is of model {candidate.model}, not {model}")
         verdict = decide(evidence.report, evidence.rows)
-        said = {"verdict": verdict.status, "reasons": tuple(verdict.reasons), "covered": verdict.covered}
-        found[version] = candidate.model_copy(update=said)
+        found[version] = candidate.model_copy(update=Candidate.decided(verdict))
     return list(found.values())
 
 

@@ -6,20 +6,20 @@ each other lose no candidate. A promotion takes from a summary which candidates 
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-from pipeline.verdict.thresholds import Status
+from pipeline.verdict.thresholds import Check, Detectable, Status, Verdict
 
 FILE = "summary.json"
 FOLDER = "summaries"
@@ -27,6 +27,9 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
 
 SCHEMA_VERSION: Final = 1
+
+DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "detectable", "samples_needed")
+"""What a verdict decides of a candidate."""
 
 
 class Cited(StrictModel):
@@ -61,6 +64,14 @@ class Candidate(StrictModel):
     reasons: tuple[str, ...]
     covered: str | None = None
     """How far the verdict holds: `up to 1,024 tokens, batch 16`."""
+    checks: tuple[Check, ...] = ()
+    """Every line that the verdict was decided by, context bins included. Summaries from before they were written lack them."""
+    warnings: tuple[str, ...] = ()
+    """What was not shown and keeps no candidate from passing."""
+    detectable: Mapping[str, Detectable] = {}
+    """Workload -> what samples like these can tell of it."""
+    samples_needed: Mapping[str, int] = {}
+    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
     metrics: Mapping[str, float | None]
     """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
     engine: Cited
@@ -75,6 +86,13 @@ class Candidate(StrictModel):
     """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
     """None without tracking."""
+
+    @staticmethod
+    def decided(verdict: Verdict) -> dict[str, Any]:
+        """Return the fields that a verdict decides (`DECIDED`)."""
+        values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return {"verdict": verdict.status, **values, **lists}
 
     @property
     def samples(self) -> Path:
@@ -178,9 +196,7 @@ def _version_problem(content: bytes) -> str | None:
 
 
 def _write(workdir: Path, name: str, summary: Summary) -> None:
-    scratch = workdir / f".{FILE}.{os.getpid()}"
-    scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    scratch.replace(workdir / name)
+    write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
 
 
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:

@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.core.errors import UserError
 from pipeline.registry.summary import (
+    DECIDED,
     FILE,
     Candidate,
     Cited,
@@ -18,6 +19,7 @@ from pipeline.registry.summary import (
     load,
     record,
 )
+from pipeline.verdict.thresholds import Check, Detectable, Verdict
 
 FP8 = Candidate(
     name="fp8",
@@ -69,6 +71,24 @@ def test_a_candidate_survives_the_file(tmp_path: Path) -> None:
     for candidate in (fp8(reasons=("a", "b")), fp8(registration=None)):
         record(tmp_path, "one", candidate)
         assert load(tmp_path).candidates == (candidate,)
+
+
+def test_every_check_of_the_verdict_survives_the_file(tmp_path: Path) -> None:
+    check = Check(
+        gate="max_mean_kl", where="copy [0, 64)", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far"
+    )
+    verdict = Verdict(
+        status="FAIL",
+        reasons=["far"],
+        checks=[check],
+        warnings=["no fork was exercised"],
+        detectable={"copy": Detectable(fails_from=0.1, passes_up_to=None)},
+        samples_needed={"copy": 900},
+    )
+    record(tmp_path, "one", fp8(**Candidate.decided(verdict)))
+    (found,) = load(tmp_path).candidates
+    assert {name: getattr(found, name) for name in DECIDED} == Candidate.decided(verdict)
+    assert found.checks == (check,)
 
 
 def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:
