@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline import __version__
-from pipeline.config.compose import CONF, plan, to_config
+from pipeline.config.compose import CONF, changed, plan, to_config
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
 from pipeline.core.redaction import printable, redact_output, redact_text
 from pipeline.run.inputs import check_inputs
@@ -42,10 +42,8 @@ def _job(composed: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
     try:
-        # A candidate's display name holds what was changed of its policy, and what differs within its sweep.
-        prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
-        changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
-        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
+        named = changed(hydra_config.overrides.task, os.environ[SWEPT_VARIABLE].split())
+        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, named)
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
@@ -115,6 +113,10 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.cfg:
         _job()
         return 0
+    if any(job.dry for job in planned.jobs):
+        from pipeline.dry.command import foretell
+
+        return foretell(planned)
     for job in planned.jobs:
         check_inputs(job)
     # The first processes of two containers have the same number.

@@ -95,6 +95,13 @@ class Loader(ABC):
             MissingRequirement: for a library, a GPU, an interpreter or a server that is not here.
         """
 
+    def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
+        """Refuse what can be built here and not run, for a dry run: a command that judges builds it all the same.
+
+        Raises:
+            MissingRequirement: for the GPU that is not here.
+        """
+
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
         """Return what decides an evaluation's results besides the engine, code and libraries, as JSON."""

@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -76,6 +76,9 @@ class Recipe:
     """Distributions whose versions are part of the key."""
     measures_time: bool = False
     """Whether the hardware's identity is part of the key."""
+    independent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Files and folders of the artifact -> names of `config` and `inputs` that their bytes do not depend on. It is no part of
+    the key: a dry run foresees by it what another artifact has in common with this one."""
     parts: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,13 +127,15 @@ class Store:
         target = self.path(recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(_lock(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
-            existing = self._verified(target, recipe)
+            existing = self.verified(recipe)
             if existing is not None:
                 return existing
             started = time.monotonic()
-            scratch = (
-                self._partial(recipe) if resumable else Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-            )
+            if resumable:
+                scratch = self.begun(recipe)
+                scratch.mkdir(parents=True, exist_ok=True)
+            else:
+                scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             try:
                 fill(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
@@ -140,7 +145,7 @@ class Store:
             finally:
                 if not resumable:
                     shutil.rmtree(scratch, ignore_errors=True)
-        artifact = self._verified(target, recipe, reused=False)
+        artifact = self.verified(recipe, reused=False)
         assert artifact is not None, f"{target} changed while it was being sealed"
         return artifact
 
@@ -168,21 +173,23 @@ class Store:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
 
-    def _partial(self, recipe: Recipe) -> Path:
-        """Return the directory in which a resumable artifact is made."""
-        directory = self.root / ".partial" / recipe.stage / recipe.key
-        directory.mkdir(parents=True, exist_ok=True)
-        return directory
+    def begun(self, recipe: Recipe) -> Path:
+        """Return the directory in which a resumable artifact is made, begun or not."""
+        return self.root / ".partial" / recipe.stage / recipe.key
+
+    def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the directories of a stage's artifacts with their manifests, without a look at the files."""
+        for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
+            manifest = _manifest(path.parent)
+            if manifest is not None:
+                yield path.parent, manifest
 
     def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
         """Return the directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
         intact = []
-        for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
-            manifest = _manifest(path.parent)
-            if manifest is None or manifest["parts"]["inputs"].get(name) != digest:
-                continue
-            if tree_files(path.parent) == manifest["files"]:
-                intact.append((path.stat().st_mtime, path.parent))
+        for directory, manifest in self.manifests(stage):
+            if manifest["parts"]["inputs"].get(name) == digest and tree_files(directory) == manifest["files"]:
+                intact.append(((directory / MANIFEST).stat().st_mtime, directory))
         return [directory for _, directory in sorted(intact)]
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
@@ -191,8 +198,9 @@ class Store:
         scratch.chmod(0o755)  # mkdtemp makes it private to this user
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
-    def _verified(self, target: Path, recipe: Recipe, reused: bool = True) -> Artifact | None:
-        """Return the artifact at `target`, None unless its manifest has this key and every file still has its digest."""
+    def verified(self, recipe: Recipe, reused: bool = True) -> Artifact | None:
+        """Return the artifact of `recipe`, None unless its manifest has this key and every file still has its digest."""
+        target = self.path(recipe)
         manifest = _manifest(target)
         if manifest is None or manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
             return None

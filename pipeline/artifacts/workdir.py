@@ -19,12 +19,13 @@ FOLDERS = ("artifacts", "mlartifacts", "sweep")
 FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "report.txt")
 
 
-def check_workdir(work: Path, given: str) -> None:
+def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
     """Refuse a work directory that cannot be written to. Nothing is made in it.
 
     Args:
         work: Its absolute path.
         given: What the configuration says.
+        writes: Whether to try a write, of a file without a name; else the permissions are asked.
 
     Raises:
         UserError: for a path that cannot be one, or in which something lies in the way.
@@ -45,6 +46,10 @@ def check_workdir(work: Path, given: str) -> None:
     if not there.is_dir():
         raise UserError(f"{name}: {there} is not a directory; give another path")
     for place in (there, *(work / folder for folder in FOLDERS if (work / folder).is_dir())):
+        if not writes:
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise MissingRequirement(f"{name}: {place} cannot be written to; give a workdir that this user may write to")
+            continue
         try:
             with tempfile.TemporaryFile(dir=place) as stream:
                 stream.write(bytes(1 << 12))
@@ -72,12 +77,12 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
     """
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
-        raise MissingRequirement(_lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
+        raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
     if (work / "artifacts").exists():  # what was made before is used again
         return
     free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
     if COPIES * weight_bytes > free:
-        problem = _lacks("the model's artifacts take", COPIES * weight_bytes, "its disk has", free, "free")
+        problem = lacks("the model's artifacts take", COPIES * weight_bytes, "its disk has", free, "free")
         raise MissingRequirement(f"workdir={given}: {problem}; free some, or give another workdir")
 
 
@@ -85,9 +90,10 @@ def check_memory(key: str, cache_bytes: int) -> None:
     """Refuse a load whose cache this machine's memory does not hold. Raises UserError, naming `key` with its value."""
     memory = psutil.virtual_memory().total
     if cache_bytes > memory:
-        raise UserError(_lacks(f"{key}: its cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
+        raise UserError(lacks(f"{key}: its cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
 
 
-def _lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
+def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
+    """Say that `needed` bytes are more than `there` are."""
     missing = (needed - there) / GIB
     return f"{what} {needed / GIB:,.1f} GiB, {where} {there / GIB:,.1f} GiB {of}: {missing:,.1f} GiB are missing"

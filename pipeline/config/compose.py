@@ -161,6 +161,14 @@ class Plan:
     sweeping: bool
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
+    labels: tuple[str, ...] = ("",)
+    """Of each job, what the command line changed of its candidate's name."""
+
+
+def changed(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
+    """Return the overrides that belong to a candidate's name: of its policy, and those that differ within its sweep."""
+    prefixes = ("kv.", *(f"{key}=" for key in swept if key != "kv"))
+    return [override.replace("'", "") for override in overrides if override.startswith(prefixes)]
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
@@ -190,14 +198,29 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
-                return Plan([to_config(composed)], sweeping=False)
+                return Plan([to_config(composed)], sweeping=False, labels=(" ".join(changed(plain, ())),))
             params = composed.hydra.sweeper.params or {}
             overridden = {o.key_or_group for o in parsed}
             swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
-            jobs = [to_config(compose("config", overrides=[*plain, *job])) for job in _jobs(swept)]
-            return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()))
+            keys = tuple(o.key_or_group for o in swept if o.is_sweep_override())
+            given = [[*plain, *job] for job in _jobs(swept)]
+            labels = tuple(" ".join(changed(overrides, keys)) for overrides in given)
+            return Plan(_configs(given), True, keys, labels)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
+
+
+def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
+    """Compose and validate each job's configuration. Raises UserError with the problems of all of them, each once."""
+    configs, problems = [], list[str]()
+    for overrides in given:
+        try:
+            configs.append(to_config(compose("config", overrides=list(overrides))))
+        except UserError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return configs
 
 
 def _jobs(swept: list[Override]) -> list[list[str]]:

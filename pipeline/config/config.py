@@ -102,6 +102,8 @@ class Config(StrictModel):
     workdir: PathText
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
+    dry: Annotated[bool, Field(exclude=True)]
+    """Whether the command only says what it would do. It decides nothing of what is made, so that it is tracked nowhere."""
 
     @model_validator(mode="after")
     def _bundle_is_for_verify(self) -> Self:

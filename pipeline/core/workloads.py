@@ -40,6 +40,11 @@ class LoadConfig(StrictModel):
     sequence_tokens: Positive
     """Length of every sequence in that computation."""
 
+    @property
+    def tokens(self) -> int:
+        """Length of a sequence of the load at its end."""
+        return self.context_tokens + self.warmup_steps + self.new_tokens
+
 
 BFCL_CATEGORIES = (
     "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance",

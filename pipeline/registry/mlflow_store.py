@@ -68,15 +68,13 @@ class MlflowStore:
 
     def _experiment(self) -> str:
         name = self.location.experiment
-        experiment = self.client.get_experiment_by_name(name)
+        experiment = active_experiment(self.client, name)
         if experiment is None:
             try:
                 return str(self.client.create_experiment(name, self.location.artifact_root))
             except MlflowException:  # another host was first
-                experiment = self.client.get_experiment_by_name(name)
+                experiment = active_experiment(self.client, name)
                 assert experiment is not None, f"{name} exists and does not"
-        if experiment.lifecycle_stage != "active":
-            raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
         return str(experiment.experiment_id)
 
     def _registered_model(self) -> None:
@@ -238,6 +236,24 @@ class MlflowStore:
     def set_model_tag(self, name: str, text: str) -> None:
         """Write a tag of the registered model, at once."""
         self.client.set_registered_model_tag(self.location.model_name, name, text)
+
+
+def active_experiment(client: Client, name: str) -> Any:
+    """Return an experiment; None where there is none. Raises UserError for one that was deleted."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None and experiment.lifecycle_stage != "active":
+        raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
+    return experiment
+
+
+def check_experiment(location: Location) -> None:
+    """Ask a tracking server whether it answers and has the experiment, if at all, undeleted. Nothing in it changes.
+
+    Raises:
+        UserError, MissingRequirement: as opening the store would.
+    """
+    with asked_once():
+        active_experiment(Client(location), location.experiment)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig, TorchConfig
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy
+from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVPolicy, KVShape
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.run import loading
 from pipeline.run.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
@@ -68,6 +68,11 @@ class Chain:
         path = locate_checkpoint(self.config.model.path)
         return self._converted(path).path if path.is_file() else path
 
+    @property
+    def shape(self) -> KVShape:
+        """What of the model decides its cache."""
+        return inspect_checkpoint(self.checkpoint).shape
+
     @cached_property
     def checkpoint_digest(self) -> str:
         """Digest of the files that make the model; a repository may hold other formats beside them."""
@@ -86,6 +91,13 @@ class Chain:
         libraries = (*TORCH, "gguf", "numpy")
         recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
         return self.make(recipe, lambda out, progress: loading.conversion().convert_gguf(gguf, out, progress=progress))
+
+    def made_by(self, stage: str) -> tuple[Artifact, ...]:
+        """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
+        policy = self.config.kv
+        if stage == "quantize":
+            return self.quantized(policy), self.exports(policy)
+        return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
 
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""
@@ -112,7 +124,14 @@ class Chain:
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the quantized checkpoint: weights, and the cache's static scales."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
-        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt"))
+        recipe = Recipe(
+            "quantize",
+            ("stages.quantize.run",),
+            self._recipe_config(policy),
+            inputs,
+            (*TORCH, "nvidia-modelopt"),
+            independent=self._independent_of_calibration(policy),
+        )
 
         def fill(out: Path, progress: Progress) -> None:
             options, device = self._recipe_options(policy), self.config.quantize.device
@@ -143,6 +162,15 @@ class Chain:
         max_length, seed = self.config.calibration.max_length, self.config.seed
         device, weights = self.config.quantize.device, self.config.weights.format
         return {"weights": weights, "kv": policy.model_dump(), "max_length": max_length, "seed": seed, "device": device}
+
+    def _independent_of_calibration(self, policy: KVPolicy) -> dict[str, tuple[str, ...]]:
+        """Return what of a quantized checkpoint is the same for every policy, and what no text is run for."""
+        calibration = ("calibration", "max_length", "seed", "device")
+        weights = calibration if self.config.weights.format == "none" else ()
+        independent: dict[str, tuple[str, ...]] = {"checkpoint": ("kv", *weights)}
+        if not any(form.scale == "calibrated" for _, form in policy.formats):
+            independent[SCALES_FILE] = ("weights", *calibration)
+        return independent
 
     def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
         """Return the same with the texts, as arguments of the stages."""
@@ -322,12 +350,16 @@ class Chain:
         links = [Link.of(stage.title, stage.artifact) for stage in self.finished]
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
-        content: dict[str, object] = {"identity": json_digest(identity.model_dump(mode="json"))}
         keys, file = load_keys(self.config.signing), self.config.workloads.file
-        if keys.signer_id is not None:
-            content["signer"] = keys.signer_id
-        recipe = Recipe("identity", ("pipeline.run.identity",), content, {"evaluation": evaluation.digest})
+        recipe = self._identity_recipe(json_digest(identity.model_dump(mode="json")), evaluation)
         return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, keys), policy)
+
+    def _identity_recipe(self, digest: str, evaluation: Artifact) -> Recipe:
+        content: dict[str, object] = {"identity": digest}
+        signer = load_keys(self.config.signing).signer_id
+        if signer is not None:
+            content["signer"] = signer
+        return Recipe("identity", ("pipeline.run.identity",), content, {"evaluation": evaluation.digest})
 
     def make(
         self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
@@ -341,13 +373,16 @@ class Chain:
         if known is not None:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
+        artifact = self._get(recipe, fill, title, resumable)
+        self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
+        return artifact
 
+    def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
         def fill_with_progress(out: Path) -> None:
             with console.progress(title) as progress, loading.required_libraries():
                 fill(out, progress)
 
         artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
-        self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
         duration = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
         console.out.print(f"  {title:<24} {duration:>8}  {artifact.path}", soft_wrap=True)
         return artifact

@@ -1,6 +1,8 @@
 """The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,34 +55,49 @@ def check_inputs(config: Config) -> None:
             does not fit the model or the backend.
         MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
     """
-    load_keys(config.signing)
-    read_policy(config.promote)
+    for check in checks(config):
+        check()
+
+
+def checks(config: Config) -> list[Callable[[], object]]:
+    """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
+    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote)]
     if config.stage != "verify":  # every other stage writes to it
-        check_workdir(config.work, config.workdir)
-        check_store(config.work / "artifacts")
-        summary.load(config.work)
+        needed.append(partial(check_workdir, config.work, config.workdir, writes=not config.dry))
+        needed.append(partial(check_store, config.work / "artifacts"))
+        needed.append(partial(summary.load, config.work))
     if config.tracking.enabled and config.stage in TRACKED:
-        locate(config.tracking, config.work, config.model.label)
-    if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
-        raise UserError(f"bundle={config.bundle}: no such directory; give the one of an engine, or of its evidence")
+        needed.append(partial(locate, config.tracking, config.work, config.model.label))
+    if config.stage == "verify":
+        needed.append(partial(_check_bundle, config))
     if config.stage == "route" and config.routing.file is not None:
-        read_routing_file(config.routing)
+        needed.append(partial(read_routing_file, config.routing))
     if config.stage == "monitor":
-        read_snapshot(config.monitor)
-    if config.stage in WITHOUT_CHECKPOINT:
-        return
-    if config.stage in PLANNING:
-        memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
-        return
-    checkpoint = _inspect_model(locate_checkpoint(config.model.path))
+        needed.append(partial(read_snapshot, config.monitor))
+    if config.stage not in WITHOUT_CHECKPOINT:
+        needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+    return needed
+
+
+def _check_bundle(config: Config) -> None:
+    if not Path(str(config.bundle)).is_dir():
+        raise UserError(f"bundle={config.bundle}: no such directory; give the one of an engine, or of its evidence")
+
+
+def _check_budget(config: Config) -> None:
+    memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
+
+
+def _check_model(config: Config) -> None:
+    """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
+    checkpoint = inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
     if config.stage in ("evaluate", "all"):
         _check_load(config, checkpoint)
     if config.stage != "tune":
-        sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
-        check_room(config.work, config.workdir, sum(sizes) or checkpoint.path.stat().st_size)
+        check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
@@ -100,15 +117,26 @@ def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
 def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
     """Refuse a load that is longer than the model's context, or larger than this machine."""
     load, (limit, limited) = config.workloads.load, _context(config, checkpoint)
-    tokens = load.context_tokens + load.warmup_steps + load.new_tokens
+    tokens = load.tokens
     if tokens > limit:
         raise UserError(
             f"workloads.load.context_tokens={load.context_tokens}: with warmup_steps and new_tokens a sequence has {tokens:,} "
             f"tokens, {limited}: {tokens - limit:,} too many; lower it"
         )
     if config.backend.name in ON_THIS_MACHINE:
-        sequence = max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
-        check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", load.batch * sequence)
+        check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
+
+
+def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
+    """Return the bytes of the larger of the two caches that the load is timed on."""
+    load = config.workloads.load
+    return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
+
+
+def weight_bytes(checkpoint: CheckpointInfo) -> int:
+    """Return the bytes of a checkpoint's weights as they lie on disk; of a GGUF those of the file."""
+    sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
+    return sum(sizes) or checkpoint.path.stat().st_size
 
 
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
@@ -147,7 +175,13 @@ def check_file(path: Path, key: str) -> None:
         raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
-def _inspect_model(path: Path) -> CheckpointInfo:
+def inspect_model(path: Path) -> CheckpointInfo:
+    """Read the headers of a checkpoint or a GGUF.
+
+    Raises:
+        UserError: when it cannot be used.
+        MissingRequirement: without the package that reads GGUF.
+    """
     if not path.is_file():
         info = inspect_checkpoint(path)
         check_weights(info)

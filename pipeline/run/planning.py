@@ -24,6 +24,7 @@ from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry.promotion import ORACLE
+from pipeline.registry.reaching import SQLITE, copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.run.evidence import Evidence, read_evidence
@@ -59,10 +60,11 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         console.out.print(effects)
     for line in tables.remark_lines(capacity):
         console.out.print(line, soft_wrap=True)
-    path = _write(config, CAPACITY, capacity)
-    with required_libraries():
-        plot = plots().requests_by_context(capacity, config.work / PLOT)
-    console.out.print(f"{path}\n{plot}", soft_wrap=True)
+    if not config.dry:
+        path = _write(config, CAPACITY, capacity)
+        with required_libraries():
+            plot = plots().requests_by_context(capacity, config.work / PLOT)
+        console.out.print(f"{path}\n{plot}", soft_wrap=True)
     _require_room(capacity)
 
 
@@ -90,7 +92,8 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.out.print(line, soft_wrap=True)
-    console.out.print(f"{_write(config, RECOMMENDATION, recommendation)}", soft_wrap=True)
+    if not config.dry:
+        console.out.print(f"{_write(config, RECOMMENDATION, recommendation)}", soft_wrap=True)
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
@@ -140,11 +143,13 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)
-    if location.uri.startswith("sqlite:///") and not Path(location.uri.removeprefix("sqlite:///")).is_file():
+    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
     folder = Path(stack.enter_context(TemporaryDirectory()))
+    if config.dry and location.uri.startswith(SQLITE):
+        location = copy_store(location, folder) or location
     for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, folder):
         path = fetched.directory / IDENTITY_FILE
         if path.is_file():

@@ -37,13 +37,13 @@ GATE_EXIT = EXIT_CODES[GateRefusal]
 
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
-    quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
+    quantized, exports = run.chain.made_by("quantize")
     console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
 
 
 def build(run: Run) -> None:
     """Build the engine bundle."""
-    bundle = run.chain.bundle(run.config.kv)
+    (bundle,) = run.chain.made_by("build")
     console.out.print(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}", soft_wrap=True)
     for line in run.chain.backend.describe(bundle.path):
         console.out.print(line)
@@ -61,7 +61,7 @@ def evaluate(run: Run) -> None:
     config, chain = run.config, run.chain
     store = open_store(config.tracking, config.work, config.model.label)
     with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
-        evaluation, engine, baseline = chain.evaluation(config.kv)
+        evaluation, engine, baseline = chain.made_by("evaluate")
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = run.decide(report, rows)
         identity = chain.identity(config.kv, report, verdict)

@@ -29,6 +29,12 @@ class ServedChain(Chain):
         """The configured backend."""
         return loading.open_server(self.config.backend)
 
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Digest of the checkpoint's tokenizer, which is all that is needed of it here."""
+        names = [name for name in TOKENIZER_FILES if (self.checkpoint / name).is_file()]
+        return files_digest({name: file_digest(self.checkpoint / name) for name in names})
+
     def engine(self, policy: KVPolicy) -> Artifact:
         """Return the record of the server that is said to have `policy`."""
         recorded = self._recorded("baseline" if policy == FP16_POLICY else "candidate", policy)
@@ -99,10 +105,9 @@ class ServedChain(Chain):
         return {}
 
     def _record(self, role: ServerRole, policy: KVPolicy, facts: dict[str, object]) -> Artifact:
-        names = [name for name in TOKENIZER_FILES if (self.checkpoint / name).is_file()]
-        tokenizer = files_digest({name: file_digest(self.checkpoint / name) for name in names})
         config = {"kv": policy.model_dump(), **facts, **self.server.run_parts()}
-        recipe = Recipe("server", (self.server.server_module,), config, {"tokenizer": tokenizer}, self.server.libraries)
+        inputs = {"tokenizer": self.tokenizer_digest}
+        recipe = Recipe("server", (self.server.server_module,), config, inputs, self.server.libraries)
 
         def fill(out: Path, _: Progress) -> None:
             self.server.record(facts, self.checkpoint, out, policy=policy)

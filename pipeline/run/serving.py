@@ -1,11 +1,13 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.registry import promotion, summary
@@ -24,6 +26,9 @@ from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
 
 def promote(run: Run) -> None:
     """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name.
@@ -34,32 +39,24 @@ def promote(run: Run) -> None:
         UserError: when there are no candidates of the configured model, or the work directory cannot be written.
     """
     last = summary.load(run.config.work, run.config.promote.sweep)
-    if last.unfinished is not None and run.config.promote.name is None:
-        raise GateRefusal(
-            f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed with promote.name=NAME"
-        )
+    check_finished(run.config, last)
     promote_from(run, last)
 
 
 def promote_from(run: Run, last: summary.Summary) -> None:
     """Promote the best candidate of a summary; raises as `promote` does."""
-    config, model = run.config, run.config.model.label
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
-        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    config = run.config
+    listed = listed_candidates(config, last)
     summary.check_writable(config.work, REPORT)
     store = run.registry()
-    find = partial(registered_candidate, config.work / "artifacts")
-    log = run.log(store)
-    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
-    decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
-    candidates = promotion.judged_again(listed, store.registered(), find, decide_again, model, config.promote.name)
     with TemporaryDirectory() as scratch:
-        with required_libraries():
-            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
+        plot = Path(scratch) / "quality_by_memory.png"
+
+        def draw(candidates: Sequence[Candidate]) -> None:
+            with required_libraries():
+                plots().quality_by_memory(candidates, plot)
+
+        candidates, move = move_champion(run, store, listed, last.sweep, draw)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
             best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -70,6 +67,54 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 tables.print_promotion(candidates, move)
                 tables.print_baseline_accuracy(candidates)
             tables.print_mlflow(store.location, store.experiment_id, candidates)
+
+
+def listed_candidates(config: Config, last: summary.Summary) -> list[Candidate]:
+    """Return the configured model's candidates of a summary. Raises UserError where there are none."""
+    model = config.model.label
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    return listed
+
+
+def check_finished(config: Config, last: summary.Summary) -> None:
+    """Refuse to choose among the candidates of a sweep that did not finish. Raises GateRefusal."""
+    if last.unfinished is not None and config.promote.name is None:
+        raise GateRefusal(
+            f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed with promote.name=NAME"
+        )
+
+
+def move_champion(
+    run: Run,
+    store: "MlflowStore",
+    listed: Sequence[Candidate],
+    sweep: str,
+    before: Callable[[Sequence[Candidate]], None],
+) -> tuple[list[Candidate], promotion.Move]:
+    """Judge the candidates of a sweep again, and make the best one the champion of a registry.
+
+    Args:
+        run: The job.
+        store: The registry.
+        listed: The sweep's candidates.
+        sweep: Its id.
+        before: Told of the candidates, as they are judged now, before anything moves.
+
+    Returns:
+        The candidates, and where the aliases point.
+    """
+    config = run.config
+    find = partial(registered_candidate, config.work / "artifacts")
+    log, name = run.log(store), config.promote.name
+    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
+    decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
+    candidates = promotion.judged_again(listed, store.registered(), find, decide_again, config.model.label, name)
+    before(candidates)
+    return candidates, promotion.promote(candidates, log, replay_again, decide_again, sweep=sweep, name=name)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.config.policies import policy_yaml, tuned_policies
-from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import GateRefusal
 from pipeline.core.exports import layer_algorithms
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
@@ -27,10 +26,10 @@ FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
 
 
-def search(chain: Chain) -> tuple[Artifact, TuneReport]:
-    """Return the artifact of the search, and its record."""
+def search(chain: Chain) -> Artifact:
+    """Return the artifact of the search."""
     config, options = chain.config, chain.config.tune
-    uniform, given = tuned_policies(config, inspect_checkpoint(chain.checkpoint).shape)
+    uniform, given = tuned_policies(config, chain.shape)
     policies = [*uniform, *([given] if given is not None else [])]
     quantized = [chain.quantized(policy) for policy in policies]
     weights, texts = chain.quantized(FP16_POLICY), config.calibration.file
@@ -60,8 +59,7 @@ def search(chain: Chain) -> tuple[Artifact, TuneReport]:
             progress=progress,
         )
 
-    artifact = chain.make(recipe, fill, resumable=True)
-    return artifact, TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
+    return chain.make(recipe, fill, resumable=True)
 
 
 def tune(chain: Chain) -> None:
@@ -70,8 +68,8 @@ def tune(chain: Chain) -> None:
     Raises:
         GateRefusal: when no policy of fewer bytes than FP16 is within `tune.max_kl`.
     """
-    artifact, report = search(chain)
-    shape = inspect_checkpoint(chain.checkpoint).shape
+    artifact, shape = search(chain), chain.shape
+    report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
     _leave(report, artifact.path, folder, shape)
     print_front(report, shape)

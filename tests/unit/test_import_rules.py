@@ -44,6 +44,7 @@ ROOMS = (
     "stages.tune",
     "stages.tiny",
     "pipeline.run",
+    "pipeline.dry",
     "pipeline.__main__",
     "stages.selftest",
     "stages.lm_eval",

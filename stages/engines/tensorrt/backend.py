@@ -76,6 +76,14 @@ class RTXBackend(PlanBackend):
         if job.builds:
             load(self.library)
 
+    def check_runs(self) -> None:
+        from stages.engines.bundle import BuiltFor, check_built_for
+        from stages.engines.tensorrt.engine import this_machine
+
+        trt, capabilities = load(self.library), [f"{target // 10}.{target % 10}" for target in self.targets]
+        built = BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities)
+        check_built_for(Path(f"backend={self.library}"), built, this_machine(trt, built))
+
     def build_parts(self) -> dict[str, object]:
         versions = {self.library: load(self.library).version}
         return {"library": self.library, **self._sizes(), "targets": self.targets, "versions": versions}

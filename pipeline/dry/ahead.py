@@ -1,0 +1,116 @@
+"""What is found only in the middle of a run: the tracking store, libraries for the end of it, GPUs, memory, the disk."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from pipeline.artifacts.workdir import lacks
+from pipeline.config.config import Config
+from pipeline.core.checkpoint import locate_checkpoint
+from pipeline.core.errors import MissingRequirement
+from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
+from pipeline.registry.tracking import locate
+from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, weight_bytes
+from pipeline.run.loading import open_loader
+from pipeline.terminal.dry import Row, size, total
+
+JUDGING = ("evaluate", "all")
+PLOTTING = (*JUDGING, "tune", "promote", "capacity")
+"""Stages that draw."""
+MOVING = ("promote", "rollback", "route", "monitor")
+
+
+def checks_ahead(config: Config) -> list[Callable[[], object]]:
+    """Return the checks of what only the middle of a run would find; the stages that move aliases rehearse it instead."""
+    found: list[Callable[[], object]] = []
+    if config.stage in PLOTTING:
+        found.append(partial(_require, "matplotlib"))
+    if config.stage in JUDGING:
+        found.append(open_loader(config.backend).check_runs)
+        found.append(partial(_check_memory, config))
+        if config.tracking.enabled:
+            found.append(partial(_require, "mlflow"))
+            found.append(partial(check_store, config))
+    return found
+
+
+def _require(library: str) -> None:
+    if find_spec(library) is None:
+        raise MissingRequirement(f"{library} is not installed here, and the end of the command needs it: pip install {library}")
+
+
+def check_store(config: Config) -> None:
+    """Open the tracking store, of SQLite a copy of it. Nothing in it changes.
+
+    Raises:
+        UserError, MissingRequirement: as a candidate's run would.
+    """
+    location = locate(config.tracking, config.work, config.model.label)
+    from pipeline.registry.mlflow_store import MlflowStore, check_experiment
+
+    if location.served:
+        check_experiment(location)
+    elif not location.uri.startswith(SQLITE):
+        check_reachable(location)
+    else:
+        with TemporaryDirectory() as scratch:
+            copy = copy_store(location, Path(scratch))
+            if copy is not None:
+                MlflowStore(copy)
+
+
+def least_memory(config: Config) -> tuple[int, int]:
+    """Return the bytes of the weights and of the load's cache: the least that an evaluation holds at once."""
+    checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    cache = cache_bytes(config, checkpoint) if config.backend.name in ON_THIS_MACHINE else 0
+    return weight_bytes(checkpoint) if cache else 0, cache
+
+
+def _check_memory(config: Config) -> None:
+    weights, cache = least_memory(config)
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if weights + cache > memory:
+        raise MissingRequirement(
+            lacks("the weights and the cache of workloads.load take", weights + cache, "this machine has", memory, "of memory")
+            + "; lower workloads.load.batch or workloads.load.context_tokens"
+        )
+
+
+def check_disk(config: Config, rows: Sequence[Row]) -> None:
+    """Refuse what the disk of the work directory does not hold in all, as far as earlier artifacts tell.
+
+    Raises:
+        MissingRequirement: with the number of bytes that are missing.
+    """
+    needed, free = round(total(rows, "written").least), free_bytes(config)
+    if needed > free:
+        problem = lacks("the artifacts of this command take", needed, "its disk has", free, "free")
+        raise MissingRequirement(f"workdir={config.workdir}: {problem}; free some, or give another workdir")
+
+
+def free_bytes(config: Config) -> int:
+    """Return the bytes that are free on the disk of the work directory, which need not exist yet."""
+    return shutil.disk_usage(next(place for place in (config.work, *config.work.parents) if place.is_dir())).free
+
+
+def notes(config: Config) -> list[str]:
+    """Return what else there is to know before a job that judges: how engines run here, and the least memory they take."""
+    if config.stage not in JUDGING:
+        return []
+    parts = ", ".join(f"{name}={value}" for name, value in open_loader(config.backend).run_parts().items())
+    lines = [f"engines of backend={config.backend.name} run here with {parts}"] if parts else []
+    weights, cache = least_memory(config)
+    if cache:
+        available = psutil.virtual_memory().available
+        lines.append(
+            f"memory: at least {size(weights + cache)} (weights {size(weights)}, the cache of workloads.load {size(cache)}; "
+            f"activations and libraries come on top), {size(available)} are available now"
+        )
+        if weights + cache > available:
+            lines.append("memory: that is more than is available now")
+    return lines
