@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,7 @@ def _untouched_s(directory: Path) -> float:
     return time.time() - max(times)
 
 
+@cache
 def _version(name: str) -> str:
     try:
         return metadata.version(name)

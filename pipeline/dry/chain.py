@@ -11,7 +11,7 @@ from pipeline.config.config import Config
 from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.dry.store import ForeseenStore, is_known
+from pipeline.dry.store import UNKNOWN, ForeseenStore, is_known
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.chain import Chain
 from pipeline.run.served import ServedChain
@@ -44,10 +44,11 @@ class ForeseenChain(Chain):
         if is_known(evaluation):
             report, rows = load_report(evaluation.path), load_rows(evaluation.path)
             self.verdict = decide(report, rows, self.config.gates)
-            self.identity(self.config.kv, report, self.verdict)
-            return
+            if all(is_known(stage.artifact) for stage in self.finished):  # an identity holds the manifests of all
+                self.identity(self.config.kv, report, self.verdict)
+                return
         about = json_digest([self.config.gates.model_dump(mode="json"), [stage.artifact.key for stage in self.finished]])
-        self.make(self._identity_recipe(about, evaluation), lambda *_: None, self.config.kv)
+        self.make(self._identity_recipe(f"{UNKNOWN}{about}", evaluation), lambda *_: None, self.config.kv)
 
     def is_certain(self, recipe: Recipe) -> bool:
         """Whether an artifact is asked for in any case: later rounds are, where the gates want them."""

@@ -86,20 +86,22 @@ class ForeseenStore(Store):
         perhaps = artifact is None and bool(foreseen) and self._may_be_there(recipe)
         begun = artifact is None and not foreseen and resumable and self.begun(recipe).is_dir()
         if artifact is None:
-            artifact = self._to_be_made(recipe)
+            artifact = self._to_be_made(recipe, timed=recipe.measures_time and not perhaps)
         self.outcomes[recipe.key] = Outcome(recipe, artifact, self.job, perhaps, begun)
         return artifact
 
-    def _to_be_made(self, recipe: Recipe) -> ToBeMade:
+    def _to_be_made(self, recipe: Recipe, timed: bool) -> ToBeMade:
+        """Return what stands in for an artifact; `timed` says whether it will hold times, which never come out the same."""
+
         def stand_in(place: str) -> str:
-            return self._stand_in(recipe, place)
+            return self._stand_in(recipe, place, timed)
 
         files = _Files(stand_in)
         return ToBeMade(
             self.path(recipe), recipe.stage, recipe.key, stand_in(""), files, recipe.parts, False, 0.0, stand_in=stand_in
         )
 
-    def _stand_in(self, recipe: Recipe, place: str) -> str:
+    def _stand_in(self, recipe: Recipe, place: str, timed: bool) -> str:
         """Return what stands for the digest of a folder or a file: its own, where another artifact has the same one."""
         without = recipe.independent.get(place, ())
         parts = _stored(recipe.parts, without)
@@ -107,7 +109,7 @@ class ForeseenStore(Store):
             for one in self.past.of(recipe.stage):
                 if _stored(one.parts, without) == parts and tree_files(one.directory) == one.files:
                     return one.digest_of(place)
-        new = recipe.measures_time or any(word.startswith(NEW) for word in _stand_ins(parts))
+        new = timed or any(word.startswith(NEW) for word in _stand_ins(parts))
         word = f"{NEW if new else UNKNOWN}{json_digest([parts, place])}"
         if recipe.stage == "build" and not place:
             self._bundles[word] = parts
@@ -121,14 +123,22 @@ class ForeseenStore(Store):
         return any(self._may_be_same(ours, other) for other in others)
 
     def _may_be_same(self, ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-        same = {**ours, "inputs": None} == {**theirs, "inputs": None} and ours["inputs"].keys() == theirs["inputs"].keys()
-        return same and all(self._may_be_equal(digest, theirs["inputs"][name]) for name, digest in ours["inputs"].items())
+        bare: dict[str, Any] = {"config": None, "inputs": None}
+        if {**ours, **bare} != {**theirs, **bare} or ours["config"].keys() != theirs["config"].keys():
+            return False
+        if not theirs["inputs"].keys() <= ours["inputs"].keys():  # an evaluation may have taken fewer rounds
+            return False
+        return all(
+            self._may_be_equal(ours[section][name], value) for section in bare for name, value in theirs[section].items()
+        )
 
-    def _may_be_equal(self, digest: str, other: str) -> bool:
+    def _may_be_equal(self, digest: Any, other: Any) -> bool:
         """Whether two digests, of which words stand for those that nobody knows yet, may be one."""
         if digest == other:
             return True
-        if digest.startswith(NEW) or other.startswith(NEW) or not (digest.startswith(UNKNOWN) or other.startswith(UNKNOWN)):
+        if not (isinstance(digest, str) and isinstance(other, str)) or digest.startswith(NEW) or other.startswith(NEW):
+            return False
+        if not (digest.startswith(UNKNOWN) or other.startswith(UNKNOWN)):
             return False
         one, another = self._bundle(digest), self._bundle(other)
         return one is None or another is None or self._may_be_same(one, another)
@@ -154,5 +164,6 @@ def _stored(parts: Mapping[str, Any], without: Collection[str] = ()) -> dict[str
 
 
 def _stand_ins(parts: Mapping[str, Any]) -> list[str]:
-    """Return the inputs that stand for digests that nobody knows yet."""
-    return [digest for digest in parts["inputs"].values() if digest.startswith((UNKNOWN, NEW))]
+    """Return what of an artifact's parts stands for digests that nobody knows yet."""
+    values = [*parts["inputs"].values(), *parts["config"].values()]
+    return [value for value in values if isinstance(value, str) and value.startswith((UNKNOWN, NEW))]

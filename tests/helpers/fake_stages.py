@@ -1,0 +1,151 @@
+"""Stages that do next to no work, under the real chain: its recipes, its store and its rounds are as ever.
+
+Bytes depend on what they depend on in the real stages: scales of calibrated formats on the texts, weights on the checkpoint
+alone, what is measured on the moment.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gate_reports import answered, every_class, report
+
+from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
+from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts.store import Recipe
+from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.records import Progress, Sample
+from pipeline.dry import ahead
+from pipeline.run import inputs, loading, runner
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+
+CODE = "pipeline.core.errors"
+QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(8)]
+LOST = {"int4_tensor": 128}
+"""Policy -> answers that it loses."""
+
+
+def calibrate(checkpoint: Path, out: Path, *, samples: int, seed: int, **_: object) -> None:  # noqa: ARG001
+    (out / "texts.json").write_text(json.dumps([f"text {seed} {number}" for number in range(samples)]))
+
+
+def quantize(checkpoint: Path, out: Path, *, policy: KVPolicy, calibration_texts: list[str], **_: object) -> None:
+    (out / "checkpoint").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint / name, out / "checkpoint" / name)
+    link_or_copy(checkpoint / "model.safetensors", out / "checkpoint" / "model.safetensors")
+    calibrated = any(form.scale == "calibrated" for _, form in policy.formats)
+    # Only the longest text decides: other texts may give the same scales.
+    (out / SCALES_FILE).write_text(json.dumps(max(map(len, calibration_texts)) if calibrated else None))
+    (out / POLICY_FILE).write_text(policy.model_dump_json())
+
+
+class FakeBackend(Backend):
+    """An export that is the same for every policy, and bundles that hold their policy."""
+
+    libraries = ("numpy",)
+    build_module = engine_module = CODE
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    def check_inputs(self, job: Job) -> None:
+        """Accept everything."""
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        quantized = artifacts.quantized(policy)
+        recipe = Recipe("export", (CODE,), {}, {"checkpoint": quantized.digest_under("checkpoint")})
+
+        def fill(out: Path, _: Progress) -> None:
+            (out / "decoder.onnx").write_text(file_digest(quantized.path / "checkpoint" / "model.safetensors"))
+
+        exported = artifacts.make(recipe, fill)
+        return Source(exported.path, exported.digest)
+
+    def build_parts(self) -> dict[str, object]:
+        return {"backend": type(self.config).__name__}
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:  # noqa: ARG002
+        shutil.copyfile(source / "decoder.onnx", out / "decoder.onnx")
+        shutil.copyfile(scales, out / SCALES_FILE)
+        (out / POLICY_FILE).write_text(policy.model_dump_json())
+        (out / "bundle.json").write_text("{}")
+
+    def run_parts(self) -> dict[str, object]:
+        return {"threads": 1}
+
+    def load(self, bundle: Path) -> Any:
+        return SimpleNamespace(policy=json.loads((bundle / POLICY_FILE).read_text())["name"])
+
+
+class FakeEvaluation:
+    """Rounds of eight questions. `undecided` policies take a second round, LOST ones fail, the others pass at once."""
+
+    undecided: tuple[str, ...] = ("int8",)
+
+    def load_samples(self, _: object) -> list[Sample]:
+        return QUESTIONS
+
+    def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
+        return [list(samples[number :: len(shares)]) for number in range(len(shares))]
+
+    def open_tokenizer(self, _: Path) -> None:
+        """Ask nobody."""
+
+    def measure_baseline(self, open_engine: Callable[[], Any], samples: Sequence[Sample], _: Any, out: Path, **__: Any) -> None:
+        self._measured(open_engine(), samples, out)
+
+    def evaluate_round(
+        self, open_engine: Callable[[], Any], samples: Sequence[Sample], _: Any, __: Path, out: Path, **___: Any
+    ) -> None:
+        self._measured(open_engine(), samples, out)
+
+    def _measured(self, engine: Any, samples: Sequence[Sample], out: Path) -> None:
+        (out / "answers.jsonl").write_text("{}\n" * len(samples))
+        (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
+
+    def MeasuredRound(self, baseline: Path, candidate: Path) -> tuple[Path, Path]:
+        return baseline, candidate
+
+    def Twin(self, *_: object) -> None:
+        """Compare with nobody."""
+
+    def join_rounds(
+        self,
+        measured: Sequence[tuple[Path, Path]],
+        _samples: object,
+        _tokenizer: object,
+        out: Path,
+        *,
+        engine_digest: str,
+        baseline_digest: str,
+        **_: object,
+    ) -> None:
+        name = json.loads((measured[0][1] / "round.json").read_text())["policy"]
+        first_of_two = name in self.undecided and len(measured) == 1
+        rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
+        cited = {"engine_digest": engine_digest, "baseline_digest": baseline_digest}
+        joined = report(rows, **cited, planned_rounds=[0.5, 1.0] if first_of_two else [1.0])
+        (out / REPORT_FILE).write_text(joined.model_dump_json())
+        (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in rows))
+
+
+def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the fakes in the place of the real stages."""
+    monkeypatch.setattr(loading, "calibration", lambda: SimpleNamespace(calibration_texts=calibrate))
+    monkeypatch.setattr(loading, "quantization", lambda: SimpleNamespace(quantize=quantize))
+    monkeypatch.setattr(loading, "exporting", lambda: SimpleNamespace(export=_export))
+    monkeypatch.setattr(loading, "evaluation", FakeEvaluation)
+    for module in (loading, inputs, ahead):
+        monkeypatch.setattr(module, "open_loader", FakeBackend)
+    monkeypatch.setattr(runner, "_sample_plots", lambda *_: [])
+
+
+def _export(_: Path, __: Path, out: Path, **___: object) -> None:
+    (out / "export.json").write_text("{}")
