@@ -117,8 +117,14 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:
     work, _ = swept
+    before = {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))}
+    rehearsed = pipeline(work, "stage=promote", "dry=true")
+    assert rehearsed.returncode == 0, rehearsed.stderr
+    assert {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))} == before
+
     result = pipeline(work, "stage=promote")
     assert result.returncode == 0, result.stderr
+    assert rehearsed.stdout.splitlines()[0] in result.stdout
     assert summary(work)["champion"] == "fp8"
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
