@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
 from stages.report.content import make_page
 from stages.report.exhibit import Exhibit, Occasion
@@ -19,6 +20,7 @@ from stages.report.text import quantity, shown
 HERE = Path(__file__).parent
 LIBRARY = "vl-convert-python"
 """The package that holds Vega, Vega-Lite and vega-embed."""
+LICENSE = f"Vega, Vega-Lite and vega-embed of {LIBRARY} {version(LIBRARY)}, BSD 3-Clause License: github.com/vega"
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
 
@@ -38,7 +40,7 @@ def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
     """Return the page. Arguments: `write_page`."""
     page = make_page(exhibits, occasion)
     style = (HERE / "page.css").read_text(encoding="utf-8")
-    scripts = [_library(), (HERE / "page.js").read_text(encoding="utf-8")]
+    scripts = [library(), (HERE / "page.js").read_text(encoding="utf-8")]
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -93,12 +95,22 @@ def _shown(value: object) -> object:
 
 
 @cache
-def _library() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, from the wheel of LIBRARY."""
+def library() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script, which takes LIBRARY two seconds: once for each user."""
+    try:
+        kept = own_cache("page") / f"vega-{version(LIBRARY)}.js"
+        if not kept.is_file():
+            write_whole(kept, _bundle())
+        return kept.read_text(encoding="utf-8")
+    except (OSError, ForeignFolder):
+        return _bundle()
+
+
+def _bundle() -> str:
     import vl_convert
 
     bundle: str = vl_convert.javascript_bundle(SNIPPET)
-    text = f"(() => {{ /* Vega, Vega-Lite and vega-embed of {LIBRARY} {version(LIBRARY)}, BSD-3-Clause */\n{bundle}\n}})();"
+    text = f"(() => {{ /* {LICENSE} */\n{bundle}\n}})();"
     for end in ("</script", "<!--"):
         assert end not in text.lower(), f"{LIBRARY}'s bundle cannot stand in a script element"
     return text

@@ -16,7 +16,7 @@ from report_pages import STEPS, asked, exhibit, exhibits, occasion, rows
 from stages.report import Exhibit, curves
 from stages.report.answers import changed_answers
 from stages.report.content import MOST_POLICIES, make_page
-from stages.report.page import render, write_page
+from stages.report.page import library, render, write_page
 from stages.report.text import differences, shown
 
 HOSTILE = (
@@ -186,6 +186,31 @@ def test_the_page_may_run_its_own_scripts_alone_and_request_nothing(page: str) -
     ]
     assert loaded == []
     assert {str(a["href"])[:1] for _, a in found.elements if a.get("href")} == {"#"}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_the_library_is_bundled_once_and_never_taken_from_a_folder_that_others_can_reach(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "kvgate" / "page"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    made: list[str] = []
+
+    def bundle(snippet: str) -> str:
+        made.append(snippet)
+        return f"bundle {len(made)}"
+
+    monkeypatch.setattr(vl_convert, "javascript_bundle", bundle)
+    scripts = []
+    for _ in range(2):
+        library.cache_clear()
+        scripts.append(library())
+    library.cache_clear()
+    assert len(made) == (1 if mode == 0o700 else 2)
+    assert (scripts[0] == scripts[1]) is (mode == 0o700)
+    assert "BSD 3-Clause" in scripts[0]
 
 
 def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
