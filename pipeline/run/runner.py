@@ -25,7 +25,7 @@ from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, tables
 from pipeline.terminal.tables import REPORT
@@ -91,6 +91,7 @@ def evaluate(run: Run) -> None:
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
+        show(config, [candidate], lambda: store, sweep=run.sweep)
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -183,6 +184,13 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         tables.print_occasion()
         tables.print_comparison(last.candidates)
         tables.print_baseline_accuracy(last.candidates)
+    show(
+        config,
+        last.candidates,
+        lambda: open_store(config.tracking, config.work, config.model.label),
+        sweep=sweep,
+        unfinished=last.unfinished,
+    )
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)

@@ -155,15 +155,24 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
     """Print which engine serves now, and why each of the others does not."""
     print_comparison(candidates)
     console.out.print(f"[green]Champion:[/] {move.message}")
+    for name, reason in passed_over(candidates, move).items():
+        console.out.print(f"  not {escape(name)}: {escape(reason)}", soft_wrap=True)
+
+
+def passed_over(candidates: Sequence[Candidate], move: Move) -> dict[str, str]:
+    """Return why each candidate but the champion does not serve, by its name."""
     champion = next((c for c in candidates if c.name == move.champion), None)
+    reasons = {}
     for candidate in candidates:
         if candidate is champion:
             continue
         if candidate.verdict == PASS and champion is not None:
-            reason = f"passed, but {_disadvantage(candidate, champion)}"
+            reasons[candidate.name] = f"passed, but {_disadvantage(candidate, champion)}"
         else:
-            reason = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-        console.out.print(f"  not {escape(candidate.name)}: {escape(reason)}", soft_wrap=True)
+            reasons[candidate.name] = (
+                f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
+            )
+    return reasons
 
 
 def _disadvantage(candidate: Candidate, champion: Candidate) -> str:

@@ -74,6 +74,21 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert "retrieval" in result.stdout
 
 
+def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Swept) -> None:
+    work, result = swept
+    page = work / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert f"report: {page}" in result.stdout
+    assert page.stat().st_size < 3_000_000
+    for candidate in summary(work)["candidates"]:
+        assert candidate["engine"]["digest"] in text
+        assert all(check["where"] in text for check in candidate["checks"])
+        attached = work / "mlartifacts" / candidate["registration"]["run_id"] / "artifacts" / page.name
+        assert attached.read_bytes() == page.read_bytes()
+    assert "Prompt</summary>" in text, "answers of int4_tensor are lost, and shown with their prompts"
+    assert "is not complete" not in result.stderr
+
+
 def test_no_secret_of_the_environment_is_written_or_printed(swept: Swept) -> None:
     work, result = swept
     held = [path for path in work.parent.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
@@ -122,6 +137,9 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert summary(work)["champion"] == "fp8"
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
+    page = (work / "report.html").read_text(encoding="utf-8")
+    assert "★ champion" in page
+    assert "fp8 (version" in page
 
 
 def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:

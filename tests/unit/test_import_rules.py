@@ -43,6 +43,7 @@ ROOMS = (
     "stages.evaluate",
     "stages.tune",
     "stages.tiny",
+    "stages.report",
     "pipeline.run",
     "pipeline.__main__",
     "stages.selftest",
