@@ -17,7 +17,6 @@ from pipeline.config.policies import shipped_policies
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.planning import tables
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -31,6 +30,7 @@ from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay_record
 from pipeline.terminal import console
+from pipeline.terminal import planning_tables as tables
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
@@ -52,11 +52,11 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     capacity = _capacity(config, [])
     for line in tables.budget_lines(capacity):
         console.out.print(line, soft_wrap=True)
-    console.out.print(tables.capacity_table(capacity))
-    console.out.print(tables.shares_table(capacity))
+    console.show("capacity", tables.capacity_table(capacity))
+    console.show("capacity_shares", tables.shares_table(capacity))
     effects = tables.effects_table(capacity)
     if effects is not None:
-        console.out.print(effects)
+        console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
         console.out.print(line, soft_wrap=True)
     path = _write(config, CAPACITY, capacity)
@@ -159,7 +159,7 @@ def _read(config: Config, directory: Path, source: str, made: float, problem: st
         evidence = read_evidence(directory)
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (UserError, KeyError, ValueError) as error:
-        console.err.print(f"{source}: not read, {str(error).splitlines()[0]}", soft_wrap=True, markup=False)
+        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
         return
     if evidence.identity.model == config.model.label:
         yield policy, evidence, source, made, problem

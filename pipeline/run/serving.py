@@ -6,6 +6,8 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.markup import escape
+
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.registry import promotion, summary
@@ -59,7 +61,8 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     with TemporaryDirectory() as scratch:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
+        with console.doing("replaying the evidence"):
+            move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
             best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -79,7 +82,7 @@ def _told(move: promotion.Move) -> Iterator[None]:
         yield
     except Exception as error:
         detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        console.err.print(f"pipeline: warning: {move.message}; what follows it failed: {detail}", soft_wrap=True, markup=False)
+        console.warning(f"{move.message}; what follows it failed: {detail}")
 
 
 def rollback(run: Run) -> None:
@@ -92,7 +95,8 @@ def rollback(run: Run) -> None:
     move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
-    console.out.print(move.message)
+    console.result("champion", champion=move.champion, message=move.message)
+    console.say(escape(move.message))
 
 
 def route(run: Run) -> None:
@@ -139,7 +143,8 @@ def verify(run: Run) -> None:
         MissingRequirement: when nothing differs, but something is missing.
     """
     directory = Path(str(run.config.bundle))
-    replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
+    with console.doing("replaying the evidence"):
+        replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
     names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
