@@ -43,7 +43,8 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     # Imported late: a configuration error must show before the runner's libraries are loaded.
-    from pipeline.run.runner import run
+    with console.doing("starting"):
+        from pipeline.run.runner import run
 
     redact_output()  # a launcher may run the job in a process of its own
 

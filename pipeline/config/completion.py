@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
+from pipeline.core.formats import CODES
 from pipeline.core.strict import PathText
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -105,6 +106,7 @@ def _values(word: str, folders: Sequence[Path]) -> Iterator[str]:
     key, _, value = word.partition("=")
     listed, comma, last = value.rpartition(",")
     options = [*_group_options(key.lstrip("+"), folders), *_choices(_annotations(key.lstrip("+"), ()))]
+    options += CODES if key.endswith(".dtype") and key.startswith("kv.") else ()
     for option in options:
         if option not in listed.split(","):
             yield f"{key}={listed}{comma}{option}"
@@ -121,9 +123,9 @@ def _keys(word: str, words: Sequence[str], folders: Sequence[Path]) -> Iterator[
             if _group_options(group, folders):
                 yield f"{prefix}{group}="
     backend = next((one.partition("=")[2] for one in reversed(words) if one.startswith("backend=")), "onnxruntime")
-    for model in _models(_annotations(parent, (backend,))) if parent else [Config]:
+    for model in records(_annotations(parent, (backend,))) if parent else [Config]:
         for name, field in model.model_fields.items():
-            below = bool(_models([field.annotation]))
+            below = bool(records([field.annotation]))
             if not below and not parent and _group_options(name, folders):
                 continue
             yield f"{prefix}{parent}{dot}{name}{'.' if below else '='}"
@@ -133,9 +135,9 @@ def _annotations(key: str, backends: Sequence[str]) -> list[Any]:
     """Return the types of a key, of all kinds of records that may stand above it; of `backend` those of the named backends."""
     found: list[Any] = [Config]
     for part in key.split(".") if key else ():
-        fields = [model.model_fields[part] for model in _models(found, backends) if part in model.model_fields]
+        fields = [model.model_fields[part] for model in records(found, backends) if part in model.model_fields]
         found = [Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation for field in fields]
-    return [one for annotation in found for one in (_models([annotation], backends) or [annotation])]
+    return [one for annotation in found for one in (records([annotation], backends) or [annotation])]
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
@@ -149,7 +151,8 @@ def _parts(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _models(annotations: Sequence[Any], backends: Sequence[str] = ()) -> list[Any]:
+def records(annotations: Sequence[Any], backends: Sequence[str] = ()) -> list[Any]:
+    """Return the records among the alternatives of types; where some are of the given backends, those alone."""
     models = [part for annotation in annotations for part in _parts(annotation) if hasattr(part, "model_fields")]
     named = [model for model in models if "name" in model.model_fields and _named(model) & set(backends)]
     return named or models
