@@ -82,7 +82,7 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
             raise UserError(
                 f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend{fix}"
             )
-    with ExitStack() as stack:
+    with ExitStack() as stack, console.doing("reading the evidence"):
         evidence = list(_find_evidence(config, stack))
         capacity = _capacity(config, [policy for policy, *_ in evidence])
         checkpoint, notes = _checkpoint_digests(config)

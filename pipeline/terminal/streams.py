@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from pipeline.core.redaction import printable, redact_text
@@ -64,7 +65,8 @@ class Streams:
     def _pass_on(self, reads: int) -> None:
         with open(reads, encoding="utf-8", errors="replace") as lines:
             for text in lines:
-                self._pass_line(text.rstrip())
+                with suppress(OSError):  # nobody reads any more; what prints must not wait for that
+                    self._pass_line(text.rstrip())
 
     def _pass_line(self, text: str) -> None:
         """Write a line of another's: as it is where a job in a process of its own wrote it, else as a message."""

@@ -54,10 +54,11 @@ def suggested(message: str) -> Iterator[str]:
     """Yield the overrides that a message suggests: not what was given, with which its lines begin."""
     for line in message.splitlines():
         text = line.removeprefix("pipeline: error: ")
-        for found in OVERRIDE.finditer(text):
+        given, colon, rest = text.partition(": ")
+        for found in OVERRIDE.finditer(rest if colon and OVERRIDE.match(given) else text):
             key = found["key"].lstrip("+")
-            given = found.start() == 0 and text[found.end() : found.end() + 1] in (":", " ", "")
-            if not given and key.partition(".")[0] in ROOTS | GROUPS and ("." in key or key in KEYS | GROUPS):
+            echo = not colon and found.start() == 0
+            if not echo and key.partition(".")[0] in ROOTS | GROUPS and ("." in key or key in KEYS | GROUPS):
                 yield found[0].rstrip(".?")
         for found in CORRECTED.finditer(text):
             yield f"{found['key']}={found['right']}"
