@@ -45,9 +45,9 @@ class Phase:
 
     @property
     def rate(self) -> float | None:
-        """Units a second so far; None before any is done."""
+        """Units a second so far; None before any is done, and once all are."""
         seconds = self.seconds
-        return (self.done - self.first) / seconds if self.done > self.first and seconds > 0 else None
+        return (self.done - self.first) / seconds if self.first < self.done < self.total and seconds > 0 else None
 
     def describe(self) -> str:
         """Return what is being done, how much of how much, how fast, and how long the rest takes at that."""

@@ -53,6 +53,9 @@ def test_a_phase_says_how_much_how_fast_and_how_long() -> None:
     }  # fmt: skip
     phase.update("answers [samples]", 3, 9)
     assert phase.describe() == "answers 3/9 samples, 0 s so far"
+    phase.update("answers [samples]", 9, 9)
+    clock.now += 20
+    assert phase.describe() == "answers 9/9 samples, 20 s so far", "nothing is left that a rate would be of"
 
 
 def test_a_resumed_phase_counts_only_what_it_did_itself() -> None:
