@@ -51,18 +51,18 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     _refuse_sweep(config, sweeping)
     capacity = _capacity(config, [])
     for line in tables.budget_lines(capacity):
-        console.out.print(line, soft_wrap=True)
+        console.say(line, paste=line.startswith("    "))
     console.show("capacity", tables.capacity_table(capacity))
     console.show("capacity_shares", tables.shares_table(capacity))
     effects = tables.effects_table(capacity)
     if effects is not None:
         console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
-        console.out.print(line, soft_wrap=True)
+        console.say(line, paste=line.startswith("    "))
     path = _write(config, CAPACITY, capacity)
     with required_libraries():
         plot = plots().requests_by_context(capacity, config.work / PLOT)
-    console.out.print(f"{path}\n{plot}", soft_wrap=True)
+    console.result("written", str(path), str(plot), paste=True, files=[path, plot])
     _require_room(capacity)
 
 
@@ -89,8 +89,9 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         judged = [_judged(config, capacity, checkpoint, *one) for one in evidence]
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
-        console.out.print(line, soft_wrap=True)
-    console.out.print(f"{_write(config, RECOMMENDATION, recommendation)}", soft_wrap=True)
+        console.say(line, paste=line.startswith("    "))
+    path = _write(config, RECOMMENDATION, recommendation)
+    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.markup import escape
+
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
@@ -36,20 +38,20 @@ GATE_EXIT = EXIT_CODES[GateRefusal]
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
-    console.result("quantized", checkpoint=quantized.path, exports=exports.path)
-    console.say(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}")
+    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
 
 
 def build(run: Run) -> None:
     """Build the engine bundle."""
     bundle = run.chain.bundle(run.config.kv)
-    console.result("engine", bundle=bundle.path, digest=bundle.digest)
-    console.say(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}")
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
-        console.out.print(line)
+        console.say(line)
     hint = run.chain.onnx_report(run.config.kv)
     if hint is not None:
-        console.out.print(hint, soft_wrap=True)
+        console.say(escape(hint))
 
 
 def evaluate(run: Run) -> None:

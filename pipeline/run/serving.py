@@ -95,8 +95,7 @@ def rollback(run: Run) -> None:
     move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
-    console.result("champion", champion=move.champion, message=move.message)
-    console.say(escape(move.message))
+    console.result("champion", escape(move.message), champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -132,7 +131,7 @@ def _engines(run: Run) -> Engines:
 
 
 def _say(line: str) -> None:
-    console.out.print(line, soft_wrap=True, markup=False)
+    console.say(escape(line))
 
 
 def verify(run: Run) -> None:

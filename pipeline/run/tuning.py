@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rich.markup import escape
+
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
@@ -85,12 +87,10 @@ def tune(chain: Chain) -> None:
             "finer formats to tune.policies"
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
-    console.out.print(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
+    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
     directory = f"--config-dir {folder} " if chosen.origin != "uniform" else ""
-    console.out.print(
-        f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}",
-        soft_wrap=True,
-    )
+    command = f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}"
+    console.say(escape(command), paste=True)
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:
@@ -119,7 +119,7 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
 
 def print_front(report: TuneReport, shape: KVShape) -> None:
     """Print a row for each uniform policy, and for each other one on the front."""
-    console.out.print()
+    console.say("")
     console.show("front", front(report, shape))
 
 

@@ -164,22 +164,42 @@ def _write(fields: Mapping[str, object]) -> None:
         print(line(first | about | dict(fields)), end="", file=sys.stderr, flush=True)
 
 
-def result(kind: str, **fields: object) -> None:
-    """Write a result where a log collector reads; nothing for people, to whom it is printed."""
+def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
+    """Print lines for people, or write an object where a log collector reads.
+
+    Args:
+        kind: What the object is called.
+        lines: What people are told, with markup.
+        paste: Whether the lines are there to be copied: commands and addresses. A terminal wraps other lines between words, so
+            that it cuts no number; where there is no terminal a line stays one.
+        fields: What the object holds.
+    """
     if _speech.mode == "json":
         _write({RESULT: kind, **fields})
-
-
-def say(text: str) -> None:
-    """Print a line that says to people what `result` says to a log collector."""
     target = _target()
-    if target is not None:
-        target.print(text, soft_wrap=True)
+    if target is None:
+        return
+    for text in lines:
+        if paste or not target.is_terminal:
+            target.print(text, soft_wrap=True)
+        else:
+            stripped = text.lstrip(" ")
+            indent = " " * (len(text) - len(stripped))
+            for part in Text.from_markup(relative(stripped)).wrap(target, target.width - len(indent), overflow="ignore"):
+                target.print(Text(indent) + part, soft_wrap=True)
+
+
+def say(text: str, *, paste: bool = False) -> None:
+    """Print a line for people, which is a result of the kind `text` for a log collector; the arguments are as of `result`."""
+    if _speech.mode == "json" and not text.strip():
+        return
+    result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
 
 
 def show(kind: str, grid: Grid) -> None:
     """Print a table, or write its rows as a result."""
-    result(kind, title=grid.title, rows=grid.records())
+    if _speech.mode == "json":
+        _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _target()
     if target is not None:
         for part in lay_out(grid, target.width):

@@ -160,8 +160,16 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 
 def print_verdict(candidate: Candidate) -> None:
     """Print the verdict of one candidate and its reasons, a line each."""
+    colour = COLOURS[candidate.verdict]
+    kib_per_token = candidate.metrics.get("memory/kib_per_token")
+    memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
+    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    more = len(candidate.reasons) - REASONS_SHOWN
     console.result(
         "verdict",
+        f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}",
+        *(f"  {escape(reason)}" for reason in candidate.reasons[:REASONS_SHOWN]),
+        *([f"  and {more} more in summary.json"] if more > 0 else []),
         candidate=candidate.name,
         model=candidate.model,
         backend=candidate.backend,
@@ -170,17 +178,8 @@ def print_verdict(candidate: Candidate) -> None:
         covered=candidate.covered,
         engine=candidate.engine.digest,
         report=candidate.report.path,
-        **{one.column.key: _measured(candidate.metrics, one.candidate) for one in MEASURES},
+        metrics={one.column.key: _measured(candidate.metrics, one.candidate) for one in MEASURES},
     )
-    colour = COLOURS[candidate.verdict]
-    kib_per_token = candidate.metrics.get("memory/kib_per_token")
-    memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
-    held = f" {candidate.covered}" if candidate.covered is not None else ""
-    console.say(f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}")
-    for reason in candidate.reasons[:REASONS_SHOWN]:
-        console.say(f"  {escape(reason)}")
-    if len(candidate.reasons) > REASONS_SHOWN:
-        console.say(f"  and {len(candidate.reasons) - REASONS_SHOWN} more in summary.json")
 
 
 def print_conformance(verdict: Verdict) -> None:
@@ -206,8 +205,7 @@ def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
     """Print which engine serves now, and why each of the others does not."""
     print_comparison(candidates)
-    console.result("champion", champion=move.champion, message=move.message)
-    console.say(f"[green]Champion:[/] {move.message}")
+    console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
     champion = next((c for c in candidates if c.name == move.champion), None)
     for candidate in candidates:
         if candidate is champion:
@@ -216,8 +214,8 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
             reason = f"passed, but {_disadvantage(candidate, champion)}"
         else:
             reason = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-        console.result("not_chosen", candidate=candidate.name, reason=reason)
-        console.say(f"  not {escape(candidate.name)}: {escape(reason)}")
+        line = f"  not {escape(candidate.name)}: {escape(reason)}"
+        console.result("not_chosen", line, candidate=candidate.name, reason=reason)
 
 
 def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
@@ -235,8 +233,5 @@ def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Ca
     """Print how to compare the candidates in MLflow."""
     run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
     command, url = server_command(location), compare_url(location, experiment_id, run_ids)
-    console.result("mlflow", command=command, url=url)
-    console.say("\nCompare the candidates in MLflow:")
-    if command is not None:
-        console.say(f"  {escape(command)}")
-    console.say(f"  {escape(url)}")
+    lines = ["\nCompare the candidates in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+    console.result("mlflow", *lines, paste=True, command=command, url=url)

@@ -206,3 +206,24 @@ def test_a_report_that_fails_half_way_is_not_written(tmp_path: Path, monkeypatch
     with console.written_to(tmp_path / "report.txt"):
         console.out.print("whole")
     assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "whole\n"
+
+
+def test_a_terminal_wraps_sentences_between_words_and_commands_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, path = io.StringIO(), "/a/path/" + "x" * 40
+    terminal = Console(file=written, force_terminal=True, width=40, highlight=False, color_system=None)
+    monkeypatch.setattr(console, "out", terminal)
+    console.say(f"  not fp8: passed, but the same memory holds fewer tokens (1,048,576 against 1,369,088), says {path}")
+    console.say("python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B", paste=True)
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert lines == [
+        "  not fp8: passed, but the same memory",
+        "  holds fewer tokens (1,048,576 against",
+        "  1,369,088), says",
+        f"  {path}",
+        "python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B",
+    ]
+
+
+def test_where_there_is_no_terminal_a_sentence_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1
