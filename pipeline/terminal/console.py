@@ -4,7 +4,6 @@ import atexit
 import io
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from pipeline.core.redaction import printable, redact_text
 from pipeline.terminal.grids import Grid, lay_out
 from pipeline.terminal.phases import Phase, bar, duration, lines
 from pipeline.terminal.streams import RESULT, Streams, line
+from pipeline.terminal.texts import between_words, relative
 
 PLAIN_WIDTH = 100
 """Columns where nobody sets a width: tables need one."""
@@ -185,7 +185,7 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
         else:
             stripped = text.lstrip(" ")
             indent = " " * (len(text) - len(stripped))
-            for part in Text.from_markup(relative(stripped)).wrap(target, target.width - len(indent), overflow="ignore"):
+            for part in between_words(Text.from_markup(relative(stripped)), target.width - len(indent)):
                 target.print(Text(indent) + part, soft_wrap=True)
 
 
@@ -251,17 +251,6 @@ def interrupted(text: str) -> None:
         _write({"level": "error", "message": f"interrupted; {text}", "exit_code": INTERRUPTED})
     else:
         print(f"pipeline: interrupted; {text}", file=sys.stderr)
-
-
-def relative(text: str) -> str:
-    """Return a text with the paths below the current directory relative to it; in addresses, those of SQLite alone."""
-    try:
-        here = os.getcwd()
-    except OSError:  # it was removed
-        return text
-    if here == "/":
-        return text
-    return re.sub(rf"(?:(?<=sqlite:///)|(?<![\w./:~-])){re.escape(here)}/(?=[^\s/])", "", text)
 
 
 @contextmanager

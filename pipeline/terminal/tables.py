@@ -16,6 +16,7 @@ from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
+from pipeline.terminal.texts import relative
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
@@ -154,7 +155,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
     rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
     columns = (Column("replayed", "replayed", words=True),)
-    title = console.relative(f"{policy} of {model}: {directory}")
+    title = relative(f"{policy} of {model}: {directory}")
     return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 

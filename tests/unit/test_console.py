@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.terminal import console, phases
 from pipeline.terminal.phases import Phase
+from pipeline.terminal.texts import relative
 
 
 class Clock:
@@ -177,7 +178,7 @@ def test_paths_below_the_current_directory_are_relative(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert console.relative(text.replace("HERE", str(tmp_path))) == expected.replace("HERE", str(tmp_path))
+    assert relative(text.replace("HERE", str(tmp_path))) == expected.replace("HERE", str(tmp_path))
 
 
 def test_the_examples_of_the_module_hold() -> None:
