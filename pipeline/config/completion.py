@@ -50,8 +50,13 @@ PYTHON = r"""_kvgate_python()
 }
 complete -o nospace -o default -F _kvgate_python python python3
 """
-INSTALL = {"bash": BASH + PYTHON, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + BASH}
-UNINSTALL = {"bash": "complete -r kvgate python python3\n", "zsh": "complete -r kvgate\n"}
+FISH = "complete -c kvgate -f -a '(COMP_LINE=(commandline -cp) kvgate -sc query=fish)'\n"
+INSTALL = {"bash": BASH + PYTHON, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + BASH, "fish": FISH}
+UNINSTALL = {
+    "bash": "complete -r kvgate python python3\n",
+    "zsh": "complete -r kvgate\n",
+    "fish": "complete -c kvgate -e\n",
+}
 
 
 def complete(arguments: Sequence[str]) -> int:
@@ -62,9 +67,7 @@ def complete(arguments: Sequence[str]) -> int:
     """
     action, _, shell = (arguments[0] if len(arguments) == 1 else "").partition("=")
     if shell not in INSTALL or action not in ("install", "uninstall", "query"):
-        raise UserError(
-            f"--shell-completion {' '.join(arguments)}: give install=bash, install=zsh, or uninstall= with the same"
-        )
+        raise UserError(f"--shell-completion {' '.join(arguments)}: give install=bash, zsh or fish, or uninstall= of one")
     if action == "query":
         print("\n".join(candidates(os.environ.get("COMP_LINE", ""))))
     else:

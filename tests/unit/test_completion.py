@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from pipeline.config.completion import BASH, OPTIONS, PYTHON, candidates, complete
+from pipeline.config.completion import BASH, INSTALL, OPTIONS, PYTHON, candidates, complete
 from pipeline.config.compose import CONF, plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import UserError
@@ -99,6 +99,13 @@ def test_what_is_no_request_is_refused_in_a_line() -> None:
     for arguments in ([], ["nope"], ["install=tcsh"], ["install=bash", "query=bash"]):
         with pytest.raises(UserError, match="give install=bash"):
             complete(arguments)
+
+
+@pytest.mark.parametrize("shell", INSTALL)
+def test_a_shell_is_told_how_to_begin_and_how_to_end(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("install", "uninstall"):
+        assert complete([f"{action}={shell}"]) == 0
+        assert "kvgate" in capsys.readouterr().out
 
 
 def bash(script: str, line: str, tmp_path: Path) -> list[str]:
