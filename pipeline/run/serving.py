@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from pipeline import __version__
 from pipeline.config.config import Config
 from pipeline.core.errors import REFUSALS, GateRefusal, MissingRequirement, UserError
@@ -72,7 +74,8 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     with TemporaryDirectory() as scratch:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
+        with console.doing("replaying the evidence"):
+            move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
             best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -109,7 +112,7 @@ def _warned(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        console.err.print(f"pipeline: warning: {what}: {detail}", soft_wrap=True, markup=False)
+        console.warning(f"{what}: {detail}")
 
 
 def show(
@@ -131,7 +134,7 @@ def show(
         )
         exhibits = _exhibits(candidates)
         page = reports().write_page(config.work / PAGE, exhibits, about)
-        console.out.print(f"\nreport: {page}", soft_wrap=True, markup=False)
+        console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
         tracked = [one.registration.run_id for one in candidates if one.registration is not None]
         opened = store() if tracked else None
         if opened is None:
@@ -196,7 +199,7 @@ def rollback(run: Run) -> None:
     move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
-    console.out.print(move.message)
+    console.result("champion", escape(move.message), champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -232,7 +235,7 @@ def _engines(run: Run) -> Engines:
 
 
 def _say(line: str) -> None:
-    console.out.print(line, soft_wrap=True, markup=False)
+    console.say(escape(line))
 
 
 def verify(run: Run) -> None:
@@ -243,7 +246,8 @@ def verify(run: Run) -> None:
         MissingRequirement: when nothing differs, but something is missing.
     """
     directory = Path(str(run.config.bundle))
-    replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
+    with console.doing("replaying the evidence"):
+        replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
     names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
