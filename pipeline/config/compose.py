@@ -161,8 +161,8 @@ class Plan:
     sweeping: bool
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
-    labels: tuple[str, ...] = ("",)
-    """Of each job, what the command line changed of its candidate's name."""
+    overrides: tuple[list[str], ...] = ()
+    """Those of each job."""
 
 
 def changed(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
@@ -198,14 +198,12 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
-                return Plan([to_config(composed)], sweeping=False, labels=(" ".join(changed(plain, ())),))
+                return Plan([to_config(composed)], sweeping=False, overrides=(plain,))
             params = composed.hydra.sweeper.params or {}
             overridden = {o.key_or_group for o in parsed}
             swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
-            keys = tuple(o.key_or_group for o in swept if o.is_sweep_override())
-            given = [[*plain, *job] for job in _jobs(swept)]
-            labels = tuple(" ".join(changed(overrides, keys)) for overrides in given)
-            return Plan(_configs(given), True, keys, labels)
+            each = tuple([*plain, *job] for job in _jobs(swept))
+            return Plan(_configs(each), True, tuple(o.key_or_group for o in swept if o.is_sweep_override()), each)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
-from pipeline.config.compose import Plan
+from pipeline.config.compose import Plan, changed
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
-from pipeline.core.redaction import printable
 from pipeline.dry.ahead import check_disk, checks_ahead, free_bytes, notes
 from pipeline.dry.chain import JUDGING, ForeseenChain, open_foreseen
 from pipeline.dry.costs import Costs
@@ -57,7 +56,7 @@ class Problems:
         """Print a line for each problem, and return the exit code."""
         for (_, line), jobs in self.found.items():
             where = f"job {', '.join(map(str, jobs))}: " if sweeping else ""
-            console.err.print(f"pipeline: error: {where}{printable(line)}", soft_wrap=True, markup=False)
+            console.error(f"{where}{line}")
         return max((code for code, _ in self.found), key=SEVERITY.index, default=0)
 
 
@@ -70,11 +69,11 @@ def foretell(planned: Plan) -> int:
     problems, chains, rows = Problems(), list[ForeseenChain](), list[Row]()
     store = ForeseenStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
     costs = Costs(store.past)
-    for store.job, (config, label) in enumerate(zip(planned.jobs, planned.labels, strict=True), start=1):
+    for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
         if config.stage in MAKING:
-            name = escape(" ".join([config.kv.name, *label.split()]))
+            name = " ".join([config.kv.name, *changed(overrides, planned.swept)])
             number = f"job {store.job}: " if planned.sweeping else ""
-            console.out.print(f"{number}[bold]{config.stage} {name}[/] of {config.model.path}", soft_wrap=True)
+            console.say(f"{number}[bold]{config.stage} {escape(name)}[/] of {escape(config.model.path)}")
         codes = problems.look_at_all(store.job, checks(config))
         if EXIT_CODES[UserError] in codes:
             continue
@@ -91,16 +90,16 @@ def foretell(planned: Plan) -> int:
         problems.look(len(planned.jobs), lambda: check_disk(planned.jobs[0], rows))
     _judge(problems, chains, planned)
     code = problems.report(planned.sweeping)
-    console.out.print("dry=true: nothing was written")
+    console.say("dry=true: nothing was written")
     return code
 
 
 def _print(chains: list[ForeseenChain], rows: list[Row]) -> None:
     print_rows(rows)
     print_sum(rows)
-    console.out.print(f"free on the disk of workdir: {size(free_bytes(chains[0].config))}")
+    console.say(f"free on the disk of workdir: {size(free_bytes(chains[0].config))}")
     for line in dict.fromkeys(line for chain in chains for line in notes(chain.config)):
-        console.out.print(line, soft_wrap=True, markup=False)
+        console.say(escape(line))
 
 
 def _judge(problems: Problems, chains: list[ForeseenChain], planned: Plan) -> None:
@@ -108,7 +107,7 @@ def _judge(problems: Problems, chains: list[ForeseenChain], planned: Plan) -> No
     judged = [chain for chain in chains if chain.config.stage in JUDGING]
     said = [(chain.config.kv.name, chain.verdict.status) for chain in judged if chain.verdict is not None]
     for name, status in said:
-        console.out.print(f"{name} is judged already: {status}")
+        console.say(f"{name} is judged already: {status}")
     if len(said) < len(planned.jobs) or not said or any(status == PASS for _, status in said):
         return
     problem = "no candidate of the sweep passed" if planned.sweeping else f"{said[0][0]} is not good enough: {said[0][1]}"

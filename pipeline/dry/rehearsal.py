@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
@@ -41,7 +43,7 @@ def rehearse(config: Config, sweeping: bool) -> None:
 
 
 def _say(line: str) -> None:
-    console.out.print(line, soft_wrap=True, markup=False)
+    console.say(escape(line))
 
 
 def _run(config: Config) -> Run:

@@ -82,7 +82,7 @@ def test_a_sweep_in_a_new_work_directory_leaves_it_unmade(tmp_path: Path, capsys
     said = capsys.readouterr().out
     assert "job 2: all int8" in said
     assert "made by job 1" in said
-    assert "unknown" in said
+    assert "time: unknown" in said
     assert "nothing tells" in said
 
 
