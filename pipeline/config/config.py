@@ -104,8 +104,8 @@ class Config(StrictModel):
     """What a command says and how; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
-    dry: Annotated[bool, Field(exclude=True)]
-    """Whether the command only says what it would do. It decides nothing of what is made, so that it is tracked nowhere."""
+    dry: bool
+    """Whether the command only says what it would do. Nothing that is made depends on it."""
 
     @model_validator(mode="after")
     def _bundle_is_for_verify(self) -> Self:

@@ -63,7 +63,9 @@ def evaluate(run: Run) -> None:
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
-    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log"})) as tracked:
+    with track(
+        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "dry"})
+    ) as tracked:
         evaluation, engine, baseline = chain.made_by("evaluate")
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = run.decide(report, rows)
