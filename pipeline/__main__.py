@@ -28,6 +28,9 @@ SWEEP_VARIABLE = "KVGATE_SWEEP"
 SWEPT_VARIABLE = "KVGATE_SWEPT"
 """Environment variable with the keys that differ between those jobs."""
 
+JSON = "--json"
+"""The one option that is kvgate's own."""
+
 DEBUG_VARIABLE = "KVGATE_DEBUG"
 """Environment variable: 1 shows where an exception came from that is no refusal."""
 
@@ -45,7 +48,7 @@ def _job(composed: DictConfig) -> None:
         # A candidate's display name holds what was changed of its policy, and what differs within its sweep.
         prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
         changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
-        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
+        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed, as_json=JSON in _own_options)
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
@@ -54,6 +57,10 @@ def _job(composed: DictConfig) -> None:
 
 _exit_codes: list[int] = []
 """Exit codes of the jobs of this process that were refused."""
+
+
+_own_options: set[str] = set()
+"""Options of kvgate's own that were given: Hydra knows none of them."""
 
 
 def _print_error(error: Exception) -> None:
@@ -101,6 +108,9 @@ def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if JSON in argv:
+        _own_options.add(JSON)
+        argv = [argument for argument in argv if argument != JSON]
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
     # Options may stand anywhere on our command line. hydra.main reads sys.argv and wants them before or after all overrides.
@@ -115,6 +125,8 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.cfg:
         _job()
         return 0
+    if JSON in _own_options and (planned.sweeping or planned.jobs[0].stage != "status"):
+        raise UserError(f"{JSON}: only stage=status prints JSON, of one work directory; leave it out")
     for job in planned.jobs:
         check_inputs(job)
     # The first processes of two containers have the same number.
@@ -123,13 +135,17 @@ def _dispatch(argv: list[str]) -> int:
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    from pipeline.run.runner import begin_sweep, conclude_sweep
+    from pipeline.run.runner import begin_sweep, conclude_sweep, holding
 
-    begin_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE], len(planned.jobs))
-    try:
-        _job()
-    finally:
-        code = conclude_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE])
+    first, typed = planned.jobs[0], [*arguments.overrides]
+    if arguments.config_dir:
+        typed = ["--config-dir", str(arguments.config_dir), *typed]
+    with holding(first):  # between its jobs as well
+        begin_sweep(first, os.environ[SWEEP_VARIABLE], len(planned.jobs))
+        try:
+            _job()
+        finally:
+            code = conclude_sweep(first, os.environ[SWEEP_VARIABLE], typed, planned.swept)
     return max([code, *_exit_codes], key=SEVERITY.index)
 
 

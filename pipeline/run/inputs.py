@@ -26,10 +26,13 @@ from pipeline.run.loading import calibration, evaluation, open_loader, required_
 from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
 """Stages that work on what other commands left."""
 
-TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor")
+UNRECORDED = ("verify", "status", "prune")
+"""Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
+
+TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor", "status", "prune")
 """Stages that open the tracking store."""
 
 MOST_TEXT_BYTES = 1 << 30
@@ -55,10 +58,11 @@ def check_inputs(config: Config) -> None:
     """
     load_keys(config.signing)
     read_policy(config.promote)
-    if config.stage != "verify":  # every other stage writes to it
+    if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir)
-        check_store(config.work / "artifacts")
         summary.load(config.work)
+    if config.stage != "verify":
+        check_store(config.work / "artifacts")
     if config.tracking.enabled and config.stage in TRACKED:
         locate(config.tracking, config.work, config.model.label)
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():

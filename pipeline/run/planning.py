@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel
 
 from pipeline.artifacts.digest import file_digest
@@ -30,7 +29,7 @@ from pipeline.run.evidence import Evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay_record
-from pipeline.terminal import console
+from pipeline.terminal import console, next_steps
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
@@ -64,6 +63,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         plot = plots().requests_by_context(capacity, config.work / PLOT)
     console.out.print(f"{path}\n{plot}", soft_wrap=True)
     _require_room(capacity)
+    next_steps.show(next_steps.after_capacity(next_steps.typed()))
 
 
 def recommend_policy(config: Config, sweeping: bool) -> None:
@@ -251,10 +251,5 @@ def _forks(report: EvaluationReport) -> int:
 
 def _typed() -> list[str]:
     """Return the arguments of this command that another stage's command keeps, with the folder of the user's own options."""
-    if not HydraConfig.initialized():
-        return []
-    hydra = HydraConfig.get()
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")
-    kept = [override for override in hydra.overrides.task if not override.lstrip("+~").startswith(dropped)]
-    return [*(part for folder in folders for part in ("--config-dir", folder)), *kept]
+    return [part for part in next_steps.typed() if not part.lstrip("+~").startswith(dropped)]

@@ -21,7 +21,7 @@ from pipeline.core.records import Progress
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run import loading
 from pipeline.run.chain import Chain
-from pipeline.terminal import console
+from pipeline.terminal import console, next_steps
 
 FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
@@ -87,12 +87,8 @@ def tune(chain: Chain) -> None:
             "finer formats to tune.policies"
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
-    console.out.print(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
-    directory = f"--config-dir {folder} " if chosen.origin != "uniform" else ""
-    console.out.print(
-        f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}",
-        soft_wrap=True,
-    )
+    console.out.print(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
+    next_steps.show(next_steps.after_tuning(chain.config, report.chosen, folder if chosen.origin != "uniform" else None))
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:
