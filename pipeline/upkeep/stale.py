@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipeline.artifacts.digest import code_digest
 from pipeline.core.checkpoint import locate_checkpoint
-from pipeline.core.errors import UserError
+from pipeline.core.errors import REFUSALS
 from pipeline.core.strict import StrictModel
 from pipeline.upkeep.disk import Disk, Piece, distinct_bytes, is_being_made
 from pipeline.upkeep.needs import Evidence, Needs
@@ -45,9 +45,7 @@ def stale(disk: Disk, evidence: Evidence, registered: Registered, needs: Needs) 
         found.append(Stale(what=who, why=f"{what} is not in this work directory: judge it again with stage=evaluate"))
     found += _without_evidence(evidence, registered)
     for (model, version), path in registered.checkpoints.items():
-        try:
-            locate_checkpoint(path)
-        except UserError:
+        if not _is_there(path):
             found.append(Stale(what=f"version {version} of {model}", why=f"its checkpoint {path} is no longer there"))
     for run in registered.left_running:
         found.append(Stale(what=f"run {run}", why="is RUNNING in MLflow, and its process died: the next command closes it"))
@@ -61,6 +59,13 @@ def stale(disk: Disk, evidence: Evidence, registered: Registered, needs: Needs) 
             _stale(f"scratch of {len(scratch)}", "its process died: the next command that makes something removes it", scratch)
         )
     return found
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return locate_checkpoint(path).exists()
+    except REFUSALS:  # a package that is not installed
+        return False
 
 
 def _stale(what: str, why: str, pieces: Sequence[Piece]) -> Stale:
