@@ -22,6 +22,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
+from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
@@ -94,6 +95,8 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
+    candidates = summary.load(config.work).candidates
+    next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))
 
 
 def _refuse_sweep(config: Config, sweeping: bool) -> None:

@@ -217,7 +217,9 @@ def conclude_sweep(config: Config, sweep: str, base: Sequence[str], swept: Seque
         tables.print_occasion()
         tables.print_comparison(last.candidates)
         tables.print_baseline_accuracy(last.candidates)
-    next_steps.show(next_steps.after_judging(config, last.candidates, base, swept=swept))
+    next_steps.show(
+        next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
+    )
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)

@@ -155,7 +155,13 @@ def after_build(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
 
 
 def after_judging(
-    config: Config, candidates: Sequence[Candidate], base: Sequence[str], *, swept: Sequence[str] = (), promotes: bool = False
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    promotes: bool = False,
+    unfinished: bool = False,
 ) -> list[Step]:
     """Say what to do after an evaluation, or after a sweep.
 
@@ -165,7 +171,10 @@ def after_judging(
         base: What was typed.
         swept: Keys that differ between the jobs.
         promotes: Whether the command promotes what passed by itself.
+        unfinished: Whether jobs of the sweep are missing.
     """
+    if unfinished:
+        return [Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))]
     by_verdict: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_verdict.setdefault(candidate.verdict, []).append(candidate)
@@ -332,6 +341,13 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
     if prunable:
         steps.append(Step(why="see what nothing needs any more", command=standing(config, "prune")))
     return steps
+
+
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> list[Step]:
+    """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
+    if any(one.name == chosen and one.registration is not None for one in candidates):
+        return [Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={_quoted(chosen)}"))]
+    return [Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))]
 
 
 def after_verify() -> list[Step]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.store import RESUMABLE_S
 from pipeline.core.errors import UserError
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate, Summary
@@ -134,7 +135,7 @@ class Needs:
         """Return who needs a piece; None where nobody does."""
         if piece.place in self.reasons:
             return self.reasons[piece.place]
-        if piece.kind == UNFINISHED:
+        if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
             return "the command that was interrupted, which goes on from it"
         return f"sweep {self.unfinished}, which did not finish" if piece.made >= self.since else None
 

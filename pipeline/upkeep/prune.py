@@ -16,7 +16,7 @@ from pipeline.artifacts.locks import alone_at_once, holders
 from pipeline.artifacts.store import USE_LOCK
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.redaction import redact_text
-from pipeline.upkeep.disk import POOL_KIND, SCRATCH_KIND, Disk, Piece, distinct_bytes, freed_bytes
+from pipeline.upkeep.disk import POOL_KIND, SCRATCH_KIND, UNFINISHED, Disk, Piece, distinct_bytes, freed_bytes, is_being_made
 from pipeline.upkeep.needs import Evidence, Needs
 from pipeline.upkeep.registered import Registered
 
@@ -62,7 +62,7 @@ def make_plan(disk: Disk, needs: Needs, evidence: Evidence, registered: Register
             stays[who] = stays.get(who, 0) + 1
     order = {kind: number for number, kind in enumerate(FIRST)}
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
-    gone += disk.scratch
+    gone += [piece for piece in disk.scratch if not is_being_made(piece)]
     names: dict[tuple[int, int], int] = {}
     for file in (file for piece in gone for file in piece.files):
         names[file.number] = names.get(file.number, 0) + 1
@@ -109,7 +109,7 @@ def apply(gone: Sequence[Piece]) -> None:
     for piece in gone:
         if piece.kind == POOL_KIND:
             piece.path.unlink(missing_ok=True)
-        elif piece.kind == SCRATCH_KIND:
+        elif piece.kind in (SCRATCH_KIND, UNFINISHED):  # nobody takes it for an artifact
             shutil.rmtree(piece.path)
         else:
             # the name that the store gives to what is being made, and removes where nobody makes it

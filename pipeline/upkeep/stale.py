@@ -42,7 +42,9 @@ def stale(disk: Disk, evidence: Evidence, registered: Registered, needs: Needs) 
         for group, pieces in sorted(groups.items())
     ]
     for who, what in needs.missing.items():
-        found.append(Stale(what=who, why=f"{what} is not in this work directory: judge it again with stage=evaluate"))
+        found.append(
+            Stale(what=who, why=f"{what} is not in this work directory: it lies in another one, or has to be judged again")
+        )
     found += _without_evidence(evidence, registered)
     for (model, version), path in registered.checkpoints.items():
         if not _is_there(path):

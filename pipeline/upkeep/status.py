@@ -13,6 +13,7 @@ from pipeline.terminal.next_steps import Step
 from pipeline.trust.history import History
 from pipeline.upkeep.disk import Disk, Piece, distinct_bytes, freed_bytes
 from pipeline.upkeep.needs import Evidence, Needs, Sweep
+from pipeline.upkeep.prune import in_use_by
 from pipeline.upkeep.registered import Model, Registered, Version
 from pipeline.upkeep.stale import Stale, stale
 
@@ -107,6 +108,8 @@ class Status(StrictModel):
     """Of everything in the store; a file counts once, however many artifacts link to it."""
     beside_bytes: dict[str, int]
     """What else lies in the work directory: name -> bytes."""
+    in_use: str | None
+    """Which processes use the artifacts; null where this machine sees none."""
     stale: tuple[Stale, ...]
     problems: tuple[str, ...]
     """What could not be read, a line each."""
@@ -151,6 +154,7 @@ def make_status(
         kinds=tuple(_kinds(disk)),
         store_bytes=distinct_bytes(disk.pieces),
         beside_bytes=_beside(work),
+        in_use=in_use_by(disk.root),
         stale=tuple(stale(disk, evidence, registered, needs)),
         problems=(*problems, *evidence.unreadable),
         next=(),

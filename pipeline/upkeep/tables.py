@@ -40,6 +40,8 @@ def print_status(status: Status) -> None:
     """Print a status: what serves, the last sweeps, what lies on the disk, what is out of date."""
     for problem in status.problems:
         _say(f"[yellow]cannot be read:[/] {escape(problem)}")
+    if status.in_use is not None:
+        _say(escape(status.in_use))
     for model in status.models:
         _print_model(model)
     for sweep in status.sweeps:

@@ -11,7 +11,7 @@ from judged_engine import config_of
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.registry.promotion import Move
-from pipeline.registry.summary import Candidate
+from pipeline.registry.summary import Candidate, Registration
 from pipeline.terminal import next_steps
 from pipeline.terminal.next_steps import Step
 from pipeline.verdict.thresholds import Check, Status
@@ -76,6 +76,23 @@ def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_pa
         next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], ["experiment=smollm2"], swept=["kv"])
     )
     assert (next_one.stage, next_one.work, next_one.model) == ("promote", config.work, config.model)
+
+
+def test_a_sweep_that_did_not_finish_is_finished_before_anything_is_promoted(tmp_path: Path) -> None:
+    base = [*TYPED, "kv=fp8,int4"]
+    config, judged = plan(base, multirun=True).jobs[0], [candidate(tmp_path, "fp8", "PASS")]
+    steps = next_steps.after_judging(config, judged, base, swept=["kv"], unfinished=True)
+    assert [job.stage for job in composed(steps)] == ["all"]
+
+
+def test_a_recommended_candidate_is_promoted_by_its_name(tmp_path: Path) -> None:
+    registered = candidate(tmp_path, "fp8 kv.sink_tokens=4", "PASS").model_copy(
+        update={"registration": Registration(run_id="run", model_version="1")}
+    )
+    (next_one,) = composed(next_steps.after_recommendation(config_of(*TYPED), [registered], registered.name))
+    assert (next_one.stage, next_one.promote.name) == ("promote", "fp8 kv.sink_tokens=4")
+    (other,) = composed(next_steps.after_recommendation(config_of(*TYPED), [], "fp8"))
+    assert other.stage == "status"
 
 
 def test_without_tracking_a_pass_is_registered_first(tmp_path: Path) -> None:
