@@ -274,7 +274,7 @@ def after_promotion(config: Config, move: Move, engine: Path) -> list[Step]:
     download = f"mlflow artifacts download --artifact-uri models:/{location.model_name}@champion --dst-path champion"
     steps = [
         _verifying(config, engine),
-        Step(why="fetch it with its evidence; examples/serve_champion.py loads it", command=f"{ENVIRONMENT}={uri} {download}"),
+        Step(why="fetch it with its evidence; README.md shows how it is loaded", command=f"{ENVIRONMENT}={uri} {download}"),
     ]
     if move.previous is not None:
         steps.append(Step(why=f"take it back: version {move.previous} serves again", command=standing(config, "rollback")))
@@ -351,7 +351,7 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
 
 
 def after_verify() -> list[Step]:
-    return [Step(why="it is the engine that was judged; examples/serve_champion.py loads such a directory")]
+    return [Step(why="it is the engine that was judged; README.md shows how such a directory is loaded")]
 
 
 def after_prune(config: Config, *, would_free: bool) -> list[Step]:

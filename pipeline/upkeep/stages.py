@@ -124,7 +124,7 @@ def prune(config: Config, read: ReadIdentity) -> None:
         UserError: when what serves is not known: nothing is removed then.
         MissingRequirement: when another process uses the artifacts, or the tracking store does not answer.
     """
-    root, plan = config.work / "artifacts", partial(_plan, config, read)
+    root, plan = config.work / "artifacts", partial(plan_prune, config, read)
     if not root.is_dir():
         tables.print_lines([f"{root}: there are no artifacts"])
         return
@@ -142,7 +142,8 @@ def prune(config: Config, read: ReadIdentity) -> None:
     next_steps.show(next_steps.after_prune(config, would_free=not config.prune.apply and bool(made.gone)))
 
 
-def _plan(config: Config, read: ReadIdentity) -> Plan:
+def plan_prune(config: Config, read: ReadIdentity) -> Plan:
+    """Return what goes and what stays. Raises UserError where it cannot be known what is needed."""
     found = find(config, read, lenient=False)
     for problem in (*found.problems, *found.evidence.unreadable):
         raise UserError(f"stage=prune: {problem}; repair it or remove it: what it names may be needed")
@@ -160,5 +161,6 @@ def _check_known(config: Config, found: Found) -> None:
         if not is_known:
             raise UserError(
                 f"stage=prune: engines of model {model} were registered from {config.work}, and the tracking store of this "
-                "command knows none of them, so that what serves is not known; give theirs (tracking.uri, MLFLOW_TRACKING_URI)"
+                "command knows none of them, so that what serves is not known; leave tracking on, and give their store with "
+                "tracking.uri or MLFLOW_TRACKING_URI"
             )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -116,10 +117,17 @@ def test_a_build_in_between_leaves_the_candidates_of_the_last_sweep(swept: Swept
 def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:
-    work, _ = swept
-    result = pipeline(work, "stage=promote")
+    """By the command that the sweep ended with, as it is pasted."""
+    work, sweep = swept
+    (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
+    program, *arguments = shlex.split(printed)
+    assert program == "python"
+    result = subprocess.run(
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=work.parent, timeout=400
+    )
     assert result.returncode == 0, result.stderr
     assert summary(work)["champion"] == "fp8"
+    assert "-m pipeline stage=verify bundle=" in result.stdout
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
 

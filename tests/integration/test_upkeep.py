@@ -29,7 +29,7 @@ from pipeline.run.identity import read_identity
 from pipeline.upkeep.disk import Piece, distinct_bytes, read_disk
 from pipeline.upkeep.prune import Plan, alone
 from pipeline.upkeep.prune import apply as remove
-from pipeline.upkeep.stages import _plan
+from pipeline.upkeep.stages import plan_prune
 
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
@@ -93,7 +93,7 @@ class Ground:
         return None if version is None else (self.store.tags(version) or {})["kv"]
 
     def plan(self, *overrides: str) -> Plan:
-        return _plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides), read_identity)
+        return plan_prune(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides), read_identity)
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,15 @@ def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
             ground.plan()
     finally:
         damaged.unlink()
+    unreadable = ground.artifacts / "identity" / ("f" * 32)
+    unreadable.mkdir()
+    try:
+        for name in (MANIFEST, "identity.json"):
+            (unreadable / name).write_text("{}")
+        with pytest.raises(UserError, match=r"identity.json: .* what it names may be needed"):
+            ground.plan()
+    finally:
+        shutil.rmtree(unreadable)
 
 
 def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
