@@ -113,6 +113,8 @@ class Config(StrictModel):
     """It decides nothing of what is made or judged, so that it is tracked nowhere."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: PathText
+    log: Literal["human", "json", "quiet"]
+    """What a command says and how; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
 

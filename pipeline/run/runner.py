@@ -27,7 +27,7 @@ from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
@@ -41,7 +41,8 @@ GATE_EXIT = EXIT_CODES[GateRefusal]
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
-    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
+    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
     if not run.sweeping:
         next_steps.show(next_steps.after_quantize(next_steps.typed()))
 
@@ -49,12 +50,13 @@ def quantize(run: Run) -> None:
 def build(run: Run) -> None:
     """Build the engine bundle."""
     bundle = run.chain.bundle(run.config.kv)
-    console.out.print(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}", soft_wrap=True)
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
-        console.out.print(line)
+        console.say(line)
     hint = run.chain.onnx_report(run.config.kv)
     if hint is not None:
-        console.out.print(hint, soft_wrap=True)
+        console.say(escape(hint))
     if not run.sweeping:
         next_steps.show(next_steps.after_build(next_steps.typed()))
 
@@ -66,8 +68,9 @@ def evaluate(run: Run) -> None:
         GateRefusal: when it did not pass; not in a sweep, where `conclude_sweep` decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
-    store = open_store(config.tracking, config.work, config.model.label)
-    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
+    with console.doing("opening MLflow"):
+        store = open_store(config.tracking, config.work, config.model.label)
+    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log"})) as tracked:
         evaluation, engine, baseline = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = run.decide(report, rows)
@@ -89,7 +92,7 @@ def evaluate(run: Run) -> None:
         for stage in chain.finished:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, console.doing("registering the engine"):
             files = _sample_plots(candidate.name, rows, Path(scratch))
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
@@ -98,6 +101,7 @@ def evaluate(run: Run) -> None:
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
+        show(config, [candidate], lambda: store, sweep=run.sweep)
         promotes = config.stage == "all" and config.tracking.enabled
         next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
@@ -153,7 +157,16 @@ def holding(config: Config) -> AbstractContextManager[None]:
     return used(root, make=config.stage in MAKING_STAGES or root.is_dir())
 
 
-def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], *, as_json: bool = False) -> None:
+def run(
+    config: Config,
+    sweep: str,
+    sweeping: bool,
+    changed: Sequence[str],
+    number: int = 1,
+    of: int = 1,
+    *,
+    as_json: bool = False,
+) -> None:
     """Run one job and record in summary.json how it ended.
 
     Args:
@@ -161,6 +174,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], *, a
         sweep: Id of the command that the job belongs to.
         sweeping: Whether that command has several jobs.
         changed: Overrides that belong to the candidate's display name.
+        number: Of the job among those of the command, from 1.
+        of: How many jobs the command has.
         as_json: Whether stage=status prints one JSON document.
 
     Raises:
@@ -172,8 +187,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], *, a
         summary.begin(config.work, sweep, 1)
     code = DEFECT
     try:
-        if config.stage not in WITHOUT_CHECKPOINT:
-            console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
+        about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
+        console.begin(console.Job(config.stage, label, number, of), about)
         with holding(config):
             STAGES[config.stage](job)
         code = 0
@@ -217,11 +232,17 @@ def conclude_sweep(config: Config, sweep: str, base: Sequence[str], swept: Seque
         tables.print_occasion()
         tables.print_comparison(last.candidates)
         tables.print_baseline_accuracy(last.candidates)
-    next_steps.show(
-        next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
+    show(
+        config,
+        last.candidates,
+        lambda: open_store(config.tracking, config.work, config.model.label),
+        sweep=sweep,
+        unfinished=last.unfinished,
     )
+    unfinished = last.unfinished is not None
+    next_steps.show(next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=unfinished))
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)
-        console.err.print("pipeline: error: no candidate of the sweep passed")
+        console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
     return last.exit_code or (0 if passed else GATE_EXIT)

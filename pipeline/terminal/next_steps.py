@@ -23,12 +23,12 @@ from pipeline.core.redaction import holds_secret
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.planning.labels import written
-from pipeline.planning.tables import command_line
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, locate
 from pipeline.terminal import console
+from pipeline.terminal.planning_tables import command_line
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
@@ -68,11 +68,12 @@ def show(steps: Sequence[Step]) -> None:
     """Print what to do next."""
     if not steps:
         return
-    console.out.print("\n[bold]Next[/]")
+    lines = ["", "[bold]Next[/]"]
     for step in steps:
-        console.out.print(f"  {escape(step.why)}{':' if step.command is not None else ''}", soft_wrap=True)
+        lines.append(f"  {escape(step.why)}{':' if step.command is not None else ''}")
         if step.command is not None:
-            console.out.print(f"    {escape(step.command)}", soft_wrap=True)
+            lines.append(f"    {escape(step.command)}")
+    console.result("next", *lines, paste=True, steps=[step.model_dump() for step in steps])
 
 
 def typed() -> list[str]:
