@@ -265,7 +265,7 @@ def _check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tupl
         _check_shape(name, tensor, (*leading, *shape))
         _check_contiguous(name, tensor)
         _check_device(name, tensor, device)
-        if name in ("key_pool", "value_pool") and tensor.data_ptr() % ALIGNMENT:
+        if name.endswith("_pool") and tensor.data_ptr() % ALIGNMENT:
             raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes, got {tensor.data_ptr():#x}: clone() it")
 
 

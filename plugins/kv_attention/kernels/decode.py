@@ -73,20 +73,18 @@ def _attend_tile(
     W: tl.constexpr = D // STREAMS
     C: tl.constexpr = W // CHUNKS
     t = tl.arange(0, T)
-    # All loads come first, so that their latencies overlap.
     codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), visible, T, D, MASKED)
     stored = load_values(values, block, visible, T, D, VALUE, CHUNKS, MASKED)
     scales = ()
     if VALUE_SCALE == "group":
-        for g in tl.static_range(GROUPS):
-            scales = scales + (load_scales(value_scales + block * (T * GROUPS) + (t * GROUPS + g), visible, MASKED),)
+        scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
     if PARTS == 2:
         scores = tl.dot(decoded, queries[1], scores)
     if KEY_SCALE == "token":
-        scores *= load_scales(key_scales + block * T + t, visible, MASKED)[:, None]
+        scores *= load_scales(key_scales, block, visible, T, 1, MASKED)[0][:, None]
     if MASKED:
         scores = tl.where(visible[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
@@ -172,7 +170,7 @@ def _exact_split(
     queries = _query_parts(scaled, PARTS, "fp16", PTX)
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-    for first in range(0, SINK + RECENT, T):
+    for first in tl.range(0, SINK + RECENT, T, num_stages=1):
         slot = first + tl.arange(0, T)
         visible = slot < tl.minimum(length, SINK)
         if RECENT > 0:
