@@ -230,6 +230,11 @@ def test_splits_never_make_more_programs_than_run_at_once(batch: int, key: str, 
     assert splits == 1 or splits * batch * 8 <= 132 * resident < (splits + 1) * batch * 8
 
 
+def test_one_short_sequence_has_programs_for_every_sm() -> None:
+    splits = choose_splits(1, 8, 8192 // 64, sm_count=132, resident=7)
+    assert splits * 8 >= 132
+
+
 def test_compiling_in_a_process_that_interprets_is_refused() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled here")
