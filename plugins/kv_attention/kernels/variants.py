@@ -23,8 +23,8 @@ WIDE = ("fp16", "bf16")
 STAGES = 5
 """Software pipeline stages of the loop over tiles: the page number, the copy of a tile to shared memory, its use.
 
-Five is the first number with which Triton holds two tiles, so that one is copied while the other is used. Programs of four
-warps have 1 stage: their products are warpgroup instructions, which need the shared memory for an operand.
+Five is the first number with which Triton holds two tiles, so that one is copied while the other is used. The largest query,
+16 heads of 256 channels in two terms, leaves neither registers nor shared memory for that, and has 1 stage.
 """
 
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
@@ -88,7 +88,7 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
     size = columns * dim * parts
     tile, warps = _tile_and_warps(layout, size, software=software)
-    stages = STAGES if warps < 4 else 1
+    stages = STAGES if size < 8192 else 1
     constants = {
         "H": layout.kv_heads,
         "G": group,
@@ -137,7 +137,10 @@ def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not software:
         return tile, 1
-    return max(16, tile), 4 if size == 8192 else 2
+    if size < 8192:
+        return max(16, tile), 2
+    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of int4, or of 16 of wider values.
+    return 32 if value.dtype == "int4" else 16, 4
 
 
 def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
