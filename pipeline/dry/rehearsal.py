@@ -16,11 +16,13 @@ from pipeline.dry.ahead import check_store
 from pipeline.registry import promotion, summary
 from pipeline.registry.reaching import SQLITE, copy_store, named
 from pipeline.registry.tracking import locate
+from pipeline.run.identity import read_identity
 from pipeline.run.job import Run
 from pipeline.run.planning import recommend_policy, show_capacity
 from pipeline.run.served import open_chain
 from pipeline.run.serving import check_finished, listed_candidates, monitor, move_champion, route, verify
 from pipeline.terminal import console
+from pipeline.upkeep.stages import prune, show_status
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -36,6 +38,11 @@ def rehearse(config: Config, sweeping: bool) -> None:
         show_capacity(config, sweeping)
     elif config.stage == "recommend":
         recommend_policy(config, sweeping)
+    elif config.stage == "status":
+        show_status(config, read_identity, as_json=False)
+    elif config.stage == "prune":
+        shown = config.prune.model_copy(update={"apply": False})
+        prune(config.model_copy(update={"prune": shown}), read_identity)
     elif config.stage == "verify":  # it writes nothing as it is
         verify(_run(config))
     else:
@@ -101,4 +108,4 @@ def _copied(config: Config) -> Iterator[_Rehearsal | None]:
         if copy is None:
             raise UserError(f"stage={config.stage}: {named(location)} is not there yet; run stage=evaluate first")
         plain = _run(config)
-        yield _Rehearsal(config, plain.chain, "", False, plain.label, MlflowStore(copy))
+        yield _Rehearsal(config, plain.chain, "", False, plain.label, copy=MlflowStore(copy))
