@@ -18,15 +18,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline import __version__
-from pipeline.config.compose import CONF, plan, to_config
-from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
+from pipeline.config.compose import CONF, Plan, named, plan, to_config
+from pipeline.config.launchers import BASIC, LAUNCHERS, end_workers, lost_worker
+from pipeline.config.overrides import LAUNCHER
+from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import printable, redact_output, redact_text
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
-"""Environment variable with the id that joins the candidates of one command: any launcher hands it on to its jobs."""
+"""Environment variable of a job with the id that joins the candidates of one command."""
 SWEPT_VARIABLE = "KVGATE_SWEPT"
-"""Environment variable with the keys that differ between those jobs."""
+"""Environment variable of a job with the keys that differ between those of a sweep."""
+JOBS_VARIABLE = "KVGATE_JOBS"
+"""Environment variable of a job with how many jobs the sweep has."""
 
 DEBUG_VARIABLE = "KVGATE_DEBUG"
 """Environment variable: 1 shows where an exception came from that is no refusal."""
@@ -36,30 +40,39 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 def _job(composed: DictConfig) -> None:
     # Imported late: a configuration error must show before the runner's libraries are loaded.
     from pipeline.run.runner import run
+    from pipeline.terminal import console
 
     redact_output()  # a launcher may run the job in a process of its own
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # and so it does here; what a cluster set stays
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
+    number = hydra_config.job.num + 1 if sweeping else 1
     try:
-        # A candidate's display name holds what was changed of its policy, and what differs within its sweep.
-        prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
-        changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
-        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
+        config = to_config(composed)
+        changed = named(hydra_config.overrides.task, os.environ[SWEPT_VARIABLE].split())
+        if sweeping:
+            name = console.name_job(number, int(os.environ[JOBS_VARIABLE]), " ".join([config.kv.name, *changed]))
+            console.job = console.Job(name, beside_others=hydra_config.runtime.choices[LAUNCHER] != BASIC)
+        run(config, os.environ[SWEEP_VARIABLE], sweeping, changed, number)
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
-        _print_error(error)
-        _exit_codes.append(exit_code(error))
+        _print_error(error, console.job.name)
+        if not sweeping:
+            _exit_codes.append(exit_code(error))
+    finally:
+        console.job = console.Job()
 
 
 _exit_codes: list[int] = []
-"""Exit codes of the jobs of this process that were refused."""
+"""The exit code of a single job, where it was refused. A sweep's are in its summary: its jobs may run in other processes."""
 
 
-def _print_error(error: Exception) -> None:
+def _print_error(error: Exception, job: str = "") -> None:
     """Print what ends a job. Anything but a refusal also shows where it came from, where the environment asks for it."""
     for line in describe(error).splitlines():
-        print(f"pipeline: error: {printable(line)}", file=sys.stderr)
+        print(f"pipeline: error: {printable(job + line)}", file=sys.stderr)
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(error, REFUSALS):
         print(redact_text("".join(traceback.format_exception(error))), file=sys.stderr)
 
@@ -118,19 +131,41 @@ def _dispatch(argv: list[str]) -> int:
     for job in planned.jobs:
         check_inputs(job)
     # The first processes of two containers have the same number.
-    os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
-    os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
+    sweep = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
+    # Hydra sets them around each job, on whatever machine it runs.
+    for variable, value in (
+        (SWEEP_VARIABLE, sweep),
+        (SWEPT_VARIABLE, " ".join(planned.swept)),
+        (JOBS_VARIABLE, len(planned.jobs)),
+    ):
+        sys.argv.append(f"+hydra.job.env_set.{variable}='{value}'")
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
+    return _sweep(planned, sweep)
+
+
+def _sweep(planned: Plan, sweep: str) -> int:
+    """Run the jobs of a sweep and return its exit code, which is of what they left: they may run in other processes."""
     from pipeline.run.runner import begin_sweep, conclude_sweep
 
-    begin_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE], len(planned.jobs))
+    first, output = planned.jobs[0], LAUNCHERS[planned.launcher].output
+    begin_sweep(first, sweep, planned.names)
+    if output is not None:
+        print(f"pipeline: jobs write what they print below {first.work / output}", file=sys.stderr)
+    code, elsewhere = 0, output is not None
     try:
         _job()
-    finally:
-        code = conclude_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE])
-    return max([code, *_exit_codes], key=SEVERITY.index)
+    except KeyboardInterrupt:
+        end_workers(planned.launcher)
+        conclude_sweep(first, sweep, INTERRUPTED, elsewhere)
+        raise
+    except Exception as error:  # of the launcher: those of jobs do not come here
+        end_workers(planned.launcher)
+        error = lost_worker(planned.launcher, error) or error
+        _print_error(error)
+        code = exit_code(error)
+    return conclude_sweep(first, sweep, code, elsewhere)
 
 
 def main() -> int:

@@ -349,7 +349,8 @@ class Chain:
         artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
         self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
         duration = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
-        console.out.print(f"  {title:<24} {duration:>8}  {artifact.path}", soft_wrap=True)
+        whose = console.job.name if console.job.beside_others else ""
+        console.out.print(f"  {whose}{title:<24} {duration:>8}  {artifact.path}", soft_wrap=True, markup=False)
         return artifact
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str], number: int | None = None) -> Recipe:

@@ -14,7 +14,8 @@ from rich.markup import escape
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
-from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
+from pipeline.core.redaction import printable, redact_text
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
@@ -33,6 +34,8 @@ from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_ro
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
+UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
+"""Of a sweep with jobs that nobody interrupted and that did not end: this machine, or another one, killed them."""
 
 
 def quantize(run: Run) -> None:
@@ -129,7 +132,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 JUDGING_STAGES = ("evaluate", "all")
 
 
-def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
+def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], number: int = 1) -> None:
     """Run one job and record in summary.json how it ended.
 
     Args:
@@ -137,54 +140,73 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         sweep: Id of the command that the job belongs to.
         sweeping: Whether that command has several jobs.
         changed: Overrides that belong to the candidate's display name.
+        number: The job's place among them, from 1.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
-    label = " ".join([config.kv.name, *changed])
-    job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
-    if config.stage in JUDGING_STAGES and not sweeping:
-        summary.begin(config.work, sweep, 1)
-    code = DEFECT
+    label, judging = " ".join([config.kv.name, *changed]), config.stage in JUDGING_STAGES
+    if judging and not sweeping:
+        summary.begin(config.work, sweep, [label])
+    code, said = DEFECT, None
     try:
+        job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
         if config.stage not in WITHOUT_CHECKPOINT:
             console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
     except Exception as error:
-        code = exit_code(error)
+        code, said = exit_code(error), redact_text(describe(error))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED
         raise
     finally:
-        # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates. verify writes nothing.
-        if config.stage != "verify":
-            summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
+        # Only an evaluation's sweep becomes the last one: other stages leave its candidates. verify writes nothing.
+        if sweeping or judging:
+            summary.finish(config.work, sweep, code, number, said, latest=judging)
+        elif config.stage != "verify":
+            summary.finish(config.work, None, code)
 
 
-def begin_sweep(config: Config, sweep: str, jobs: int) -> None:
-    """Note how many jobs a sweep has, before the first of them runs."""
-    if config.stage in JUDGING_STAGES:
-        summary.begin(config.work, sweep, jobs)
+def begin_sweep(config: Config, sweep: str, names: Sequence[str]) -> None:
+    """Note the jobs of a sweep, before the first of them runs. They may run in processes of their own, on other machines."""
+    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING_STAGES)
 
 
-def conclude_sweep(config: Config, sweep: str) -> int:
+def conclude_sweep(config: Config, sweep: str, code: int = 0, elsewhere: bool = False) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    It is the worst of its jobs' codes; if all of them ended well, it says whether any candidate passed.
+    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
+
+    Args:
+        config: Of any of its jobs.
+        sweep: The sweep.
+        code: What ended its jobs before their time; 0 where nothing did.
+        elsewhere: Whether its jobs wrote into files what they were refused for.
     """
-    if config.stage not in JUDGING_STAGES:
-        return 0
     last = summary.load(config.work, sweep)
-    if not last.candidates:
-        return last.exit_code or (0 if last.ended else DEFECT)
-    with console.written_to(config.work / REPORT):
-        tables.print_occasion()
-        tables.print_comparison(last.candidates)
-        tables.print_baseline_accuracy(last.candidates)
-    passed = any(candidate.verdict == PASS for candidate in last.candidates)
-    if not passed:
-        summary.fail(config.work, sweep, GATE_EXIT)
+    for number, error in sorted(last.errors.items()) if elsewhere else ():
+        for line in error.splitlines():
+            job = console.name_job(number, len(last.names), last.names[number - 1])
+            console.err.print(f"pipeline: error: {job}{printable(line)}", soft_wrap=True, markup=False)
+    codes = [code, last.exit_code]
+    if last.candidates:
+        with console.written_to(config.work / REPORT):
+            tables.print_occasion()
+            tables.print_comparison(last.candidates)
+            tables.print_baseline_accuracy(last.candidates)
+    if last.unfinished is not None:
+        console.err.print(f"pipeline: error: {last.unfinished}; run it again to go on", soft_wrap=True, markup=False)
+        codes.append(UNFINISHED_EXIT)
+    elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
         console.err.print("pipeline: error: no candidate of the sweep passed")
-    return last.exit_code or (0 if passed else GATE_EXIT)
+        codes.append(GATE_EXIT)
+    worst = max(codes, key=SEVERITY.index)
+    if config.stage in JUDGING_STAGES:
+        summary.fail(config.work, sweep, worst)
+    else:
+        summary.forget(config.work, sweep)
+        if config.stage != "verify":
+            summary.finish(config.work, None, worst)
+    return worst

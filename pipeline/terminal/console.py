@@ -16,6 +16,29 @@ from pipeline.core.redaction import redact_text
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 100)  # where nobody sets a width, tables need one
 err = Console(stderr=True, highlight=False)
 
+
+@dataclass
+class Job:
+    """The job of a sweep that this process runs."""
+
+    name: str = ""
+    """What its lines begin with: `job 2 of 5 int8: `; empty outside of sweeps."""
+    beside_others: bool = False
+    """Whether jobs in other processes write to the same terminal, where a bar would be drawn over theirs."""
+
+
+job = Job()
+
+
+def name_job(number: int, jobs: int, name: str) -> str:
+    """Return what the lines of a sweep's job begin with.
+
+    >>> name_job(2, 5, "int8")
+    'job 2 of 5 int8: '
+    """
+    return f"job {number} of {jobs} {name}: "
+
+
 LINE_SECONDS = 10
 """Time between two lines of progress where there is no terminal."""
 
@@ -95,6 +118,7 @@ def progress(title: str) -> Iterator[Progress]:
     Returns:
         What the stage calls with a label, the units that are done, and all of them.
     """
+    title = f"{job.name}{title}"
     phase = Phase("", time.monotonic(), 0)
 
     def entered(label: str, done: int, now: float) -> bool:
@@ -105,7 +129,7 @@ def progress(title: str) -> Iterator[Progress]:
         phase = Phase(label, now, done)
         return True
 
-    if not err.is_terminal:
+    if not err.is_terminal or job.beside_others:
         last = time.monotonic()
 
         def line(label: str, done: int, total: int) -> None:

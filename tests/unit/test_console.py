@@ -90,6 +90,25 @@ def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatc
     assert "/s" in shown
 
 
+def test_lines_of_a_sweeps_job_name_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = stderr(monkeypatch, terminal=False)
+    monkeypatch.setattr(console, "job", console.Job("job 2 of 5 int8: "))
+    with console.progress("round int8 1/5") as progress:
+        progress("forced decode [tokens]", 0, 8000)
+        clock.now += 10
+        progress("forced decode [tokens]", 800, 8000)
+    assert written.getvalue().startswith("  job 2 of 5 int8: round int8 1/5: forced decode 800/8,000 tokens")
+
+
+def test_jobs_that_share_a_terminal_write_lines_into_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = stderr(monkeypatch, terminal=True)
+    monkeypatch.setattr(console, "job", console.Job("job 2 of 5 int8: ", beside_others=True))
+    with console.progress("build") as progress:
+        clock.now += 10
+        progress("build", 1, 3)
+    assert written.getvalue() == "  job 2 of 5 int8: build: build 1/3\n"
+
+
 def test_the_examples_of_the_module_hold() -> None:
     assert doctest.testmod(console).failed == 0
 
