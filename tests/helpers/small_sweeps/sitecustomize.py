@@ -65,22 +65,22 @@ def _measured(path: Path) -> Iterator[None]:
     from pipeline.artifacts import locks
 
     waited: dict[str, float] = {}
+    plain: Any = vars(locks)["FileLock"]
 
-    class Measured(locks.FileLock):  # type: ignore[misc, valid-type]
-        def acquire(self, *arguments: Any, **options: Any) -> Any:
-            started = time.monotonic()
-            held = super().acquire(*arguments, **options)
-            name = Path(self.lock_file).name
-            name = name if name.endswith((".json.lock", ".db.lock")) else Path(self.lock_file).parent.name
-            waited[name] = waited.get(name, 0.0) + time.monotonic() - started
-            return held
+    def acquire(lock: Any, **options: Any) -> Any:
+        started = time.monotonic()
+        held = plain.acquire(lock, **options)
+        file = Path(lock.lock_file)
+        name = file.name if file.name.endswith((".json.lock", ".db.lock")) else f"{file.parent.name}/"
+        waited[name] = waited.get(name, 0.0) + time.monotonic() - started
+        return held
 
-    plain, locks.FileLock = locks.FileLock, Measured  # type: ignore[misc]
+    vars(locks)["FileLock"] = type("Measured", (plain,), {"acquire": acquire})
     started = time.monotonic()
     try:
         yield
     finally:
-        locks.FileLock = plain  # type: ignore[misc]
+        vars(locks)["FileLock"] = plain
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"seconds": time.monotonic() - started, "waited": waited}))
 
