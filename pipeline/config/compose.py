@@ -137,6 +137,8 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     if key:
         parent, _, name = key.rpartition(".")
         siblings = _siblings(tuple(key.split(".")))
+        if key.startswith("hydra.launcher."):  # one that may be set, and that the launcher's configuration has no place for
+            return f"{key}: is not set yet; write +{key}=..."
         if name in siblings:  # Hydra sets no key below null
             below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
             whole = ", ".join(field.replace("=", ": ", 1) for field in below)
