@@ -164,8 +164,10 @@ class Plan:
     sweeping: bool
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
+    overrides: tuple[list[str], ...] = ()
+    """Those of each job."""
     names: tuple[str, ...] = ()
-    """Display names of those jobs."""
+    """Display names of the jobs of a sweep."""
     launcher: str = BASIC
     """What runs them."""
 
@@ -211,15 +213,15 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
                 if launcher != BASIC:
                     raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
-                return Plan([to_config(composed)], sweeping=False)
+                return Plan([to_config(composed)], sweeping=False, overrides=(plain,))
             params = composed.hydra.sweeper.params or {}
-            overridden = {o.key_or_group: o for o in parsed}
+            last = {o.key_or_group: o for o in parsed}
             given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
-            keys = tuple(dict.fromkeys(o.key_or_group for o in given if overridden.get(o.key_or_group, o).is_sweep_override()))
-            lines = _jobs(given)
-            jobs = [to_config(compose("config", overrides=[*hydras, *line])) for line in lines]
-            names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, lines, strict=True))
-            return Plan(jobs, True, keys, names, launcher)
+            keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
+            each = tuple([*hydras, *job] for job in _jobs(given))
+            jobs = [to_config(compose("config", overrides=line)) for line in each]
+            names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
+            return Plan(jobs, True, keys, each, names, launcher)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 

@@ -4,9 +4,9 @@ The configuration of a launcher can name code and shell commands (`_target_`, `s
 So each launcher has a list of keys that may be set, with what their values look like; all else stays as its plugin has it.
 """
 
+import logging
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,7 +207,7 @@ def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
 def end_workers(name: str) -> None:
     """End the jobs' processes of a launcher that would let them run on: submitit's on this machine."""
     if name == "submitit_slurm":
-        print("pipeline: jobs that Slurm has go on; scancel ends them", file=sys.stderr)
+        logging.getLogger("kvgate").info("jobs that Slurm has go on; scancel ends them")
     if name != "submitit_local":
         return
     workers = psutil.Process().children(recursive=True)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
-from pipeline.core.redaction import printable, redact_text
+from pipeline.core.redaction import redact_text
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
@@ -26,7 +26,7 @@ from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, tables
 from pipeline.terminal.tables import REPORT
@@ -41,18 +41,20 @@ UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
-    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
+    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
 
 
 def build(run: Run) -> None:
     """Build the engine bundle."""
     bundle = run.chain.bundle(run.config.kv)
-    console.out.print(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}", soft_wrap=True)
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
-        console.out.print(line)
+        console.say(line)
     hint = run.chain.onnx_report(run.config.kv)
     if hint is not None:
-        console.out.print(hint, soft_wrap=True)
+        console.say(escape(hint))
 
 
 def evaluate(run: Run) -> None:
@@ -62,8 +64,9 @@ def evaluate(run: Run) -> None:
         GateRefusal: when it did not pass; not in a sweep, where `conclude_sweep` decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
-    store = open_store(config.tracking, config.work, config.model.label)
-    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
+    with console.doing("opening MLflow"):
+        store = open_store(config.tracking, config.work, config.model.label)
+    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log"})) as tracked:
         evaluation, engine, baseline = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = run.decide(report, rows)
@@ -85,7 +88,7 @@ def evaluate(run: Run) -> None:
         for stage in chain.finished:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, console.doing("registering the engine"):
             files = _sample_plots(candidate.name, rows, Path(scratch))
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
@@ -94,6 +97,7 @@ def evaluate(run: Run) -> None:
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
+        show(config, [candidate], lambda: store, sweep=run.sweep)
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -132,7 +136,15 @@ STAGES: dict[str, Callable[[Run], None]] = {
 JUDGING_STAGES = ("evaluate", "all")
 
 
-def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], number: int = 1) -> None:
+def run(
+    config: Config,
+    sweep: str,
+    sweeping: bool,
+    changed: Sequence[str],
+    number: int = 1,
+    of: int = 1,
+    beside_others: bool = False,
+) -> None:
     """Run one job and record in summary.json how it ended.
 
     Args:
@@ -140,7 +152,9 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], numb
         sweep: Id of the command that the job belongs to.
         sweeping: Whether that command has several jobs.
         changed: Overrides that belong to the candidate's display name.
-        number: The job's place among them, from 1.
+        number: Of the job among those of the command, from 1.
+        of: How many jobs the command has.
+        beside_others: Whether they run at once.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
@@ -150,9 +164,9 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], numb
         summary.begin(config.work, sweep, [label])
     code, said = DEFECT, None
     try:
+        about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
+        console.begin(console.Job(config.stage, label, number, of, beside_others), about)
         job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
-        if config.stage not in WITHOUT_CHECKPOINT:
-            console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
         STAGES[config.stage](job)
         code = 0
     except Exception as error:
@@ -187,20 +201,27 @@ def conclude_sweep(config: Config, sweep: str, code: int = 0, elsewhere: bool = 
     """
     last = summary.load(config.work, sweep)
     for number, error in sorted(last.errors.items()) if elsewhere else ():
+        name = console.Job(config.stage, last.names[number - 1], number, len(last.names)).name
         for line in error.splitlines():
-            job = console.name_job(number, len(last.names), last.names[number - 1])
-            console.err.print(f"pipeline: error: {job}{printable(line)}", soft_wrap=True, markup=False)
+            console.error(f"{name}{line}", exit_code=last.exit_codes[number])
     codes = [code, last.exit_code]
     if last.candidates:
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
             tables.print_comparison(last.candidates)
             tables.print_baseline_accuracy(last.candidates)
+        show(
+            config,
+            last.candidates,
+            lambda: open_store(config.tracking, config.work, config.model.label),
+            sweep=sweep,
+            unfinished=last.unfinished,
+        )
     if last.unfinished is not None:
-        console.err.print(f"pipeline: error: {last.unfinished}; run it again to go on", soft_wrap=True, markup=False)
+        console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)
     elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
-        console.err.print("pipeline: error: no candidate of the sweep passed")
+        console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
         codes.append(GATE_EXIT)
     worst = max(codes, key=SEVERITY.index)
     if config.stage in JUDGING_STAGES:
