@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
-from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, MissingRequirement, UserError, exit_code
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
@@ -25,11 +25,13 @@ from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, tables
 from pipeline.terminal.tables import REPORT
-from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
+from pipeline.tracked.page import run_page
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Gates
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
@@ -83,23 +85,27 @@ def evaluate(run: Run) -> None:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
         with TemporaryDirectory() as scratch:
-            files = _sample_plots(candidate.name, rows, Path(scratch))
-            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
+            files = _sample_plots(candidate.name, report, rows, config.gates, Path(scratch))
+            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+            candidate = tracked.conclude(candidate, page, files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     tables.print_conformance(verdict)
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
+        if store is not None and not (config.stage == "all" and candidate.verdict == PASS):  # a promotion prints it, too
+            compare_in_mlflow(store, [candidate], run.sweep)
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
 
-def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
+    noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
     with required_libraries():
         return [
-            plots().kl_by_context(rows, name, folder / "kl_by_context.png"),
-            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png"),
+            plots().kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
+            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
         ]
 
 
@@ -183,8 +189,20 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         tables.print_occasion()
         tables.print_comparison(last.candidates)
         tables.print_baseline_accuracy(last.candidates)
+    _compare_in_mlflow(config, last)
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)
         console.err.print("pipeline: error: no candidate of the sweep passed")
     return last.exit_code or (0 if passed else GATE_EXIT)
+
+
+def _compare_in_mlflow(config: Config, last: summary.Summary) -> None:
+    """Print where MLflow compares a sweep's candidates. They are judged and registered: what fails here only warns."""
+    tracked = [candidate for candidate in last.candidates if candidate.registration is not None]
+    try:
+        store = open_store(config.tracking, config.work, tracked[0].model) if tracked else None
+        if store is not None:
+            compare_in_mlflow(store, tracked, last.sweep)
+    except (UserError, MissingRequirement) as error:
+        console.err.print(f"pipeline: warning: the sweep cannot be compared in MLflow: {error}", soft_wrap=True, markup=False)

@@ -1,10 +1,12 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
@@ -19,10 +21,14 @@ from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay
 from pipeline.terminal import console, tables
 from pipeline.terminal.tables import REPORT
+from pipeline.tracked.comparison import saved_view
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
 
 
 def promote(run: Run) -> None:
@@ -58,7 +64,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     candidates = promotion.judged_again(listed, store.registered(), find, decide_again, model, config.promote.name)
     with TemporaryDirectory() as scratch:
         with required_libraries():
-            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
+            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png", gates=config.gates)
         move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
@@ -69,7 +75,14 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 tables.print_occasion()
                 tables.print_promotion(candidates, move)
                 tables.print_baseline_accuracy(candidates)
-            tables.print_mlflow(store.location, store.experiment_id, candidates)
+            compare_in_mlflow(store, candidates, last.sweep)
+
+
+def compare_in_mlflow(store: "MlflowStore", candidates: Sequence[Candidate], sweep: str) -> None:
+    """Save the view of a sweep's comparison and print its address, or that of the only candidate's run."""
+    if len(candidates) > 1:
+        store.save_view(sweep, saved_view(sweep, time.time()))
+    tables.print_mlflow(store.location, store.experiment_id, candidates, sweep)
 
 
 @contextmanager

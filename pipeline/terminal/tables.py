@@ -15,7 +15,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import Location, compare_url, server_command
+from pipeline.registry.tracking import Location, compare_url, run_url, server_command
 from pipeline.terminal import console
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
@@ -177,11 +177,13 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
 
 
-def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate]) -> None:
-    """Print how to compare the candidates in MLflow."""
+def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate], view: str) -> None:
+    """Print how to compare the candidates in MLflow by a saved view, or how to look at the only one."""
     run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
     command = server_command(location)
-    console.out.print("\nCompare the candidates in MLflow:")
+    alone = len(run_ids) == 1
+    console.out.print(f"\n{'The run' if alone else 'Compare the candidates'} in MLflow:")
     if command is not None:
         console.out.print(f"  {command}", soft_wrap=True)
-    console.out.print(f"  {compare_url(location, experiment_id, run_ids)}", soft_wrap=True)
+    address = run_url(location, experiment_id, run_ids[0]) if alone else compare_url(location, experiment_id, view)
+    console.out.print(f"  {address}", soft_wrap=True)
