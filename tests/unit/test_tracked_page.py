@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gate_reports import answered, fidelity, report, row, verdict
+from gate_reports import answered, report, row, sliced, verdict
 from judged_candidates import judged_candidate
 
 from pipeline.registry.summary import Candidate
@@ -17,33 +17,11 @@ from pipeline.tracked.description import description
 from pipeline.tracked.metrics import FIRST, LIMIT, chosen
 from pipeline.tracked.page import run_page
 from pipeline.tracked.tables import tables
-from pipeline.verdict.report import Accuracy, EvaluationReport, SampleRow, Slice
+from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
 WORK = Path("/data/my work")
-
-
-def part(rows: list[SampleRow], workload: str | None) -> Slice:
-    """Everything, or a workload, with its answers."""
-    own = [one for one in rows if workload in (None, one.workload)]
-    right = [sum(bool(one.baseline_correct) for one in own), sum(bool(one.candidate_correct) for one in own)]
-    lost = sum(bool(one.baseline_correct) and not one.candidate_correct for one in own)
-    values = {
-        "baseline": right[0] / len(own),
-        "candidate": right[1] / len(own),
-        "baseline_valid": None,
-        "candidate_valid": None,
-    }
-    counts = {"judged": len(own), "lost": lost, "gained": right[1] - right[0] + lost}
-    accuracy = Accuracy.model_validate(values | counts)
-    return Slice(
-        workload=workload, context=None, depth=None, samples=len(own), documents=1, accuracy=accuracy, fidelity=fidelity()
-    )
-
-
-def sliced(rows: list[SampleRow]) -> EvaluationReport:
-    return report(rows, slices=[part(rows, name) for name in (None, *dict.fromkeys(one.workload for one in rows))])
 
 
 def judged(folder: Path, rows: list[SampleRow], name: str = "fp8") -> Candidate:
