@@ -84,7 +84,7 @@ def text_of(browser: Opened, address: str, sign: str) -> str:
 
 
 def printed_address(tracked: Tracked, candidates: list[Candidate], capsys: pytest.CaptureFixture[str]) -> str:
-    compare_in_mlflow(tracked.store, candidates, SWEEP)
+    compare_in_mlflow(candidates, lambda: tracked.store, SWEEP)
     (address,) = re.findall(r"http\S+", capsys.readouterr().out)
     assert address.startswith(tracked.address)
     return str(address)
