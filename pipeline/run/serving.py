@@ -23,11 +23,12 @@ from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
+from pipeline.routing.files import read_routing_file
 from pipeline.run.evidence import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.run.job import Run
 from pipeline.run.loading import evaluation, plots, reports, required_libraries
 from pipeline.run.verify import replay, requested_workloads
-from pipeline.terminal import console, tables
+from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
 from pipeline.tracked.comparison import saved_view
 from pipeline.trust.binding import read_policy, settle, standing_policy
@@ -98,6 +99,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 passed_over=tables.passed_over(candidates, move),
             )
             compare_in_mlflow(candidates, lambda: store, last.sweep)
+            next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
 
 
 @contextmanager
@@ -214,19 +216,25 @@ def rollback(run: Run) -> None:
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
+    next_steps.show(next_steps.after_rollback(run.config))
 
 
 def route(run: Run) -> None:
     """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
+        next_steps.show(next_steps.after_rollback(run.config))
     else:
         routes.route(_engines(run), run.config.routing, _say)
+        next_steps.show(next_steps.after_route(run.config, sorted(read_routing_file(run.config.routing).by_class)))
 
 
 def monitor(run: Run) -> None:
     """Move routes as a snapshot of the fleet asks. Raises GateRefusal when a monitor broke."""
-    routes.monitor(_engines(run), run.config.monitor, _say)
+    try:
+        routes.monitor(_engines(run), run.config.monitor, _say)
+    finally:
+        next_steps.show(next_steps.after_rollback(run.config))
 
 
 def _engines(run: Run) -> Engines:
@@ -272,3 +280,4 @@ def verify(run: Run) -> None:
         raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(names['differs'])}")
     if names["missing"]:
         raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
+    next_steps.show(next_steps.after_verify())

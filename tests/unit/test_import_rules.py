@@ -26,6 +26,7 @@ ROOMS = (
     "pipeline.routing",
     "pipeline.config",
     "pipeline.terminal",
+    "pipeline.upkeep",
     "stages.checkpoints",
     "stages.gguf",
     "stages.workloads",
