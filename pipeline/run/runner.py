@@ -8,6 +8,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,12 +29,14 @@ from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
+from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
+from pipeline.tracked.page import run_page
 from pipeline.upkeep.stages import prune, show_status
-from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Gates
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
@@ -96,8 +99,9 @@ def evaluate(run: Run) -> None:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
         with TemporaryDirectory() as scratch, console.doing("registering the engine"):
-            files = _sample_plots(candidate.name, rows, Path(scratch))
-            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
+            files = _sample_plots(candidate.name, report, rows, config.gates, Path(scratch))
+            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+            candidate = tracked.conclude(candidate, page, files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     tables.print_conformance(verdict)
@@ -105,17 +109,20 @@ def evaluate(run: Run) -> None:
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
         show(config, [candidate], lambda: store, sweep=run.sweep)
+        if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
+            compare_in_mlflow([candidate], lambda: store, run.sweep)
         promotes = config.stage == "all" and config.tracking.enabled
         next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
 
-def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
+    noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
     with required_libraries():
         return [
-            plots().kl_by_context(rows, name, folder / "kl_by_context.png"),
-            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png"),
+            plots().kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
+            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
         ]
 
 
@@ -242,13 +249,9 @@ def conclude_sweep(
             tables.print_occasion()
             tables.print_comparison(last.candidates)
             tables.print_baseline_accuracy(last.candidates)
-        show(
-            config,
-            last.candidates,
-            lambda: open_store(config.tracking, config.work, config.model.label),
-            sweep=sweep,
-            unfinished=last.unfinished,
-        )
+        store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
+        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished)
+        compare_in_mlflow(last.candidates, store, sweep)
         steps = next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
         next_steps.show(steps)
     elif config.stage == "build":

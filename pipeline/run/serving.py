@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,6 +30,7 @@ from pipeline.run.loading import evaluation, plots, reports, required_libraries
 from pipeline.run.verify import replay, requested_workloads
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
+from pipeline.tracked.comparison import saved_view
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -74,7 +76,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     candidates = promotion.judged_again(listed, store.registered(), find, decide_again, model, config.promote.name)
     with TemporaryDirectory() as scratch:
         with required_libraries():
-            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
+            plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png", gates=config.gates)
         with console.doing("replaying the evidence"):
             move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
@@ -96,7 +98,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 message=move.message,
                 passed_over=tables.passed_over(candidates, move),
             )
-            tables.print_mlflow(store.location, store.experiment_id, candidates)
+            compare_in_mlflow(candidates, lambda: store, last.sweep)
             next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
 
 
@@ -145,6 +147,18 @@ def show(
             page = reports().write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
         for run_id in tracked:
             opened.attach(run_id, [page])
+
+
+def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
+    """Save the view of a sweep's comparison and print its address, or that of the only candidate's run. A failure warns."""
+    with _warned("MLflow's comparison is not there"):
+        tracked = [candidate for candidate in candidates if candidate.registration is not None]
+        opened = store() if tracked else None
+        if opened is None:
+            return
+        if len(tracked) > 1:
+            opened.save_view(sweep, saved_view(sweep, time.time()))
+        tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 
 def _exhibits(candidates: Sequence[Candidate]) -> list[Any]:

@@ -15,6 +15,7 @@ from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
+from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited
@@ -23,6 +24,12 @@ from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 CODE = ("pipeline.core.errors",)
 PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
+PAGE = RunPage(
+    metrics={"quality/kl_mean": 0.01},
+    description="**PASS**",
+    tables={"samples.json": [{"answer": "lost"}]},
+    workloads=[Workload("copy", "0" * 64, 1, 1, 1)],
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def judge(
         candidate = _candidate(judged.path, policy, engine, verdict)
         for artifact in (quantized, engine, measured, judged):
             run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0, reused=artifact.reused)
-        done = run.conclude(candidate)
+        done = run.conclude(candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
