@@ -21,20 +21,22 @@ from omegaconf import DictConfig
 
 from pipeline import __version__
 from pipeline.config.completion import complete
-from pipeline.config.compose import CONF, Plan, changed, plan, to_config
+from pipeline.config.compose import CONF, Plan, named, plan, to_config
 from pipeline.config.config import Config
+from pipeline.config.launchers import BASIC, LAUNCHERS, end_workers, lost_worker
+from pipeline.config.overrides import LAUNCHER
 from pipeline.config.showing import configurations
-from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
+from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import redact_output
 from pipeline.run.inputs import check_inputs
 from pipeline.terminal import console
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
-"""Environment variable with the id that joins the candidates of one command: any launcher hands it on to its jobs."""
+"""Environment variable of a job with the id that joins the candidates of one command."""
 SWEPT_VARIABLE = "KVGATE_SWEPT"
-"""Environment variable with the keys that differ between those jobs."""
+"""Environment variable of a job with the keys that differ between those of a sweep."""
 JOBS_VARIABLE = "KVGATE_JOBS"
-"""Environment variable with how many jobs those are."""
+"""Environment variable of a job with how many jobs the sweep has."""
 
 JSON = "--json"
 """The one option that is kvgate's own."""
@@ -50,23 +52,39 @@ def _job(composed: DictConfig) -> None:
         from pipeline.run.runner import run
 
     redact_output()  # a launcher may run the job in a process of its own
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # and so it does here; what a cluster set stays
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
+    number = hydra_config.job.num + 1 if sweeping else 1
     try:
         config = to_config(composed)
         console.configure(config.log)
-        number, of = (hydra_config.job.num + 1, int(os.environ[JOBS_VARIABLE])) if sweeping else (1, 1)
-        named = changed(hydra_config.overrides.task, os.environ[SWEPT_VARIABLE].split())
-        run(config, os.environ[SWEEP_VARIABLE], sweeping, named, number, of, as_json=JSON in _own_options)
+        changed = named(hydra_config.overrides.task, os.environ[SWEPT_VARIABLE].split())
+        of = int(os.environ[JOBS_VARIABLE]) if sweeping else 1
+        beside_others = sweeping and hydra_config.runtime.choices[LAUNCHER] != BASIC
+        run(
+            config,
+            os.environ[SWEEP_VARIABLE],
+            sweeping,
+            changed,
+            number,
+            of,
+            beside_others=beside_others,
+            as_json=JSON in _own_options,
+        )
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
-        _exit_codes.append(exit_code(error))
+        if not sweeping:
+            _exit_codes.append(exit_code(error))
+    finally:
+        console.end()
 
 
 _exit_codes: list[int] = []
-"""Exit codes of the jobs of this process that were refused."""
+"""The exit code of a single job, where it was refused. A sweep's are in its summary: its jobs may run in other processes."""
 
 
 _own_options: set[str] = set()
@@ -171,24 +189,52 @@ def _dispatch(argv: list[str]) -> int:
         for job in planned.jobs:
             check_inputs(job)
     # The first processes of two containers have the same number.
-    os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
-    os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
-    os.environ[JOBS_VARIABLE] = str(len(planned.jobs))
+    sweep = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
+    # Hydra sets them around each job, on whatever machine it runs.
+    for variable, value in (
+        (SWEEP_VARIABLE, sweep),
+        (SWEPT_VARIABLE, " ".join(planned.swept)),
+        (JOBS_VARIABLE, len(planned.jobs)),
+    ):
+        sys.argv.append(f"+hydra.job.env_set.{variable}='{value}'")
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    from pipeline.run.runner import begin_sweep, conclude_sweep, holding
-
-    first, typed = planned.jobs[0], [*arguments.overrides]
+    typed = [*arguments.overrides]
     if arguments.config_dir:
         typed = ["--config-dir", str(arguments.config_dir), *typed]
-    with holding(first):  # between its jobs as well
-        begin_sweep(first, os.environ[SWEEP_VARIABLE], len(planned.jobs))
-        try:
-            _job()
-        finally:
-            code = conclude_sweep(first, os.environ[SWEEP_VARIABLE], typed, planned.swept)
-    return max([code, *_exit_codes], key=SEVERITY.index)
+    return _sweep(planned, sweep, typed)
+
+
+def _sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
+    """Run the jobs of a sweep and return its exit code."""
+    from pipeline.run.runner import holding
+
+    with holding(planned.jobs[0]):  # between its jobs as well
+        return _run_sweep(planned, sweep, typed)
+
+
+def _run_sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
+    """Run the jobs, and take the exit code of what they left: they may run in other processes."""
+    from pipeline.run.runner import begin_sweep, conclude_sweep
+
+    first, output = planned.jobs[0], LAUNCHERS[planned.launcher].output
+    begin_sweep(first, sweep, planned.names)
+    if output is not None:
+        console.LOGGER.info("jobs write what they print below %s", first.work / output)
+    code, elsewhere = 0, output is not None
+    try:
+        _job()
+    except KeyboardInterrupt:
+        end_workers(planned.launcher)
+        conclude_sweep(first, sweep, typed, planned.swept, INTERRUPTED, elsewhere)
+        raise
+    except Exception as error:  # of the launcher: those of jobs do not come here
+        end_workers(planned.launcher)
+        error = lost_worker(planned.launcher, error) or error
+        _print_error(error)
+        code = exit_code(error)
+    return conclude_sweep(first, sweep, typed, planned.swept, code, elsewhere)
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config.config import Config
+from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
@@ -136,6 +137,8 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     if key:
         parent, _, name = key.rpartition(".")
         siblings = _siblings(tuple(key.split(".")))
+        if key.startswith("hydra.launcher."):  # one that may be set, and that the launcher's configuration has no place for
+            return f"{key}: is not set yet; write +{key}=..."
         if name in siblings:  # Hydra sets no key below null
             below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
             whole = ", ".join(field.replace("=", ": ", 1) for field in below)
@@ -163,10 +166,18 @@ class Plan:
     """Keys that differ between the jobs of a sweep."""
     overrides: tuple[list[str], ...] = ()
     """Those of each job."""
+    names: tuple[str, ...] = ()
+    """Display names of the jobs of a sweep."""
+    launcher: str = BASIC
+    """What runs them."""
 
 
-def changed(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
-    """Return the overrides that belong to a candidate's name: of its policy, and those that differ within its sweep."""
+def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
+    """Return the overrides of a candidate's display name: what was changed of its policy, and what differs within its sweep.
+
+    >>> named(["kv=fp8", "kv.sink_tokens=4", "seed=1", "backend.threads=2"], ["kv", "seed"])
+    ['kv.sink_tokens=4', 'seed=1']
+    """
     prefixes = ("kv.", *(f"{key}=" for key in swept if key != "kv"))
     return [override.replace("'", "") for override in overrides if override.startswith(prefixes)]
 
@@ -192,18 +203,25 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             check_overrides(parsed, _options)
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
+            hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
             composed = compose("config", overrides=plain, return_hydra_config=True)
             refuse_code(composed.hydra)
+            launcher = check_sweep(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
+                if launcher != BASIC:
+                    raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
                 return Plan([to_config(composed)], sweeping=False, overrides=(plain,))
             params = composed.hydra.sweeper.params or {}
-            overridden = {o.key_or_group for o in parsed}
-            swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
-            each = tuple([*plain, *job] for job in _jobs(swept))
-            return Plan(_configs(each), True, tuple(o.key_or_group for o in swept if o.is_sweep_override()), each)
+            last = {o.key_or_group: o for o in parsed}
+            given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
+            keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
+            each = tuple([*hydras, *job] for job in _jobs(given))
+            jobs = _configs(each)
+            names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
+            return Plan(jobs, True, keys, each, names, launcher)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 
@@ -221,21 +239,29 @@ def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
     return configs
 
 
-def _jobs(swept: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job: every combination of the swept values. A key with one value is the same in all.
+def _is_hydras(override: Override) -> bool:
+    return override.key_or_group.startswith(("hydra.", "hydra/"))
+
+
+def _jobs(overrides: list[Override]) -> list[list[str]]:
+    """Return the overrides of each job, as Hydra's sweeper makes them, in its order: every combination of the swept values.
 
     Raises:
         UserError: for a key without a value, and for more jobs than a sweep may have.
     """
-    choices = []
-    for o in swept:
-        values = islice(o.sweep_string_iterator(), MOST_JOBS + 1) if o.is_sweep_override() else ()
-        choices.append([f"{o.get_key_element()}={v}" for v in values] if o.is_sweep_override() else [str(o.input_line)])
-        if not choices[-1]:
+    choices: dict[str, list[str]] = {}  # the last value of a key counts, in the place of its first
+    for o in overrides:
+        key = o.get_key_element()
+        if o.is_sweep_override():
+            choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
+        else:
+            choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
+        if not choices[key]:
             raise UserError(f"{o.input_line}: there is no such option; give values that the sweep is over")
-    if prod(map(len, choices)) > MOST_JOBS:
-        raise UserError(f"{' '.join(str(o.input_line) for o in swept)}: more than {MOST_JOBS:,} jobs; make several sweeps")
-    return [list(job) for job in product(*choices)]
+    if prod(map(len, choices.values())) > MOST_JOBS:
+        swept = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
+        raise UserError(f"{swept}: more than {MOST_JOBS:,} jobs; make several sweeps")
+    return [list(job) for job in product(*choices.values())]
 
 
 def _options(key: str) -> list[str]:

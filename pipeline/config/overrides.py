@@ -8,6 +8,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 
+from pipeline.config import launchers
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import redact_text
 
@@ -16,8 +17,7 @@ MOST_JOBS = 1000
 
 OPTION = re.compile(r"[\w-]+")
 SEARCHED = "file://"
-PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
-"""Modules of Hydra's launchers and sweepers, and of those that are installed beside it."""
+LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
@@ -29,16 +29,20 @@ def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], S
 
     Raises:
         UserError: a line for each.
+        MissingRequirement: for a launcher that is not installed.
     """
-    problems = [problem for override in overrides if (problem := _problem(override, options_of)) is not None]
+    asked = (o.value() for o in overrides if o.key_or_group == LAUNCHER)
+    launcher = next((value for value in asked if isinstance(value, str)), launchers.BASIC)
+    problems = [problem for o in overrides if (problem := _problem(o, options_of, launcher)) is not None]
     if problems:
         raise UserError("\n".join(problems))
+    launchers.check_installed(launcher)
 
 
-def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
+def _problem(override: Override, options_of: Callable[[str], Sequence[str]], launcher: str) -> str | None:
     key, written = override.key_or_group, redact_text(str(override.input_line))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return _hydra_problem(override, written)
+        return _hydra_problem(override, written, launcher)
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
@@ -60,15 +64,21 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
     return None
 
 
-def _hydra_problem(override: Override, written: str) -> str | None:
+def _hydra_problem(override: Override, written: str, launcher: str) -> str | None:
     key, value = override.key_or_group, override.value()
     if key == "hydra.searchpath" and isinstance(value, list):
         for place in value:
             if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
                 return f"hydra.searchpath={place}: no such directory; give one with --config-dir=DIR"
         return None
-    if key == "hydra/launcher" or (key.startswith("hydra.launcher.") and not key.endswith("_target_")):
-        return None
+    if key == SWEEPER:
+        return f"{written}: {launchers.NO_NUMBER}"
+    plain = not override.is_sweep_override() and not override.is_delete() and override.package is None
+    if key == LAUNCHER:
+        known = isinstance(value, str) and value in launchers.LAUNCHERS
+        return None if plain and known else f"{written}: choose one launcher of {', '.join(launchers.LAUNCHERS)}"
+    if key.startswith("hydra.launcher.") and plain and launcher in launchers.LAUNCHERS:
+        return launchers.problem(launcher, key.removeprefix("hydra.launcher."), value)
     return f"{written}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
 
 
@@ -96,7 +106,3 @@ def refuse_code(hydra: DictConfig) -> None:
             node = node.get(part) if isinstance(node, DictConfig) else None
         if node:
             raise UserError(f"hydra.{key}: names what Hydra would run; leave it out")
-    for key in ("launcher", "sweeper"):
-        target = str(hydra[key].get("_target_") if isinstance(hydra[key], DictConfig) else None)
-        if not target.startswith(PLUGINS):
-            raise UserError(f"hydra.{key}._target_={target}: is no {key} of Hydra; leave it out")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
-from pipeline.config.compose import Plan, changed
+from pipeline.config.compose import Plan, named
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from pipeline.dry.ahead import check_disk, checks_ahead, free_bytes, notes
 from pipeline.dry.chain import JUDGING, ForeseenChain, open_foreseen
@@ -71,7 +71,7 @@ def foretell(planned: Plan) -> int:
     costs = Costs(store.past)
     for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
         if config.stage in MAKING:
-            name = " ".join([config.kv.name, *changed(overrides, planned.swept)])
+            name = " ".join([config.kv.name, *named(overrides, planned.swept)])
             number = f"job {store.job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(name)}[/] of {escape(config.model.path)}")
         codes = problems.look_at_all(store.job, checks(config))

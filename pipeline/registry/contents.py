@@ -1,7 +1,10 @@
-"""What the tracking store keeps of a candidate: the colour of its run, and the files of its model version."""
+"""What the tracking store keeps of a candidate: the page and colour of its run, and the files of its model version."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE
@@ -17,6 +20,40 @@ SHADES = {
 """Run colours: the verdict decides the hue and the policy's name the shade, so that charts show two passes apart."""
 UNDECIDED = "#6e7781"
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of work that was asked."""
+
+    name: str
+    digest: str
+    """sha256 of every sample of the evaluation, all kinds of work together."""
+    samples: int
+    documents: int
+    scored_tokens: int
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """What a candidate's run shows; `pipeline.tracked` makes it."""
+
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """In the order in which they are logged; one that is null or not finite is only named."""
+    description: str = ""
+    """Markdown."""
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """File name -> rows."""
+    workloads: Sequence[Workload] = ()
+
+
+EMPTY_PAGE = RunPage()
+
+
+def registered_as(model_name: str, version: str) -> str:
+    """Return what a run's description ends with: where its engine is registered."""
+    fetch = f"mlflow artifacts download --artifact-uri models:/{model_name}/{version} --dst-path engine"
+    return f"Registered as version {version} of `{model_name}`:\n\n```sh\n{fetch}\n```"
 
 
 def run_color(verdict: str, policy: str) -> str:

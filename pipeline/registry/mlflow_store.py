@@ -5,41 +5,36 @@ its evidence is a logged model and a version of the registered model. Both are l
 that judging the same engine again, in any sweep, makes no second version.
 """
 
+import json
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
-from pipeline.registry import processes
-from pipeline.registry.contents import UNDECIDED, collect_evidence, run_color
+from pipeline.core.redaction import flat_params, redact_text
+from pipeline.registry.contents import EMPTY_PAGE, UNDECIDED, RunPage, collect_evidence, registered_as, run_color
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModelOutput,
-    Metric,
     MlflowException,
-    Param,
-    RunTag,
     asked_once,
     download_artifacts,
     process_wide,
     translated,
 )
+from pipeline.registry.mlflow_runs import ExperimentRuns
 from pipeline.registry.reaching import SQLITE, check_reachable, named
 from pipeline.registry.relocation import follow_move
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
 
-PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 
-
-class MlflowStore:
+class MlflowStore(ExperimentRuns):
     """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
@@ -87,81 +82,20 @@ class MlflowStore:
             with suppress(MlflowException):  # another host was first
                 self.client.create_registered_model(self.location.model_name, description=description)
 
-    def _reap(self) -> None:
-        """Close the runs whose process died without closing them, on whatever machine."""
-        for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
-            if processes.abandoned(run.data.tags):
-                self.client.set_terminated(run.info.run_id, "KILLED")
-
-    # Runs
-
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator["CandidateRun"]:
         """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after Ctrl-C."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
         with self.recorded(kv, tags) as run_id:
-            self._log(run_id, params=flat_params(config))
+            self.log(run_id, params=flat_params(config))
             yield CandidateRun(self, run_id)
-
-    @contextmanager
-    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
-        """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
-        texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
-        run_id = self.client.create_run(self.experiment_id, tags={**texts, **self._owner()}, run_name=title).info.run_id
-        status = "FAILED"
-        try:
-            with processes.leased(lambda tags: self._put_off(run_id, tags)):
-                yield run_id
-            status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
-            status = "KILLED"
-            raise
-        finally:
-            self.client.set_terminated(run_id, status)
-
-    def _put_off(self, run_id: str, tags: Mapping[str, str]) -> None:
-        for name, value in tags.items():
-            self.client.set_tag(run_id, name, value)
-
-    def attach(self, run_id: str, files: Sequence[Path]) -> None:
-        """Log files as artifacts of a run, even of one that has ended. Texts lose their secrets, plots stay as they are."""
-        with tempfile.TemporaryDirectory() as scratch:
-            for path in files:
-                copy_redacted(path, Path(scratch) / path.name)
-            self.client.log_artifacts(run_id, scratch)
-
-    def _owner(self) -> dict[str, str]:
-        return {"mlflow.user": getuser(), "mlflow.source.name": "kvgate", **processes.identity(), **processes.lease()}
-
-    def _log(
-        self,
-        run_id: str,
-        params: Mapping[str, str] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, str] | None = None,
-        model_id: str | None = None,
-    ) -> None:
-        """Log all of it in one batch, in more only beyond MLflow's limits."""
-        now = int(time.time() * 1000)
-        all_params = [Param(name, value) for name, value in (params or {}).items()]
-        all_metrics = [Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()]
-        all_tags = [RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()]
-        assert len(all_metrics) <= METRICS_PER_BATCH, f"{len(all_metrics)} metrics in one step"
-        for start in range(0, max(len(all_params), 1), PARAMS_PER_BATCH):
-            first = start == 0
-            self.client.log_batch(
-                run_id,
-                metrics=all_metrics if first else [],
-                params=all_params[start : start + PARAMS_PER_BATCH],
-                tags=all_tags if first else [],
-            )
 
     # Engines
 
     def register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
         """Register the engine with its evidence, unless a version with the same citations exists.
 
-        The alias `candidate` moves to the version, and the version becomes an output of the run `run_id`.
+        The version becomes an output of the run `run_id`. The alias `candidate` moves to it unless it failed.
 
         Returns:
             The version and the identifier of its logged model.
@@ -179,9 +113,21 @@ class MlflowStore:
                 tags |= {"logged_model": model_id}
                 created = self.client.create_model_version(model_name, f"models:/{model_id}", run_id, tags, model_id=model_id)
                 version = str(created.version)
-            self.set_alias("candidate", version)
+            registered = json.dumps([{"name": model_name, "version": version}])
+            self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": registered})
+            self._nominate(candidate, version)
         self.client.log_outputs(run_id, [LoggedModelOutput(model_id, 0)])
         return version, model_id
+
+    def _nominate(self, candidate: Candidate, version: str) -> None:
+        """Point the alias `candidate` at a version that did not fail; take it from the same engine's when that fails now."""
+        if candidate.verdict != "FAIL":
+            self.set_alias("candidate", version)
+            return
+        at = self.alias("candidate")
+        tags = (self.tags(at) if at is not None else None) or {}
+        if tags.get("verdict") == "FAIL" or tags.get("engine_digest") == candidate.engine.digest:
+            self.delete_alias("candidate")
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> str:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
@@ -321,33 +267,29 @@ class CandidateRun:
             "stage": name,
             "artifact_digest": digest,
             "reused": str(reused).lower(),
-            **self.store._owner(),
+            **self.store.owner(),
         }
         start = end if reused else end - int(seconds * 1000)
         child = client.create_run(self.store.experiment_id, start, tags, run_name=name).info.run_id
-        self.store._log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
+        self.store.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
         client.set_terminated(child, "FINISHED", end)
 
-    def conclude(self, candidate: Candidate, rows: Sequence[Mapping[str, Any]] = (), files: Sequence[Path] = ()) -> Candidate:
-        """Log the verdict with its metrics, samples and files, and register the engine.
+    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE, files: Sequence[Path] = ()) -> Candidate:
+        """Register the engine, and log its verdict, what its run shows, and files.
 
         Returns:
             The candidate with its registration.
         """
         store, run_id = self.store, self.run_id
         version, model_id = store.register(candidate, run_id)
-        finite, nonfinite = finite_metrics(candidate.metrics)
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
             "model_version": version,
             "mlflow.runColor": run_color(candidate.verdict, candidate.policy),
+            "mlflow.note.content": f"{page.description}\n\n{registered_as(store.location.model_name, version)}".strip(),
         }
-        if nonfinite:
-            tags["nonfinite"] = ", ".join(nonfinite)
-        store._log(run_id, metrics=finite, tags=tags, model_id=model_id)
+        store.show(run_id, page, tags, model_id)
         store.attach(run_id, [candidate.report.path, *files])
-        if rows:
-            store.client.log_table(run_id, table_columns(rows), "samples.json")
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})

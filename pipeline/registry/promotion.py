@@ -1,7 +1,8 @@
 """Promotion decides which engine serves: it chooses a candidate, verifies its evidence again and moves aliases.
 
-The aliases are `candidate` (the version that was registered last), `champion` (the one that serves) and `previous` (the one
-that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
+The aliases are `candidate` (the version that was registered last, unless it failed), `champion` (the one that serves) and
+`previous` (the one that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store`
+implements `Registry`.
 
 A move is decided by one record of the log (`pipeline.trust.movelog`), which the aliases follow. A rollback makes `previous`
 the champion and removes `previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from pipeline.registry.contents import EMPTY_PAGE, RunPage
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Tracking, locate
 
@@ -17,9 +18,7 @@ class Run(Protocol):
 
     def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None: ...
 
-    def conclude(
-        self, candidate: Candidate, rows: Sequence[Mapping[str, Any]] = (), files: Sequence[Path] = ()
-    ) -> Candidate: ...
+    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE, files: Sequence[Path] = ()) -> Candidate: ...
 
 
 class Untracked:
@@ -31,7 +30,7 @@ class Untracked:
     def conclude(
         self,
         candidate: Candidate,
-        rows: Sequence[Mapping[str, Any]] = (),  # noqa: ARG002
+        page: RunPage = EMPTY_PAGE,  # noqa: ARG002
         files: Sequence[Path] = (),  # noqa: ARG002
     ) -> Candidate:
         """Return the candidate as it is, without a registration."""

@@ -7,7 +7,7 @@ each other lose no candidate. A promotion takes from a summary which candidates 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,6 +25,9 @@ FILE = "summary.json"
 FOLDER = "summaries"
 SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
+
+NAMED = 5
+"""Jobs that did not end of which a message gives the names."""
 
 SCHEMA_VERSION: Final = 1
 
@@ -117,7 +120,7 @@ class Candidate(StrictModel):
 
 
 class Summary(StrictModel):
-    """The candidates of a sweep, in the order in which they came; a single evaluation is a sweep of one."""
+    """The candidates of a sweep, in the order of the command line; a single evaluation is a sweep of one."""
 
     schema_version: Literal[1]
     sweep: str = ""
@@ -125,6 +128,12 @@ class Summary(StrictModel):
     """How many jobs the sweep has; null in summaries of before this was written."""
     ended: int = 0
     """How many of them ended, with whatever exit code, but were not interrupted."""
+    names: tuple[str, ...] = ()
+    """Display names of its jobs, in the order of the command line."""
+    exit_codes: Mapping[int, int] = {}
+    """Number of a job, from 1 in that order -> its exit code. A job that was killed, or still runs, is not there."""
+    errors: Mapping[int, str] = {}
+    """Number of a job -> what it was refused for, a line a problem."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, once a promotion or a rollback chose it."""
@@ -135,7 +144,11 @@ class Summary(StrictModel):
         """Say how much of the sweep is missing; None where it ended."""
         if self.jobs is None or self.ended >= self.jobs:
             return None
-        return f"sweep {self.sweep} did not finish: {self.ended} of {self.jobs} jobs ended"
+        numbers = range(1, len(self.names) + 1)
+        missing = [f"job {n} ({self.names[n - 1]})" for n in numbers if self.exit_codes.get(n, INTERRUPTED) == INTERRUPTED]
+        more = [f"{len(missing) - NAMED:,} more"] if len(missing) > NAMED else []
+        which = f", not {', '.join(missing[:NAMED] + more)}" if missing else ""
+        return f"sweep {self.sweep} did not finish: {self.ended} of {self.jobs} jobs ended{which}"
 
 
 def evidence_digest(report: Path) -> str:
@@ -199,15 +212,15 @@ def _write(workdir: Path, name: str, summary: Summary) -> None:
     write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
 
 
-def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
-    """Change the summary of a sweep, which becomes the last one; of None, `summary.json` alone."""
+def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool = True) -> Summary:
+    """Change the summary of a sweep, which becomes the last one if it is the `latest`; of None, `summary.json` alone."""
     try:
-        return _locked_update(workdir, sweep, change)
+        return _locked_update(workdir, sweep, change, latest)
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
+def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool) -> Summary:
     workdir.mkdir(parents=True, exist_ok=True)
     with locked(workdir / f".{FILE}.lock", FILE):
         last = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
@@ -218,13 +231,21 @@ def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary],
             own = f"{FOLDER}/{sweep}.json"
             summary = change(_read(workdir, own) or Summary(schema_version=SCHEMA_VERSION, sweep=sweep))
             _write(workdir, own, summary)
-        _write(workdir, FILE, summary)
+        if latest:
+            _write(workdir, FILE, summary)
     return summary
 
 
-def begin(workdir: Path, sweep: str, jobs: int) -> Summary:
-    """Note that a sweep begins, and how many jobs it has: what never ends is then seen to be missing."""
-    return _update(workdir, sweep, lambda old: old.model_copy(update={"jobs": jobs}))
+def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True) -> Summary:
+    """Note that a sweep begins, and the display names of its jobs: what never ends is then seen to be missing.
+
+    Args:
+        workdir: The work directory.
+        sweep: The sweep.
+        names: In the order of the command line.
+        latest: Whether it becomes the last one, whose candidates `summary.json` holds: one of a stage that judges does.
+    """
+    return _update(workdir, sweep, lambda old: old.model_copy(update={"jobs": len(names), "names": tuple(names)}), latest)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
@@ -233,32 +254,48 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     def change(old: Summary) -> Summary:
         candidates = {(known.model, known.name): known for known in old.candidates}
         candidates[candidate.model, candidate.name] = candidate
-        return old.model_copy(update={"candidates": tuple(candidates.values())})
+        # Jobs that run beside each other end in any order.
+        places = {name: place for place, name in reversed(list(enumerate(old.names)))}
+        ordered = sorted(candidates.values(), key=lambda known: places.get(known.name, len(places)))
+        return old.model_copy(update={"candidates": tuple(ordered)})
 
     return _update(workdir, sweep, change)
 
 
-def finish(workdir: Path, sweep: str | None, exit_code: int) -> Summary:
+def finish(
+    workdir: Path, sweep: str | None, exit_code: int, job: int = 1, error: str | None = None, latest: bool = True
+) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
     Args:
         workdir: The work directory.
         sweep: The job's sweep; None when the job worked on the candidates of the last one, and its code replaces the sweep's.
         exit_code: The job's.
+        job: Its number within the sweep, from 1. A job that a cluster ran twice counts once, as it ended last.
+        error: What it was refused for.
+        latest: As for `begin`.
     """
 
     def change(old: Summary) -> Summary:
         if sweep is None:
             return old.model_copy(update={"exit_code": exit_code})
-        ended = old.ended + (exit_code != INTERRUPTED)
-        return old.model_copy(update={"ended": ended, "exit_code": max(old.exit_code, exit_code, key=SEVERITY.index)})
+        codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
+        errors = {known: said for known, said in old.errors.items() if known != job} | ({job: error} if error else {})
+        ended = sum(code != INTERRUPTED for code in codes.values())
+        worst = max(codes.values(), key=SEVERITY.index)
+        return old.model_copy(update={"exit_codes": codes, "errors": errors, "ended": ended, "exit_code": worst})
 
-    return _update(workdir, sweep, change)
+    return _update(workdir, sweep, change, latest)
 
 
 def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
     """Note that a sweep whose jobs ended has come to nothing."""
     return _update(workdir, sweep, lambda old: old.model_copy(update={"exit_code": exit_code}))
+
+
+def forget(workdir: Path, sweep: str) -> None:
+    """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
+    (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
 
 
 def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:

@@ -1,11 +1,10 @@
 """Where runs are tracked: the typed configuration, and the store that it names on this machine. Imports no MLflow."""
 
-import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -109,12 +108,17 @@ def server_command(location: Location, port: int = 5000) -> str | None:
     return f"{switches} {program} server --backend-store-uri {uri} --workers 1 --port {port}"
 
 
-def compare_url(location: Location, experiment_id: str, run_ids: Sequence[str], port: int = 5000) -> str:
-    """Return the address of MLflow's comparison of these runs. Without workflowType MLflow 3 opens its pages for traces."""
+def compare_url(location: Location, experiment_id: str, view: str, port: int = 5000) -> str:
+    """Return the address of the charts of a saved view of an experiment."""
+    return _page(location, f"experiments/{experiment_id}/runs", {"viewStateShareKey": view, "compareRunsMode": "CHART"}, port)
+
+
+def run_url(location: Location, experiment_id: str, run_id: str, port: int = 5000) -> str:
+    """Return the address of a run's page."""
+    return _page(location, f"experiments/{experiment_id}/runs/{run_id}", {}, port)
+
+
+def _page(location: Location, path: str, query: Mapping[str, str], port: int) -> str:
+    """Return the address of a page of MLflow. Without workflowType MLflow 3 opens its pages for traces."""
     base = redact_text(location.uri).rstrip("/") if location.served else f"http://127.0.0.1:{port}"
-    query = {
-        "runs": json.dumps(list(run_ids), separators=(",", ":")),
-        "experiments": json.dumps([experiment_id], separators=(",", ":")),
-        "workflowType": "machine_learning",
-    }
-    return f"{base}/#/compare-runs?{urlencode(query, quote_via=quote)}"
+    return f"{base}/#/{path}?{urlencode({**query, 'workflowType': 'machine_learning'}, quote_via=quote)}"

@@ -24,6 +24,7 @@ from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Gates
 
 
 class Conversion(Protocol):
@@ -253,16 +254,16 @@ class Evaluation(Protocol):
 class Plots(Protocol):
     """`stages.evaluate.plots`: each function writes one PNG and returns its path."""
 
-    def kl_by_context(self, rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
-        """Plot each sample's mean KL over its context length."""
+    def kl_by_context(self, rows: Sequence[SampleRow], policy: str, path: Path, *, gates: Gates, noise: float | None) -> Path:
+        """Plot each sample's mean KL over its context length, with what the gates allow and the noise floor."""
         ...
 
-    def flips_by_workload(self, rows: Sequence[SampleRow], policy: str, path: Path) -> Path:
-        """Plot the answers that were lost and gained."""
+    def flips_by_workload(self, rows: Sequence[SampleRow], policy: str, path: Path, *, gates: Gates) -> Path:
+        """Plot the answers that were lost and gained, with the margins."""
         ...
 
-    def quality_by_memory(self, candidates: Sequence[Candidate], path: Path) -> Path:
-        """Plot each candidate's mean KL against its cache's bytes per token."""
+    def quality_by_memory(self, candidates: Sequence[Candidate], path: Path, *, gates: Gates) -> Path:
+        """Plot each candidate's mean KL against its cache's bytes per token, with what the gates allow and FP16."""
         ...
 
     def requests_by_context(self, capacity: Capacity, path: Path) -> Path:

@@ -8,6 +8,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +17,8 @@ from rich.markup import escape
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import Store, used
 from pipeline.config.config import Config
-from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
+from pipeline.core.redaction import redact_text
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
@@ -27,15 +29,19 @@ from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
+from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
+from pipeline.tracked.page import run_page
 from pipeline.upkeep.stages import prune, show_status
-from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Gates
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
+UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
+"""Of a sweep with jobs that nobody interrupted and that did not end: this machine, or another one, killed them."""
 
 
 def quantize(run: Run) -> None:
@@ -95,8 +101,9 @@ def evaluate(run: Run) -> None:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
         with TemporaryDirectory() as scratch, console.doing("registering the engine"):
-            files = _sample_plots(candidate.name, rows, Path(scratch))
-            candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
+            files = _sample_plots(candidate.name, report, rows, config.gates, Path(scratch))
+            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+            candidate = tracked.conclude(candidate, page, files)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     tables.print_conformance(verdict)
@@ -104,17 +111,20 @@ def evaluate(run: Run) -> None:
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
         show(config, [candidate], lambda: store, sweep=run.sweep)
+        if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
+            compare_in_mlflow([candidate], lambda: store, run.sweep)
         promotes = config.stage == "all" and config.tracking.enabled
         next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
 
-def _sample_plots(name: str, rows: list[SampleRow], folder: Path) -> list[Path]:
+def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
+    noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
     with required_libraries():
         return [
-            plots().kl_by_context(rows, name, folder / "kl_by_context.png"),
-            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png"),
+            plots().kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
+            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
         ]
 
 
@@ -167,6 +177,7 @@ def run(
     number: int = 1,
     of: int = 1,
     *,
+    beside_others: bool = False,
     as_json: bool = False,
 ) -> None:
     """Run one job and record in summary.json how it ended.
@@ -178,73 +189,86 @@ def run(
         changed: Overrides that belong to the candidate's display name.
         number: Of the job among those of the command, from 1.
         of: How many jobs the command has.
+        beside_others: Whether they run at once.
         as_json: Whether stage=status prints one JSON document.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
-    label = " ".join([config.kv.name, *changed])
-    job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
-    if config.stage in JUDGING_STAGES and not sweeping:
-        summary.begin(config.work, sweep, 1)
-    code = DEFECT
+    label, judging = " ".join([config.kv.name, *changed]), config.stage in JUDGING_STAGES
+    if judging and not sweeping:
+        summary.begin(config.work, sweep, [label])
+    code, said = DEFECT, None
     try:
         about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
-        console.begin(console.Job(config.stage, label, number, of), about)
+        console.begin(console.Job(config.stage, label, number, of, beside_others), about)
+        job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
         with holding(config):
             STAGES[config.stage](job)
         code = 0
     except Exception as error:
-        code = exit_code(error)
+        code, said = exit_code(error), redact_text(describe(error))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED
         raise
     finally:
-        # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates.
-        if config.stage not in UNRECORDED:
-            summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
+        # Only an evaluation's sweep becomes the last one: other stages leave its candidates.
+        if sweeping or judging:
+            summary.finish(config.work, sweep, code, number, said, latest=judging)
+        elif config.stage not in UNRECORDED:
+            summary.finish(config.work, None, code)
 
 
-def begin_sweep(config: Config, sweep: str, jobs: int) -> None:
-    """Note how many jobs a sweep has, before the first of them runs."""
-    if config.stage in JUDGING_STAGES:
-        summary.begin(config.work, sweep, jobs)
+def begin_sweep(config: Config, sweep: str, names: Sequence[str]) -> None:
+    """Note the jobs of a sweep, before the first of them runs. They may run in processes of their own, on other machines."""
+    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING_STAGES)
 
 
-def conclude_sweep(config: Config, sweep: str, base: Sequence[str], swept: Sequence[str]) -> int:
+def conclude_sweep(
+    config: Config, sweep: str, base: Sequence[str], swept: Sequence[str], code: int = 0, elsewhere: bool = False
+) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    It is the worst of its jobs' codes; if all of them ended well, it says whether any candidate passed.
+    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
 
     Args:
         config: Of its first job.
         sweep: Its id.
         base: What was typed.
         swept: Keys that differ between its jobs.
+        code: What ended its jobs before their time; 0 where nothing did.
+        elsewhere: Whether its jobs wrote into files what they were refused for.
     """
-    if config.stage not in JUDGING_STAGES:
-        if config.stage == "build":
-            next_steps.show(next_steps.after_build(base, sweep=True))
-        return 0
     last = summary.load(config.work, sweep)
-    if not last.candidates:
-        return last.exit_code or (0 if last.ended else DEFECT)
-    with console.written_to(config.work / REPORT):
-        tables.print_occasion()
-        tables.print_comparison(last.candidates)
-        tables.print_baseline_accuracy(last.candidates)
-    show(
-        config,
-        last.candidates,
-        lambda: open_store(config.tracking, config.work, config.model.label),
-        sweep=sweep,
-        unfinished=last.unfinished,
-    )
-    unfinished = last.unfinished is not None
-    next_steps.show(next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=unfinished))
-    passed = any(candidate.verdict == PASS for candidate in last.candidates)
-    if not passed:
-        summary.fail(config.work, sweep, GATE_EXIT)
+    for number, error in sorted(last.errors.items()) if elsewhere else ():
+        name = console.Job(config.stage, last.names[number - 1], number, len(last.names)).name
+        for line in error.splitlines():
+            console.error(f"{name}{line}", exit_code=last.exit_codes[number])
+    codes = [code, last.exit_code]
+    if last.candidates:
+        with console.written_to(config.work / REPORT):
+            tables.print_occasion()
+            tables.print_comparison(last.candidates)
+            tables.print_baseline_accuracy(last.candidates)
+        store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
+        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished)
+        compare_in_mlflow(last.candidates, store, sweep)
+        steps = next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
+        next_steps.show(steps)
+    elif config.stage == "build":
+        next_steps.show(next_steps.after_build(base, sweep=True))
+    if last.unfinished is not None:
+        console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
+        codes.append(UNFINISHED_EXIT)
+    elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
         console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
-    return last.exit_code or (0 if passed else GATE_EXIT)
+        codes.append(GATE_EXIT)
+    worst = max(codes, key=SEVERITY.index)
+    if config.stage in JUDGING_STAGES:
+        summary.fail(config.work, sweep, worst)
+    else:
+        summary.forget(config.work, sweep)
+        if config.stage not in UNRECORDED:
+            summary.finish(config.work, None, worst)
+    return worst

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,6 +30,7 @@ from pipeline.run.loading import evaluation, plots, reports, required_libraries
 from pipeline.run.verify import replay, requested_workloads
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
+from pipeline.tracked.comparison import saved_view
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -65,7 +67,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
 
         def draw(candidates: Sequence[Candidate]) -> None:
             with required_libraries():
-                plots().quality_by_memory(candidates, plot)
+                plots().quality_by_memory(candidates, plot, gates=config.gates)
 
         candidates, move = move_champion(run, store, listed, last.sweep, draw)
         with _told(move):
@@ -87,7 +89,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 message=move.message,
                 passed_over=tables.passed_over(candidates, move),
             )
-            tables.print_mlflow(store.location, store.experiment_id, candidates)
+            compare_in_mlflow(candidates, lambda: store, last.sweep)
             next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
 
 
@@ -185,6 +187,18 @@ def show(
             page = reports().write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
         for run_id in tracked:
             opened.attach(run_id, [page])
+
+
+def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
+    """Save the view of a sweep's comparison and print its address, or that of the only candidate's run. A failure warns."""
+    with _warned("MLflow's comparison is not there"):
+        tracked = [candidate for candidate in candidates if candidate.registration is not None]
+        opened = store() if tracked else None
+        if opened is None:
+            return
+        if len(tracked) > 1:
+            opened.save_view(sweep, saved_view(sweep, time.time()))
+        tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 
 def _exhibits(candidates: Sequence[Candidate]) -> list[Any]:

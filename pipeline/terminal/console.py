@@ -59,6 +59,13 @@ class Job:
     number: int = 1
     of: int = 1
     """Jobs of the command."""
+    beside_others: bool = False
+    """Whether they run at once, and write to one terminal: a bar would be drawn over other jobs' lines."""
+
+    @property
+    def name(self) -> str:
+        """Return what its lines begin with, `job 2 of 5 int8: `; nothing where a command has one job."""
+        return f"job {self.number} of {self.of} {self.policy}: " if self.of > 1 else ""
 
     @property
     def place(self) -> str:
@@ -102,7 +109,7 @@ def begin(job: Job, about: str | None) -> None:
     _speech.begun.append(time.monotonic())
     ended, took = len(_speech.begun) - 1, _speech.begun[-1] - _speech.begun[0]
     text, fields = f"{job.place}{job.stage} {job.policy}{about or ''}", {}
-    if ended and ended == job.number - 1:  # the jobs before it ran here, one after the other
+    if ended and ended == job.number - 1 and not job.beside_others:  # the jobs before it ran here, one after the other
         rest = took / ended * (job.of - ended)
         text += f"; {ended} done in {duration(took)}, about {duration(rest)} left"
         fields = {"jobs_done": ended, "jobs_seconds_left": round(rest, 1)}
@@ -110,6 +117,11 @@ def begin(job: Job, about: str | None) -> None:
         _write({"message": text, **fields})
     elif _speech.mode == "human" and about is not None:
         out.print(text, style="bold", soft_wrap=True, markup=False)
+
+
+def end() -> None:
+    """The job has ended: what is said from now on is not of it."""
+    _speech.job = None
 
 
 def speak(mode: str) -> None:
@@ -217,7 +229,8 @@ def step(title: str, path: Path, seconds: float | None) -> None:
         _write({"message": f"{title} is ready", "step": title, "artifact": path, "seconds": seconds, "reused": seconds is None})
     elif _speech.mode == "human":
         took = "reused" if seconds is None else f"{seconds:.1f} s"
-        out.print(f"  {title:<24} {took:>8}  {path}", soft_wrap=True, markup=False)
+        whose = _speech.job.name if _speech.job is not None and _speech.job.beside_others else ""
+        out.print(f"  {whose}{title:<24} {took:>8}  {path}", soft_wrap=True, markup=False)
 
 
 def warning(text: str) -> None:
@@ -234,7 +247,7 @@ def error(text: str, **fields: object) -> None:
     if _speech.mode == "json":
         _write({"level": "error", "message": text, **fields})
     else:
-        print(f"pipeline: error: {relative(text)}", file=sys.stderr)
+        print(f"pipeline: error: {_named()}{relative(text)}", file=sys.stderr)
 
 
 def trace(text: str) -> None:
@@ -251,6 +264,10 @@ def interrupted(text: str) -> None:
         _write({"level": "error", "message": f"interrupted; {text}", "exit_code": INTERRUPTED})
     else:
         print(f"pipeline: interrupted; {text}", file=sys.stderr)
+
+
+def _named() -> str:
+    return printable(_speech.job.name) if _speech.job is not None else ""
 
 
 @contextmanager
@@ -281,12 +298,12 @@ def progress(title: str) -> Iterator[Progress]:
     Returns:
         What the block calls with a label, the units that are done, and all of them.
     """
-    place = _speech.job.place if _speech.job is not None else ""
+    named, shared = _named(), _speech.job is not None and _speech.job.beside_others
     phase = Phase(title, time.monotonic)
 
     def say(message: str | None) -> None:
         if _speech.mode == "human":
-            err.print(f"  {place}{title}: {message or phase.describe()}", soft_wrap=True, markup=False)
+            err.print(f"  {named}{title}: {message or phase.describe()}", soft_wrap=True, markup=False)
         elif _speech.mode == "json":
             _write({"message": f"{title}: {message or phase.describe()}", "step": title, **({} if message else phase.fields())})
 
@@ -294,7 +311,8 @@ def progress(title: str) -> Iterator[Progress]:
         yield lambda label, _, total: None if total else say(label)
         return
     with _showing:
-        if _speech.mode == "human" and err.is_terminal:
+        if _speech.mode == "human" and err.is_terminal and not shared:
+            place = _speech.job.place if _speech.job is not None else ""  # a bar has little room, and jobs take turns
             with bar(err, f"{place}{title}", phase, say) as update:
                 yield update
         else:

@@ -13,7 +13,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import Location, compare_url, server_command
+from pipeline.registry.tracking import Location, compare_url, run_url, server_command
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
 from pipeline.terminal.texts import relative
@@ -238,9 +238,12 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
 
 
-def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate]) -> None:
-    """Print how to compare the candidates in MLflow."""
+def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate], view: str) -> None:
+    """Print how to compare the candidates in MLflow by a saved view, or how to look at the only one."""
     run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
-    command, url = server_command(location), compare_url(location, experiment_id, run_ids)
-    lines = ["\nCompare the candidates in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+    alone = len(run_ids) == 1
+    url = run_url(location, experiment_id, run_ids[0]) if alone else compare_url(location, experiment_id, view)
+    command = server_command(location)
+    title = f"\n{'The run' if alone else 'Compare the candidates'} in MLflow:"
+    lines = [title, *(f"  {escape(line)}" for line in (command, url) if line is not None)]
     console.result("mlflow", *lines, paste=True, command=command, url=url)

@@ -7,7 +7,17 @@ from pathlib import Path
 import yaml
 
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import Canary, EvaluationReport, Fidelity, NoiseFloor, SampleRow, Slice, Slope, SystemMetrics
+from pipeline.verdict.report import (
+    Accuracy,
+    Canary,
+    EvaluationReport,
+    Fidelity,
+    NoiseFloor,
+    SampleRow,
+    Slice,
+    Slope,
+    SystemMetrics,
+)
 from pipeline.verdict.thresholds import Gates, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +100,29 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "baseline_system": SystemMetrics.model_validate(system),
     }
     return EvaluationReport.model_validate({**values, **changes})
+
+
+def _part(rows: list[SampleRow], workload: str | None) -> Slice:
+    """Everything, or a workload, with its answers."""
+    own = [one for one in rows if workload in (None, one.workload)]
+    right = [sum(bool(one.baseline_correct) for one in own), sum(bool(one.candidate_correct) for one in own)]
+    lost = sum(bool(one.baseline_correct) and not one.candidate_correct for one in own)
+    values = {
+        "baseline": right[0] / len(own),
+        "candidate": right[1] / len(own),
+        "baseline_valid": None,
+        "candidate_valid": None,
+    }
+    counts = {"judged": len(own), "lost": lost, "gained": right[1] - right[0] + lost}
+    accuracy = Accuracy.model_validate(values | counts)
+    return Slice(
+        workload=workload, context=None, depth=None, samples=len(own), documents=1, accuracy=accuracy, fidelity=fidelity()
+    )
+
+
+def sliced(rows: list[SampleRow]) -> EvaluationReport:
+    """A report whose parts are everything and each workload."""
+    return report(rows, slices=[_part(rows, name) for name in (None, *dict.fromkeys(one.workload for one in rows))])
 
 
 def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:

@@ -27,12 +27,15 @@ CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdi
 """Events of a change, and which of their arguments is what is changed."""
 STATES = (
     "create_run",
+    "log_inputs",
     "log_batch",
+    "log_table",
     "log_artifacts",
     "create_logged_model",
     "log_model_artifacts",
     "finalize_logged_model",
     "create_model_version",
+    "set_logged_model_tags",
     "log_outputs",
     "set_terminated",
 )

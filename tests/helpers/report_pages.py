@@ -1,15 +1,11 @@
-"""Candidates with their evidence for tests of report.html, and a Chromium to open it in."""
+"""Candidates with their evidence for tests of report.html."""
 
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pytest
 from gate_reports import GATES, fidelity, report, row
 from judged_candidates import judged_candidate
 from safetensors.numpy import save_file
@@ -24,19 +20,8 @@ from stages.evaluate.joining import TOKENS
 from stages.evaluate.metrics import slices
 from stages.report import Exhibit, Occasion
 
-HINT = "needs Chromium (Debian: apt-get install chromium) and playwright; REQUIRE_CHROMIUM=1 makes this a failure"
 EDGES = [0, 256]
 STEPS = 8
-
-
-def chromium() -> str:
-    """Chromium's path; the test is skipped without it."""
-    found = shutil.which("chromium")
-    if found is None or find_spec("playwright") is None:
-        if os.environ.get("REQUIRE_CHROMIUM") == "1":
-            pytest.fail(HINT)
-        pytest.skip(HINT)
-    return found
 
 
 def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int = 40, **changes: object) -> list[SampleRow]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from judged_candidates import judged_candidate
 
@@ -14,6 +15,7 @@ from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
+from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited
@@ -22,6 +24,12 @@ from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 CODE = ("pipeline.core.errors",)
 PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
+PAGE = RunPage(
+    metrics={"quality/kl_mean": 0.01},
+    description="**PASS**",
+    tables={"samples.json": [{"answer": "lost"}]},
+    workloads=[Workload("copy", "0" * 64, 1, 1, 1)],
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,15 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
 
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
+    """Judge and register one policy, as a command of one job."""
+    ended = judge(work, checkpoint, policy, sweep, uri)
+    summary.finish(work, sweep, 0)
+    return ended
+
+
+def judge(
+    work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Literal["PASS", "FAIL"] = "PASS"
+) -> Ended:
     """Judge and register one policy."""
     opened = open_tracking(work, uri)
     with track(opened, sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
@@ -75,22 +92,21 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
         recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
         measured = Store(work / "artifacts").get(recipe, measure, resumable=True)
 
-        def judge(out: Path) -> None:
+        def report(out: Path) -> None:
             judged_candidate(out, policy, metrics={})
 
-        judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), judge)
-        candidate = _candidate(judged.path, policy, engine)
+        judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
+        candidate = _candidate(judged.path, policy, engine, verdict)
         for artifact in (quantized, engine, measured, judged):
             run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0, reused=artifact.reused)
-        done = run.conclude(candidate)
+        done = run.conclude(candidate, PAGE)
     summary.record(work, sweep, done)
-    summary.finish(work, sweep, 0)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
     return Ended(digests, done.verdict, done.registration.model_version)
 
 
-def _candidate(folder: Path, policy: str, engine: Artifact) -> Candidate:
+def _candidate(folder: Path, policy: str, engine: Artifact, verdict: Literal["PASS", "FAIL"]) -> Candidate:
     """The candidate whose evidence lies in `folder`, as it is."""
     evidence, baseline = folder / "reports" / policy, folder / "engines" / "fp16"
     own = folder / "engines" / policy
@@ -99,7 +115,7 @@ def _candidate(folder: Path, policy: str, engine: Artifact) -> Candidate:
         policy=policy,
         model="tiny",
         backend="onnxruntime",
-        verdict="PASS",
+        verdict=verdict,
         reasons=(),
         metrics={"quality/kl_mean": 0.01, "memory/max_live_tokens": float(len(engine.digest) + int(engine.digest[:4], 16))},
         engine=Cited(path=own, digest=files_digest(tree_files(own))),

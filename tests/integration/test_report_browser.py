@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from report_pages import chromium, exhibit, exhibits, occasion, rows
+from browser import chromium_path
+from report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report import write_page
 
@@ -30,7 +31,7 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    path = chromium()
+    path = chromium_path()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

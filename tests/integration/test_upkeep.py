@@ -62,7 +62,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
             identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
         )
         done = run.conclude(candidate)
-    summary.begin(work, sweep, 1)
+    summary.begin(work, sweep, [done.name])
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)
 
@@ -282,7 +282,7 @@ def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
 def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(time.time() - 3600))}-1-f"
     assert any(piece.kind == "tune" for piece in ground.plan().gone)
-    summary.begin(ground.work, name, 2)
+    summary.begin(ground.work, name, ["fp8", "int8"])
     try:
         assert ground.plan().gone == (), "all of it was made within this hour"
         assert any(piece.kind == "tune" for piece in ground.plan("prune.keep_sweeps=0").gone)

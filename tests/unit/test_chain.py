@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from gate_reports import GATES
 
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
@@ -34,7 +35,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     fix = r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        plots().kl_by_context([], "fp8", Path("nowhere.png"))
+        plots().kl_by_context([], "fp8", Path("nowhere.png"), gates=GATES, noise=None)
     assert exit_code(caught.value) == 4
 
 

@@ -91,9 +91,28 @@ def test_lines_go_on_while_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     written = stderr(monkeypatch, terminal=False)
     console.begin(console.Job("evaluate", "fp8", 2, 5), None)
     with console.progress("round fp8 1/5") as progress:
-        wait_for(written, "  job 2 of 5: round fp8 1/5: 0 s so far\n")
+        wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
         progress("forced decode [tokens]", 8, 9)
-        wait_for(written, "  job 2 of 5: round fp8 1/5: forced decode 8/9 tokens, ")
+        wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: forced decode 8/9 tokens, ")
+
+
+def test_jobs_that_share_a_terminal_write_lines_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 0.01)
+    written = stderr(monkeypatch, terminal=True)
+    console.begin(console.Job("evaluate", "int8", 2, 5, beside_others=True), None)
+    with console.progress("build"):
+        wait_for(written, "  job 2 of 5 int8: build: 0 s so far\n")
+
+
+def test_what_ends_a_job_names_it_and_what_comes_after_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    console.begin(console.Job("evaluate", "int8", 2, 5), None)
+    console.error("seed=2: is bad")
+    console.end()
+    console.error("no candidate of the sweep passed")
+    assert capsys.readouterr().err.splitlines() == [
+        "pipeline: error: job 2 of 5 int8: seed=2: is bad",
+        "pipeline: error: no candidate of the sweep passed",
+    ]
 
 
 def test_what_is_done_before_the_first_artifact_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

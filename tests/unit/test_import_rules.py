@@ -21,6 +21,7 @@ ROOMS = (
     "pipeline.verdict",
     "pipeline.trust",
     "pipeline.registry",
+    "pipeline.tracked",
     "pipeline.planning",
     "pipeline.routing",
     "pipeline.config",

@@ -16,6 +16,7 @@ from pipeline.registry.summary import (
     check_writable,
     conclude,
     finish,
+    forget,
     load,
     record,
 )
@@ -92,9 +93,9 @@ def test_every_check_of_the_verdict_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:
-    assert finish(tmp_path, "one", 3).exit_code == 3
-    assert finish(tmp_path, "one", 0).exit_code == 3
-    assert finish(tmp_path, "one", 1).exit_code == 1
+    assert finish(tmp_path, "one", 3, job=1).exit_code == 3
+    assert finish(tmp_path, "one", 0, job=2).exit_code == 3
+    assert finish(tmp_path, "one", 1, job=3).exit_code == 1
     assert finish(tmp_path, None, 0).exit_code == 0
     assert finish(tmp_path, "two", 0).exit_code == 0
 
@@ -164,35 +165,73 @@ def test_a_summary_of_a_newer_kvgate_is_not_called_damaged(tmp_path: Path) -> No
 
 
 def test_sweeps_beside_each_other_lose_no_candidate_and_the_last_that_wrote_is_the_summary(tmp_path: Path) -> None:
-    begin(tmp_path, "sweep", 2)
+    begin(tmp_path, "sweep", ["fp8", "int8"])
     record(tmp_path, "sweep", FP8)
-    begin(tmp_path, "beside", 1)
+    begin(tmp_path, "beside", ["int4"])
     record(tmp_path, "beside", fp8(name="int4", verdict="FAIL"))
     finish(tmp_path, "beside", 3)
     assert [c.name for c in load(tmp_path).candidates] == ["int4"]
-    finish(tmp_path, "sweep", 0)
+    finish(tmp_path, "sweep", 0, job=1)
     record(tmp_path, "sweep", fp8(name="int8"))
-    finish(tmp_path, "sweep", 0)
+    finish(tmp_path, "sweep", 0, job=2)
     assert load(tmp_path) == load(tmp_path, "sweep")
     assert [c.name for c in load(tmp_path, "sweep").candidates] == ["fp8", "int8"]
     assert (load(tmp_path, "sweep").exit_code, load(tmp_path, "beside").exit_code) == (0, 3)
 
 
 def test_a_sweep_has_finished_when_every_job_ended_and_none_was_interrupted(tmp_path: Path) -> None:
-    begin(tmp_path, "one", 2)
-    finish(tmp_path, "one", 3)
-    finish(tmp_path, "one", 130)
+    begin(tmp_path, "one", ["fp8", "int8"])
+    finish(tmp_path, "one", 3, job=1)
+    finish(tmp_path, "one", 130, job=2)
     finish(tmp_path, None, 3)  # a promotion that was refused
-    assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended"
-    finish(tmp_path, "one", 0)
+    assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended, not job 2 (int8)"
+    finish(tmp_path, "one", 0, job=2)
     assert load(tmp_path).unfinished is None
     record(tmp_path, "older", FP8)  # by a kvgate that did not count jobs
     assert load(tmp_path).unfinished is None
 
 
+def test_a_job_that_a_cluster_runs_again_counts_once_and_as_it_ended_last(tmp_path: Path) -> None:
+    begin(tmp_path, "one", ["fp8", "int8"])
+    for code in (130, 130, 0):
+        finish(tmp_path, "one", code, job=2)
+    found = load(tmp_path)
+    assert (found.ended, found.exit_code, found.exit_codes) == (1, 0, {2: 0})
+    assert found.unfinished == "sweep one did not finish: 1 of 2 jobs ended, not job 1 (fp8)"
+
+
+def test_of_many_jobs_that_did_not_end_the_first_are_named(tmp_path: Path) -> None:
+    begin(tmp_path, "one", [f"fp8 seed={seed}" for seed in range(12)])
+    finish(tmp_path, "one", 0, job=1)
+    said = load(tmp_path).unfinished
+    assert said is not None
+    assert said.endswith(
+        "1 of 12 jobs ended, not job 2 (fp8 seed=1), job 3 (fp8 seed=2), job 4 (fp8 seed=3), "
+        "job 5 (fp8 seed=4), job 6 (fp8 seed=5), 6 more"
+    )
+
+
+def test_candidates_are_in_the_order_of_the_command_line_however_their_jobs_end(tmp_path: Path) -> None:
+    begin(tmp_path, "one", ["fp8", "int8", "int4"])
+    for name in ("int4", "fp8", "int8"):
+        record(tmp_path, "one", fp8(name=name))
+    assert [candidate.name for candidate in load(tmp_path).candidates] == ["fp8", "int8", "int4"]
+
+
+def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_last_one(tmp_path: Path) -> None:
+    record(tmp_path, "judged", FP8)
+    begin(tmp_path, "built", ["fp8", "int8"], latest=False)
+    finish(tmp_path, "built", 4, job=2, latest=False)
+    assert load(tmp_path).sweep == "judged"
+    assert load(tmp_path, "built").exit_codes == {2: 4}
+    forget(tmp_path, "built")
+    with pytest.raises(UserError, match="there is no such sweep"):
+        load(tmp_path, "built")
+
+
 @pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
 def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: Path, sweep: str) -> None:
-    begin(tmp_path, "monday", 1)
+    begin(tmp_path, "monday", ["fp8"])
     with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; the latest are monday"):
         load(tmp_path, sweep)
 

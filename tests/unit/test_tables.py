@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from judged_candidates import judged_candidate
 
-from pipeline.terminal.tables import print_baseline_accuracy, print_comparison
+from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.tracking import Tracking, locate
+from pipeline.terminal.tables import print_baseline_accuracy, print_comparison, print_mlflow
 
 UNGRADED = {
     "quality/accuracy_baseline": 0.9,
@@ -46,6 +48,23 @@ def test_tokens_a_pass_are_columns_where_they_were_measured(tmp_path: Path, caps
     assert (lines["fp8"][-1], lines["int8"][-1]) == ("2.72", "-")
     print_comparison([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)])
     assert not [line for line in printed(capsys) if "lookup" in line]
+
+
+def test_one_run_gets_the_address_of_its_page_and_several_that_of_their_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    location = locate(Tracking(), tmp_path, "tiny", {})
+
+    def registered(policy: str) -> Candidate:
+        registration = Registration(run_id=f"run-{policy}", model_version="1")
+        return judged_candidate(tmp_path, policy, metrics={}).model_copy(update={"registration": registration})
+
+    print_mlflow(location, "7", [registered("fp8")], "sweep-1")
+    assert "/#/experiments/7/runs/run-fp8?" in capsys.readouterr().out
+    print_mlflow(location, "7", [registered("fp8"), registered("int8")], "sweep-1")
+    out = capsys.readouterr().out
+    assert "/#/experiments/7/runs?viewStateShareKey=sweep-1&" in out
+    assert "run-" not in out
 
 
 def test_the_spread_of_decode_tokens_is_a_column_where_it_was_measured(

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.registry.runs import open_store, track
-from pipeline.registry.tracking import Tracking, compare_url, locate, server_command
+from pipeline.registry.tracking import Tracking, compare_url, locate, run_url, server_command
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +66,14 @@ def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"' in command
 
 
-def test_the_comparison_names_every_run_and_the_experiment(tmp_path: Path) -> None:
-    url = compare_url(locate(Tracking(), tmp_path, "tiny", {}), "7", ["aa", "bb"], port=5001)
-    assert url.startswith("http://127.0.0.1:5001/#/compare-runs?")
+def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
+    location = locate(Tracking(), tmp_path, "tiny", {})
+    url = compare_url(location, "7", "20260101-a b", port=5001)
+    assert url.startswith("http://127.0.0.1:5001/#/experiments/7/runs?")
     query = parse_qs(urlparse(urlparse(url).fragment).query)
-    assert json.loads(query["runs"][0]) == ["aa", "bb"]
-    assert json.loads(query["experiments"][0]) == ["7"]
-    assert query["workflowType"] == ["machine_learning"]
+    training = {"workflowType": ["machine_learning"]}
+    assert query == {"viewStateShareKey": ["20260101-a b"], "compareRunsMode": ["CHART"], **training}
+    assert run_url(location, "7", "aa") == "http://127.0.0.1:5000/#/experiments/7/runs/aa?workflowType=machine_learning"
 
 
 def test_importing_the_tracking_configuration_loads_nothing_heavy() -> None:

@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.registry import processes
-from pipeline.registry.contents import run_color
+from pipeline.registry.contents import EMPTY_PAGE, RunPage, Workload, run_color
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited, Registration
@@ -45,9 +44,9 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
     return judged_candidate(folder, kv, verdict, metrics={"memory/kib_per_token": 2.0, **metrics}, report=report)
 
 
-def track_one(store: MlflowStore, candidate: Candidate, sweep: str, rows: tuple[dict[str, Any], ...] = ()) -> Candidate:
+def track_one(store: MlflowStore, candidate: Candidate, sweep: str, page: RunPage = EMPTY_PAGE) -> Candidate:
     with track(store, sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return run.conclude(candidate, rows)
+        return run.conclude(candidate, page)
 
 
 def registered(candidate: Candidate) -> Registration:
@@ -88,11 +87,11 @@ def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: M
     assert children["build"].data.metrics == {"perf/seconds": 1.5}
 
 
-def test_metrics_are_grouped_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
+def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
     metrics = {"quality/kl_mean": 0.25, "quality/kl_max": math.inf, "perf/itl@p50": 3.0, "quality/exact_match": math.nan}
-    done = track_one(store, judged(tmp_path, "int8", "FAIL", **metrics), "metrics")
+    done = track_one(store, judged(tmp_path, "int8", "FAIL"), "metrics", RunPage(metrics=metrics))
     data = store.client.get_run(registered(done).run_id).data
-    assert data.metrics == {"quality/kl_mean": 0.25, "perf/itl_at_p50": 3.0, "memory/kib_per_token": 2.0}
+    assert list(data.metrics.items()) == [("quality/kl_mean", 0.25), ("perf/itl_at_p50", 3.0)]
     assert data.tags["nonfinite"] == "quality/exact_match, quality/kl_max"
     assert data.tags["verdict"] == "FAIL"
 
@@ -102,7 +101,8 @@ def test_samples_are_a_table_and_the_report_and_plots_are_artifacts(store: Mlflo
     plot.write_bytes(b"\x89PNG\xff")
     rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
     with track(store, "table", "fp8", "onnxruntime", {}) as run:
-        done = run.conclude(judged(tmp_path, "fp8"), rows, [plot])
+        page = RunPage(tables={"samples.json": rows, "checks.json": []})
+        done = run.conclude(judged(tmp_path, "fp8"), page, [plot])
     files = artifacts(store, registered(done).run_id)
     assert files.keys() == {"report.json", "samples.json", "kl.png"}
     assert files["kl.png"].read_bytes() == plot.read_bytes()
@@ -117,7 +117,12 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with track(store, "secrets", "int4", "onnxruntime", config) as run:
         run.stage("build", config, digest="d", seconds=0.1, reused=False)
-        run.conclude(candidate, [{"id": "a", "text": f"api_key={SECRET}"}])
+        page = RunPage(
+            description=f"see https://me:{SECRET}@host",
+            tables={"samples.json": [{"id": "a", "text": f"api_key={SECRET}"}]},
+            workloads=[Workload(f"password={SECRET}", "0" * 64, 1, 1, 1)],
+        )
+        run.conclude(candidate, page)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -152,6 +157,46 @@ def test_the_same_engine_with_other_evidence_is_another_version(store: MlflowSto
     other_baseline = track_one(store, candidate.model_copy(update={"baseline": baseline}), "b")
     assert len({version(first), version(refused), version(other_baseline)}) == 3
     assert store.alias("candidate") == version(other_baseline)
+
+
+def test_the_alias_candidate_is_never_on_an_engine_that_failed(store: MlflowStore, tmp_path: Path) -> None:
+    good, bad = judged(tmp_path, "good"), judged(tmp_path, "bad", "FAIL")
+    passed = track_one(store, good, "a")
+    track_one(store, bad, "a")
+    assert store.alias("candidate") == version(passed), "another engine that failed leaves it where it was"
+    undecided = track_one(store, good.model_copy(update={"verdict": "INCONCLUSIVE"}), "b")
+    assert store.alias("candidate") == version(undecided)
+    failed = track_one(store, good.model_copy(update={"verdict": "FAIL"}), "c")
+    assert store.alias("candidate") is None, "the same engine failed"
+    store.set_alias("candidate", version(failed))  # as an older kvgate left it
+    track_one(store, bad, "d")
+    assert store.alias("candidate") is None
+
+
+def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: MlflowStore, tmp_path: Path) -> None:
+    candidate = judged(tmp_path, "named")
+    done = track_one(store, candidate, "a")
+    model_id = (store.tags(version(done)) or {})["logged_model"]
+    expected = [{"name": "kvgate-tiny", "version": version(done)}]
+    assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
+    store.client.delete_logged_model_tag(model_id, "mlflow.modelVersions")  # as an older kvgate left it
+    track_one(store, candidate, "b")
+    assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
+
+
+def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: MlflowStore, tmp_path: Path) -> None:
+    page = RunPage(description="**PASS**", workloads=[Workload("copy", "ab" * 32, 24, 12, 480)])
+    done = track_one(store, judged(tmp_path, "described"), "a", page)
+    run = store.client.get_run(registered(done).run_id)
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**PASS**\n")
+    assert f"models:/kvgate-tiny/{version(done)} " in note
+    assert run.inputs is not None
+    (used,) = run.inputs.dataset_inputs
+    assert used.dataset.profile is not None
+    assert (used.dataset.name, used.dataset.digest) == ("copy", "ab" * 18)
+    assert json.loads(used.dataset.profile) == {"num_rows": 24, "documents": 12, "scored_tokens": 480}
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
 
 
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:

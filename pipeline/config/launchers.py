@@ -1,0 +1,220 @@
+"""The launchers that may run a sweep's jobs, their keys, and what may not stand there.
+
+The configuration of a launcher can name code and shell commands (`_target_`, `setup`), and Slurm's becomes lines of a script.
+So each launcher has a list of keys that may be set, with what their values look like; all else stays as its plugin has it.
+"""
+
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import psutil
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.core.errors import MissingRequirement, UserError, short
+
+BASIC = "basic"
+"""One job after the other, in this process."""
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+NO_NUMBER = (
+    "a job ends with a verdict, not with a number to minimize; search formats with stage=tune, or list the candidates, "
+    "as in -m kv=fp8,int8"
+)
+"""Why there is no other sweeper, and what to use."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_share(value: object) -> bool:
+    return type(value) in (int, float) and 0 < float(str(value)) < 1e6
+
+
+def _is_word(value: object) -> bool:
+    # Without what a shell or a line of a script takes apart. Slurm's constraints have brackets and bars.
+    return isinstance(value, str) and re.fullmatch(r"[\w.,:=@%+/&|*()\[\]-]{1,200}", value, re.ASCII) is not None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key's values look like."""
+
+    fits: Callable[[object], bool]
+    fix: str
+
+
+COUNT = Kind(_is_count, "give a whole number above zero")
+JOBS = Kind(lambda value: _is_count(value) or value == -1, "give how many jobs run at once, or -1 for one a core")
+SHARE = Kind(_is_share, "give a number above zero")
+WORD = Kind(_is_word, "give a name of letters, digits and .,:=@%+/&|*()[]-")
+SWITCH = Kind(lambda value: isinstance(value, bool), "give true or false")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher that may be asked for."""
+
+    target: str
+    """Its class."""
+    install: str = ""
+    """How its plugin is installed; empty for what comes with Hydra."""
+    keys: Mapping[str, Kind] | None = None
+    """Below `hydra.launcher.`: what may be set."""
+    output: str | None = None
+    """Where below the work directory its jobs write what they print; None: to this terminal."""
+
+    @property
+    def plugin(self) -> str:
+        """Its package."""
+        return ".".join(self.target.split(".")[:2])
+
+
+_QUEUE = {"timeout_min": COUNT, "cpus_per_task": COUNT, "gpus_per_node": COUNT, "mem_gb": COUNT, "name": WORD}
+_SUBMITIT = "pip install 'kvgate[submitit]'"
+_LOGS = "sweep/.submitit"
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    BASIC: Launcher("hydra._internal.core_plugins.basic_launcher.BasicLauncher"),
+    "joblib": Launcher(
+        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "pip install 'kvgate[joblib]'", {"n_jobs": JOBS}
+    ),
+    "submitit_local": Launcher(
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", _SUBMITIT, _QUEUE, _LOGS
+    ),
+    "submitit_slurm": Launcher(
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+        _SUBMITIT,
+        {
+            **_QUEUE,
+            **dict.fromkeys(("partition", "qos", "account", "constraint", "exclude", "gres"), WORD),
+            **dict.fromkeys(("mem_per_gpu", "mem_per_cpu"), WORD),
+            **dict.fromkeys(("cpus_per_gpu", "gpus_per_task", "array_parallelism", "signal_delay_s", "max_num_timeout"), COUNT),
+        },
+        _LOGS,
+    ),
+    "ray": Launcher(
+        "hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher",
+        "pip install 'kvgate[ray]', then pip install --no-deps hydra-ray-launcher==1.2.2, which declares an old cloudpickle",
+        {
+            "ray.init.address": WORD,
+            "ray.init.num_cpus": COUNT,
+            "ray.init.num_gpus": COUNT,
+            "ray.remote.num_cpus": SHARE,
+            "ray.remote.num_gpus": SHARE,
+        },
+    ),
+}
+
+
+def check_installed(name: str) -> None:
+    """Raise MissingRequirement where a launcher's plugin is not installed, UserError for a name that is none of ours."""
+    launcher = LAUNCHERS.get(name)
+    if launcher is None:
+        raise UserError(f"hydra/launcher={short(name)}: no such launcher; choose one of {', '.join(LAUNCHERS)}")
+    try:
+        found = find_spec(launcher.plugin) is not None
+    except ModuleNotFoundError:  # no plugin at all
+        found = False
+    if not found:
+        raise MissingRequirement(f"hydra/launcher={name}: not installed; {launcher.install}")
+
+
+def problem(name: str, key: str, value: object) -> str | None:
+    """Return what is wrong with a value of a launcher's key, None where nothing is.
+
+    Args:
+        name: The launcher's.
+        key: Below `hydra.launcher.`.
+        value: As it is composed, interpolations unresolved.
+    """
+    keys = LAUNCHERS[name].keys or {}
+    if key not in keys:
+        fix = f"choose one of {', '.join(keys)}" if keys else f"add hydra/launcher={'|'.join(list(LAUNCHERS)[1:])}"
+        return f"hydra.launcher.{key}: may not be set of hydra/launcher={name}; {fix}"
+    kind = keys[key]
+    return None if kind.fits(value) else f"hydra.launcher.{key}={short(value)}: {kind.fix}"
+
+
+def check_sweep(hydra: DictConfig) -> str:
+    """Refuse a composition whose launcher or sweeper is not one of ours, or differs from its plugin beyond the keys above.
+
+    Args:
+        hydra: The node `hydra` of the composition, which files of --config-dir may have changed.
+
+    Returns:
+        The launcher's name.
+
+    Raises:
+        UserError: naming the key.
+    """
+    for key in ("launcher", "sweeper"):
+        if not isinstance(hydra[key], DictConfig):
+            raise UserError(f"hydra.{key}={short(hydra[key])}: is no {key} of Hydra; leave it out")
+    sweeper = str(hydra.sweeper.get("_target_"))
+    if sweeper != BASIC_SWEEPER:
+        raise UserError(f"hydra.sweeper._target_={sweeper}: {NO_NUMBER}")
+    target = str(hydra.launcher.get("_target_"))
+    name = next((name for name, launcher in LAUNCHERS.items() if launcher.target == target), None)
+    if name is None:
+        raise UserError(f"hydra.launcher._target_={target}: is no launcher; choose hydra/launcher={'|'.join(LAUNCHERS)}")
+    check_installed(name)
+    own = dict(_leaves(OmegaConf.to_container(ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node)))
+    composed = dict(_leaves(OmegaConf.to_container(hydra.launcher)))
+    for key in {**own, **composed}:
+        if key not in composed or key not in own or composed[key] != own[key]:
+            wrong = problem(name, key, composed.get(key))
+            if wrong is not None:
+                raise UserError(wrong)
+    return name
+
+
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield dotted keys with their values; of an empty mapping nothing."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
+
+
+LOST = {"TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "WorkerCrashedError", "OutOfMemoryError"}
+"""Exceptions of joblib, submitit and ray for a process that ended before its job."""
+ENDING_S = 5.0
+"""Seconds that workers have to end when they are interrupted; submitit gives their jobs one."""
+
+
+def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
+    """Return what to say of a launcher's exception where it means that a worker died; None where it does not."""
+    if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+        return None
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # submitit's FailedJobError holds the traceback of what the process died of.
+    detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
+    going_on = "; jobs that Slurm has go on, and record how they end" if name == "submitit_slurm" else ""
+    return MissingRequirement(
+        f"hydra/launcher={name}: the process of a job died{detail}: out of memory, or killed{going_on}; "
+        "free some memory, or run fewer jobs at once"
+    )
+
+
+def end_workers(name: str) -> None:
+    """End the jobs' processes of a launcher that would let them run on: submitit's on this machine."""
+    if name == "submitit_slurm":
+        logging.getLogger("kvgate").info("jobs that Slurm has go on; scancel ends them")
+    if name != "submitit_local":
+        return
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
+    for worker in alive:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()

@@ -1,0 +1,41 @@
+"""The page of a candidate's run, put together from its report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.registry.contents import RunPage, Workload
+from pipeline.registry.summary import Candidate
+from pipeline.tracked.description import description
+from pipeline.tracked.metrics import chosen
+from pipeline.tracked.tables import tables
+from pipeline.verdict.report import EvaluationReport, SampleRow
+
+
+def run_page(
+    candidate: Candidate, report: EvaluationReport, rows: Sequence[SampleRow], *, sweep: str, model: str, workdir: Path
+) -> RunPage:
+    """Return what the run of a candidate shows, besides the files that it cites.
+
+    Args:
+        candidate: The candidate, judged.
+        report: Its report.
+        rows: The report's samples.
+        sweep: Identifier of its sweep.
+        model: The checkpoint, as the configuration names it.
+        workdir: The work directory.
+    """
+    return RunPage(
+        metrics=chosen(candidate),
+        description=description(candidate, sweep, model, workdir),
+        tables=tables(candidate, report, rows),
+        workloads=_workloads(report),
+    )
+
+
+def _workloads(report: EvaluationReport) -> list[Workload]:
+    whole = [part for part in report.slices if (part.context, part.depth, part.difficulty) == (None, None, None)]
+    return [
+        Workload(part.workload, report.workloads_digest, part.samples, part.documents, part.fidelity.tokens)
+        for part in whole
+        if part.workload is not None
+    ]

@@ -1,0 +1,15 @@
+"""A sweep by joblib, with real workers over a small evaluation; tests/long has the other launchers, and more ends of jobs."""
+
+from pathlib import Path
+
+from sweeps import JOBLIB, sweep
+
+
+def test_a_job_that_is_refused_in_a_worker_gives_the_sweep_its_exit_code(tmp_path: Path) -> None:
+    """The first candidate ends after the second, and the third job is bad input that shows late."""
+    swept = sweep(tmp_path, "0,5,2", *JOBLIB)
+    assert swept.code == 2, swept.stderr
+    assert swept.names == ["fp8 seed=0", "fp8 seed=5"]
+    assert "  job 2 of 3 fp8 seed=5: small fp8 seed=5: began" in swept.stderr.splitlines()
+    assert "pipeline: error: job 3 of 3 fp8 seed=2: seed=2: is bad input that shows late; give another" in swept.stderr
+    assert (swept.summary["exit_code"], swept.summary["exit_codes"]) == (2, {"1": 0, "2": 0, "3": 2})

@@ -1,0 +1,148 @@
+"""The pages of a real `mlflow server` in a real browser: what somebody sees who follows an address that kvgate printed."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import Opened, chromium_path, opened_page
+from gate_reports import answered, sliced, verdict
+from judged_candidates import decide_pass, judged_candidate, replay_without_findings
+from postgres import mlflow_server
+
+from pipeline.registry import promotion
+from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.runs import track
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.run.serving import compare_in_mlflow
+from pipeline.tracked.page import run_page
+from pipeline.trust.movelog import MoveLog
+from pipeline.verdict.tracked import flat_metrics
+
+SWEEP = "20260101-sweep"
+WAIT_MS = 120_000
+"""For a page, on a machine that has other work."""
+
+
+@dataclass
+class Tracked:
+    """A sweep of three candidates on a server, the smallest of which failed; the first is the champion."""
+
+    address: str
+    store: MlflowStore
+    candidates: list[Candidate]
+
+    def run_of(self, name: str) -> str:
+        (run_id,) = [one.registration.run_id for one in self.candidates if one.name == name and one.registration is not None]
+        return f"{self.address}/#/experiments/{self.store.experiment_id}/runs/{run_id}"
+
+
+def judge(folder: Path, store: MlflowStore, name: str, lost: int, memory: float, sweep: str = SWEEP) -> Candidate:
+    rows = answered("copy", 64, lost=lost) + answered("tool_call", 64)
+    report = sliced(rows)
+    metrics = flat_metrics(report) | {"memory/kib_per_token": memory, "memory/max_live_tokens": 1000 / memory}
+    candidate = judged_candidate(folder, name, metrics=metrics)
+    candidate = candidate.model_copy(update=Candidate.decided(verdict(rows)) | ({"verdict": "PASS"} if not lost else {}))
+    page = run_page(candidate, report, rows, sweep=sweep, model="/models/tiny", workdir=folder)
+    with track(store, sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
+        return run.conclude(candidate, page)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
+    chromium_path()
+    folder = tmp_path_factory.mktemp("pages")
+    with mlflow_server(f"sqlite:///{folder}/mlflow.db", folder / "artifacts") as address:
+        store = MlflowStore(locate(Tracking(), folder / "work", "tiny", {ENVIRONMENT: address}))
+        judge(folder, store, "of another sweep", 0, 1.0, "20250101-before")
+        candidates = [judge(folder, store, *one) for one in (("fp8", 0, 1.0), ("int8", 0, 1.03), ("int4", 40, 0.5))]
+        promotion.promote(candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=SWEEP, name="fp8")
+        yield Tracked(address, store, candidates)
+        shutil.rmtree(folder / "artifacts", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Opened]:
+    with opened_page() as opened:
+        opened.page.set_default_timeout(WAIT_MS)
+        yield opened
+
+
+def text_of(browser: Opened, address: str, sign: str) -> str:
+    """Open a page and return what it says, once it says `sign`; its scripts must not complain."""
+    browser.errors.clear()
+    browser.page.goto("about:blank")  # an address that differs behind # alone opens no page anew
+    browser.page.goto(address)
+    browser.page.get_by_text(sign).first.wait_for()
+    # A server without accounts has no current user, and says 404.
+    assert [error for error in browser.errors if not error.endswith("/users/current")] == []
+    return browser.page.inner_text("body")
+
+
+def printed_address(tracked: Tracked, candidates: list[Candidate], capsys: pytest.CaptureFixture[str]) -> str:
+    compare_in_mlflow(candidates, lambda: tracked.store, SWEEP)
+    (address,) = re.findall(r"http\S+", capsys.readouterr().out)
+    assert address.startswith(tracked.address)
+    return str(address)
+
+
+def test_the_printed_comparison_opens_on_distance_memory_and_accuracy_lost(
+    tracked: Tracked, browser: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_of(browser, printed_address(tracked, tracked.candidates, capsys), "Which is best?")
+    for name in ("fp8", "int8", "int4"):
+        browser.page.get_by_role("link", name=name, exact=True).wait_for()
+    assert "of another sweep" not in text
+    titles = re.findall(r"^(?:quality|memory|perf|noise|baseline)/\S+$", text.partition("Which is best?")[2], re.MULTILINE)
+    assert titles[:3] == ["quality/kl_mean", "memory/kib_per_token", "quality/accuracy_loss"]
+    boxes = [browser.page.get_by_text(title, exact=True).first.bounding_box() for title in titles[:3]]
+    tops = {box["y"] for box in boxes if box is not None}
+    assert len(tops) == 1, "the three are one row of charts"
+
+
+def test_mlflows_own_comparison_begins_with_the_distance(tracked: Tracked, browser: Opened) -> None:
+    runs = json.dumps([one.registration.run_id for one in tracked.candidates if one.registration is not None])
+    address = f'{tracked.address}/#/compare-runs?runs={runs}&experiments=["{tracked.store.experiment_id}"]'
+    text = text_of(browser, address, "Parallel Coordinates Plot")
+    chosen = text.partition("Metrics:")[2].partition("Clear All")[0]
+    assert chosen.split() == ["quality/kl_mean"]
+
+
+def test_a_run_shows_its_verdict_line_by_line_and_its_datasets(tracked: Tracked, browser: Opened) -> None:
+    text = text_of(browser, tracked.run_of("int4"), "Registered as version")
+    assert "copy: 40 of 64 answers lost" in text
+    row = browser.page.get_by_role("row").filter(has_text="accuracy").filter(has_text="copy").first
+    assert row.inner_text().split()[:4] == ["FAIL", "accuracy", "copy", "-0.625"]
+    datasets = text.partition("Datasets")[2].partition("Tags")[0]
+    assert "copy" in datasets
+    assert "tool_call" in datasets
+
+
+def test_one_candidate_gets_the_address_of_its_run(
+    tracked: Tracked, browser: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = printed_address(tracked, tracked.candidates[:1], capsys)
+    assert "Metrics (" in text_of(browser, address, "Registered as version")
+
+
+def test_the_champions_logged_model_names_its_version(tracked: Tracked, browser: Opened) -> None:
+    version = tracked.store.alias("champion")
+    assert version is not None
+    model_id = (tracked.store.tags(version) or {})["logged_model"]
+    address = f"{tracked.address}/#/experiments/{tracked.store.experiment_id}/models/{model_id}"
+    text = text_of(browser, address, "Model versions")
+    browser.page.get_by_text("kvgate-tiny").first.wait_for()
+    shown = browser.page.inner_text("body").partition("Model versions")[2].split()
+    assert shown[:2] == ["kvgate-tiny", f"v{version}"], text
+
+
+def test_the_samples_begin_with_lost_answers(tracked: Tracked, browser: Opened) -> None:
+    text_of(browser, f"{tracked.run_of('int4')}/artifacts/samples.json", "lost")
+    rows = [row.split() for row in browser.page.get_by_role("row").all_inner_texts()]
+    assert rows[0][:2] == ["answer", "workload"]
+    assert len(rows) > 5
+    assert all(row[:2] == ["lost", "copy"] for row in rows[1:])

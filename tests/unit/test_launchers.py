@@ -1,0 +1,180 @@
+"""Which launchers run a sweep's jobs, and what may be set of them: nothing that would be run as code or in a shell."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import compose, launchers
+from pipeline.config.compose import plan
+from pipeline.core.errors import MissingRequirement, UserError
+
+SLURM = [
+    "hydra/launcher=submitit_slurm",
+    "hydra.launcher.partition=a100",
+    "hydra.launcher.gpus_per_node=1",
+    "hydra.launcher.timeout_min=120",
+    "hydra.launcher.array_parallelism=64",
+    "hydra.launcher.constraint='[rack1|rack2]'",
+]
+
+
+def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> None:
+    planned = plan(["kv=fp8,int8", "kv.sink_tokens=4", "seed=1,0", "backend.threads=1"], multirun=True)
+    assert planned.launcher == "basic"
+    assert planned.names == (
+        "fp8 kv.sink_tokens=4 seed=1",
+        "fp8 kv.sink_tokens=4 seed=0",
+        "int8 kv.sink_tokens=4 seed=1",
+        "int8 kv.sink_tokens=4 seed=0",
+    )
+    assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
+
+
+def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
+    assert plan(["kv=fp8,int8", "seed=1", "kv=int4"], multirun=True).names == ("int4",)
+    assert plan(["experiment=demo", "kv=fp8"], multirun=False).names == ("fp8",)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "asked"),
+    [
+        ("joblib", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
+        ("joblib", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=-1"]),
+        ("submitit_local", ["hydra/launcher=submitit_local", "hydra.launcher.gpus_per_node=1"]),
+        ("submitit_slurm", SLURM),
+    ],
+)
+def test_a_launcher_may_be_asked_for_with_its_resources(launcher: str, asked: list[str]) -> None:
+    planned = plan(["kv=fp8,int8", *asked], multirun=True)
+    assert (planned.launcher, planned.names) == (launcher, ("fp8", "int8"))
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "one of another name": (["hydra/launcher=rq"], "choose one launcher of basic, joblib, submitit_local"),
+    "two": (["hydra/launcher=basic,joblib"], "choose one launcher of"),
+    "none": (["~hydra/launcher"], "choose one launcher of"),
+    "in another place": (["hydra/launcher@kv=joblib"], "choose one launcher of"),
+    "code": (["hydra/launcher=joblib", "hydra.launcher._target_=os.system"], "hydra.launcher._target_: may not be set"),
+    "threads": (["hydra/launcher=joblib", "hydra.launcher.backend=threading"], "choose one of n_jobs"),
+    "a key of another": (["hydra/launcher=joblib", "hydra.launcher.partition=a"], "hydra.launcher.partition: may not be set"),
+    "no launcher": (["hydra.launcher.n_jobs=2"], "add hydra/launcher=joblib|"),
+    "no jobs": (
+        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"],
+        "hydra.launcher.n_jobs=0: give how many jobs run at once",
+    ),
+    "words for a number": (
+        ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=long"],
+        "timeout_min=long: give a whole",
+    ),
+    "several values": (["hydra/launcher=joblib", "hydra.launcher.n_jobs=1,2"], "hydra.launcher.n_jobs=1,2: kvgate sets"),
+    "shell commands": ([*SLURM, "hydra.launcher.setup=[reboot]"], "hydra.launcher.setup: may not be set"),
+    "sbatch's own options": ([*SLURM, "+hydra.launcher.additional_parameters.wrap=id"], "additional_parameters.wrap: may not"),
+    "a folder for pickles": ([*SLURM, "hydra.launcher.submitit_folder=/x"], "hydra.launcher.submitit_folder: may not be set"),
+    "two tasks a job": ([*SLURM, "hydra.launcher.tasks_per_node=2"], "hydra.launcher.tasks_per_node: may not be set"),
+    "a line of a script": ([*SLURM, r"hydra.launcher.qos='a\nreboot'"], "give a name of letters"),
+    "a substitution": ([*SLURM, "hydra.launcher.account='$(id)'"], "give a name of letters"),
+    "the whole node": (["hydra.launcher={_target_: os.system}"], "hydra.launcher={_target_: os.system}: kvgate sets hydra.*"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_launcher_of_ours_or_no_resource_is_refused(name: str) -> None:
+    asked, said = REFUSED[name]
+    with pytest.raises(UserError) as caught:
+        plan(["kv=fp8,int8", *asked], multirun=True)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_break_in_a_value_of_slurms_is_refused() -> None:
+    """It would begin a line of the script that sbatch runs."""
+    assert launchers.problem("submitit_slurm", "partition", "gpu\nreboot") is not None
+    assert launchers.problem("submitit_slurm", "partition", "gpu\n") is not None
+    assert launchers.problem("submitit_slurm", "partition", "gpu") is None
+
+
+def test_a_launcher_without_a_sweep_is_refused() -> None:
+    with pytest.raises(UserError, match="hydra/launcher=joblib: runs the jobs of a sweep; add -m"):
+        plan(["hydra/launcher=joblib"], multirun=False)
+
+
+@pytest.mark.parametrize("sweeper", ["optuna", "ax", "nevergrad", "bayesian"])
+def test_sweepers_that_minimize_a_number_are_refused_by_name(sweeper: str) -> None:
+    with pytest.raises(UserError, match=f"hydra/sweeper={sweeper}: a job ends with a verdict.*stage=tune.*-m kv=fp8,int8"):
+        plan(["kv=fp8,int8", f"hydra/sweeper={sweeper}"], multirun=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra says that a file has the name of a schema
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("hydra/launcher/joblib.yaml", "_target_: os.system\n", "hydra.launcher._target_=os.system: is no launcher"),
+        (
+            "hydra/launcher/submitit_slurm.yaml",
+            "_target_: hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher\nsetup: [reboot]\n",
+            "may not be set of hydra/launcher=submitit_slurm",
+        ),
+        (
+            "experiment/mine.yaml",
+            "launcher: {_target_: hydra_plugins.mine.Launcher}",
+            "hydra_plugins.mine.Launcher: is no launcher",
+        ),
+        ("experiment/mine.yaml", "sweeper: {_target_: hydra_plugins.mine.Sweeper}", "a job ends with a verdict"),
+    ],
+)
+def test_files_of_config_dir_bring_no_code_in_a_launchers_place(file: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    group, option = str(Path(file).parent), Path(file).stem
+    (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
+    with pytest.raises(UserError) as caught:
+        plan([f"{group}={option}", "kv=fp8,int8", f"hydra.searchpath=[file://{tmp_path}]"], multirun=True)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("joblib", "pip install 'kvgate[joblib]'"),
+        ("submitit_local", "pip install 'kvgate[submitit]'"),
+        ("submitit_slurm", "pip install 'kvgate[submitit]'"),
+        ("ray", "pip install 'kvgate[ray]'"),
+    ],
+)
+@pytest.mark.parametrize("plugins", [True, False])
+def test_a_launcher_that_is_not_installed_is_named_with_its_package(
+    name: str, install: str, plugins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_: str) -> None:
+        if not plugins:  # no plugin of Hydra's at all
+            raise ModuleNotFoundError("hydra_plugins")
+
+    monkeypatch.setattr(launchers, "find_spec", find)
+    with pytest.raises(MissingRequirement) as caught:
+        plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
+    assert str(caught.value).startswith(f"hydra/launcher={name}: not installed; {install}")
+
+
+class TerminatedWorkerError(RuntimeError):
+    """As joblib's is called."""
+
+
+class UncompletedJobError(RuntimeError):
+    """As submitit's is called."""
+
+
+class FailedJobError(UncompletedJobError):
+    """As submitit's is called."""
+
+
+def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> None:
+    lost = launchers.lost_worker("joblib", TerminatedWorkerError("long text of a library"))
+    assert str(lost).startswith("hydra/launcher=joblib: the process of a job died: out of memory, or killed; free some memory")
+    failed = launchers.lost_worker("submitit_slurm", FailedJobError("Traceback\n  File\nOSError: no such directory\n"))
+    assert "died (OSError: no such directory)" in str(failed)
+    assert "jobs that Slurm has go on" in str(failed)
+    assert launchers.lost_worker("joblib", ValueError("n_jobs == 0 has no meaning")) is None
+
+
+def test_the_examples_of_the_module_hold() -> None:
+    assert doctest.testmod(compose).failed == 0

@@ -1,0 +1,138 @@
+"""What MLflow shows of a candidate: the numbers, the description, the tables, the comparison."""
+
+import base64
+import json
+import shlex
+import zlib
+from pathlib import Path
+
+import pytest
+from gate_reports import answered, report, row, sliced, verdict
+from judged_candidates import judged_candidate
+
+from pipeline.registry.summary import Candidate
+from pipeline.tracked.comparison import saved_view
+from pipeline.tracked.description import LIMIT as DESCRIPTION_LIMIT
+from pipeline.tracked.description import description
+from pipeline.tracked.metrics import FIRST, LIMIT, chosen
+from pipeline.tracked.page import run_page
+from pipeline.tracked.tables import tables
+from pipeline.verdict.report import SampleRow
+from pipeline.verdict.thresholds import Check
+from pipeline.verdict.tracked import flat_metrics
+
+WORK = Path("/data/my work")
+
+
+def judged(folder: Path, rows: list[SampleRow], name: str = "fp8") -> Candidate:
+    """A candidate with the metrics and the verdict of these samples."""
+    candidate = judged_candidate(folder, name, metrics=flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0})
+    return candidate.model_copy(update=Candidate.decided(verdict(rows)))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Candidate:
+    return judged(tmp_path, answered("copy", 64, lost=40) + answered("tool_call", 64, lost=1))
+
+
+def test_a_run_begins_with_distance_memory_and_accuracy_lost(broken: Candidate) -> None:
+    metrics = chosen(broken)
+    assert tuple(metrics)[:3] == FIRST == ("quality/kl_mean", "memory/kib_per_token", "quality/accuracy_loss")
+    assert metrics["quality/accuracy_loss"] == pytest.approx(41 / 128)
+    assert metrics["quality/copy/accuracy_loss"] == 0.625
+
+
+def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Path) -> None:
+    rows = [one for number in range(40) for one in answered(f"kind{number:02}", 2)]
+    metrics = chosen(judged(tmp_path, rows))
+    assert len(metrics) == LIMIT == 40
+    assert "quality/kind00/kl_mean" in metrics
+
+
+def test_accuracies_that_were_not_measured_are_no_loss(tmp_path: Path) -> None:
+    candidate = judged_candidate(tmp_path, "fp8", metrics={"quality/kl_mean": 0.1})
+    assert chosen(candidate) == {"quality/kl_mean": 0.1}
+
+
+def test_the_description_has_the_verdict_the_reasons_and_its_lines_worst_first(broken: Candidate) -> None:
+    text = description(broken, "sweep-1", "pkg://stages.tiny/checkpoint", WORK)
+    lines = text.splitlines()
+    assert lines[0].startswith("**FAIL**")
+    assert any(line.startswith("- copy: 40 of 64 answers lost") for line in lines)
+    statuses = [line.split()[1] for line in lines if line.startswith("| ")][1:]
+    assert statuses[0] == "FAIL"
+    assert statuses == sorted(statuses, key=("FAIL", "INCONCLUSIVE", "WARNING", "PASS").index)
+    (copied,) = [line for line in lines if line.startswith("| FAIL | accuracy | copy |")]
+    assert copied.split(" | ")[3] == "-0.625"
+    assert copied.split(" | ")[5] == "-0.05 |"
+    assert "promote" not in text
+    assert f"stage=verify bundle={broken.identity.path.parent}" in text
+
+
+def test_what_passed_says_how_it_is_promoted_in_words_that_shell_and_hydra_read(tmp_path: Path) -> None:
+    passed = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update={"name": "fp8 kv.sink_tokens=4"})
+    text = description(passed, "sweep-1", "/models/it's", WORK)
+    (command,) = [line for line in text.splitlines() if "stage=promote" in line]
+    words = shlex.split(command, comments=True)
+    assert words[3:] == [
+        "model.path='/models/it\\'s'",
+        "workdir='/data/my work'",
+        "stage=promote",
+        "promote.sweep=sweep-1",
+        "promote.name='fp8 kv.sink_tokens=4'",
+    ]
+
+
+def test_a_long_verdict_is_cut_and_says_how_much_is_missing(broken: Candidate) -> None:
+    line = Check(gate="accuracy", where="a|b <i>", value=0.5, bound=None, threshold=None, status="PASS", reason="fine")
+    long = broken.model_copy(update={"checks": (*broken.checks, *[line] * 200)})
+    text = description(long, "sweep-1", "/models/a", WORK)
+    assert len(text) <= DESCRIPTION_LIMIT
+    shown = text.count("\n| ") - 1  # without the heading
+    assert f"{len(long.checks) - shown} more lines are in `checks.json`." in text
+    assert "| PASS | accuracy | a\\|b &lt;i> | 0.5 |  |  |" in text
+
+
+def test_samples_begin_with_lost_answers_farthest_first(broken: Candidate) -> None:
+    rows = [
+        row("copy", 1, True, True),
+        row("copy", 2, True, False, mean_kl=0.1),
+        row("copy", 3, False, True),
+        row("copy", 4, True, False, mean_kl=0.3),
+        row("copy", 5, True, False, mean_kl=None),
+        row("copy", 6, False, False),
+    ]
+    samples = tables(broken, report(rows), rows)["samples.json"]
+    assert [sample["answer"] for sample in samples] == ["lost"] * 3 + ["gained", "wrong in both", "right in both"]
+    assert [sample["mean_kl"] for sample in samples[:3]] == [None, 0.3, 0.1]
+
+
+def test_tables_hold_what_the_metrics_leave_out(broken: Candidate) -> None:
+    rows = answered("copy", 64, lost=40) + answered("tool_call", 64, lost=1)
+    found = tables(broken, sliced(rows), rows)
+    assert len(found["checks.json"]) == len(broken.checks)
+    assert {line["metric"] for line in found["metrics.json"]} >= set(broken.metrics)
+    (copied,) = [one for one in found["slices.json"] if (one["workload"], one["context_from"]) == ("copy", None)]
+    assert (copied["accuracy_loss"], copied["accuracy_lost"], copied["samples"]) == (0.625, 40, 64)
+
+
+def test_a_page_names_each_kind_of_work_with_the_digest_of_its_samples(broken: Candidate) -> None:
+    rows = answered("copy", 64, lost=40) + answered("tool_call", 64, lost=1)
+    made = sliced(rows)
+    page = run_page(broken, made, rows, sweep="s", model="/models/a", workdir=WORK)
+    assert [(work.name, work.samples, work.digest) for work in page.workloads] == [
+        ("copy", 64, made.workloads_digest),
+        ("tool_call", 64, made.workloads_digest),
+    ]
+
+
+def test_a_saved_view_shows_a_sweeps_runs_and_opens_on_three_charts() -> None:
+    view = json.loads(saved_view("sweep-1", 1000.5))
+    packed = view["state"].removeprefix("deflate;")
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert state.items() <= view.items(), "servers that know no named views read the fields themselves"
+    assert (view["name"], view["createdAt"]) == ("sweep sweep-1", 1_000_500)
+    assert state["searchFilter"] == "tags.sweep = 'sweep-1'"
+    assert tuple(chart["metricKey"] for chart in state["compareRunCharts"]) == FIRST
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {state["compareRunSections"][0]["uuid"]}
+    assert len(json.dumps(view)) < 5000, "a tag of an experiment holds no more"
