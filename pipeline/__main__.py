@@ -3,12 +3,10 @@
 import os
 import signal
 import sys
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from secrets import token_hex
 from typing import NoReturn
 
 import hydra
@@ -21,6 +19,7 @@ from pipeline import __version__
 from pipeline.config.compose import CONF, plan, to_config
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
 from pipeline.core.redaction import printable, redact_output, redact_text
+from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import check_inputs
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
@@ -117,8 +116,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     for job in planned.jobs:
         check_inputs(job)
-    # The first processes of two containers have the same number.
-    os.environ[SWEEP_VARIABLE] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
+    os.environ[SWEEP_VARIABLE] = new_sweep()
     os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
     if not planned.sweeping:
         _job()

@@ -6,10 +6,10 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.registry import promotion, summary
-from pipeline.registry.proof import ReplayedEvidence
+from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
@@ -142,11 +142,4 @@ def verify(run: Run) -> None:
     replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
-    names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
-    for _, findings in replays:
-        for finding in findings:
-            names[finding.status].append(finding.name)
-    if names["differs"]:
-        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(names['differs'])}")
-    if names["missing"]:
-        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
+    require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])

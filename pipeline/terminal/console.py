@@ -72,6 +72,17 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
+def silent() -> Iterator[None]:
+    """Print neither results nor progress while the block runs."""
+    before = out.quiet, err.quiet
+    out.quiet = err.quiet = True
+    try:
+        yield
+    finally:
+        out.quiet, err.quiet = before
+
+
+@contextmanager
 def written_to(path: Path) -> Iterator[None]:
     """Write what the block prints on `out` into a text file as well, without colours; nothing where the block fails."""
     out.record = True

