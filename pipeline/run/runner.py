@@ -28,6 +28,7 @@ from pipeline.run.served import open_chain
 from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, tables
+from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.tables import REPORT
 from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
@@ -160,7 +161,9 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
     finally:
         # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates. verify writes nothing.
         if config.stage != "verify":
-            summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
+            last = summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
+            if config.stage in JUDGING_STAGES and not sweeping:
+                write_junit(config.work / JUNIT, last)
 
 
 def begin_sweep(config: Config, sweep: str, jobs: int) -> None:
@@ -177,6 +180,7 @@ def conclude_sweep(config: Config, sweep: str) -> int:
     if config.stage not in JUDGING_STAGES:
         return 0
     last = summary.load(config.work, sweep)
+    write_junit(config.work / JUNIT, last)
     if not last.candidates:
         return last.exit_code or (0 if last.ended else DEFECT)
     with console.written_to(config.work / REPORT):
