@@ -79,12 +79,11 @@ def static_scales(policy: KVPolicy, model: Any, tokens: npt.NDArray[np.int64]) -
     for number, layer in enumerate(cache.layers):
         scales: dict[str, Any] = {}
         for side, form in policy.sides(number).items():
-            if form.static:
-                assert (form.granularity, form.symmetric) == ("per_tensor", True), (
-                    f"{policy.name} is calibrated by ModelOpt only"
-                )
+            if form.has_static_scales:
+                one = form.symmetric and form.granularity in ("per_tensor", "per_group")
+                assert one, f"{policy.name} is calibrated by ModelOpt only"
                 states = layer.keys if side.is_key else layer.values
-                scales[side] = {"scale": (states.abs().max().item() / form.code.limit,), "zero": None}
+                scales[side] = {"scale": (states.abs().max().item() / form.largest,), "zero": None}
         layers.append(scales)
     return KVScales.model_validate({"layers": tuple(layers)})
 

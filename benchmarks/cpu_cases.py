@@ -149,7 +149,10 @@ def _grow(pool: PagedPool, handle: int, length: int) -> None:
 def _random(rng: np.random.Generator, name: str, array: Array) -> Array:
     """Codes and parameters as a pool may hold them: none is NaN or infinite."""
     if "_scale_pool" in name:
-        return rng.uniform(0.005, 0.02, array.shape).astype(np.float16)
+        scales = rng.uniform(0.005, 0.02, array.shape)
+        if array.dtype == np.uint8:  # of NVFP4, in units of a scale of the layer
+            return (100 * scales).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return scales.astype(np.float16)
     if array.dtype in (np.float16, ml_dtypes.bfloat16):
         return rng.standard_normal(array.shape).astype(np.float32).astype(array.dtype)
     codes = rng.integers(0, 256, array.shape, np.uint8)

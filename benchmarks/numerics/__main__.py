@@ -45,11 +45,21 @@ SECTIONS: tuple[Callable[[Lab], Section], ...] = (
     formats.group_sizes,
     formats.symmetry,
     formats.calibration,
+    formats.nvfp4,
 )
 
 
-def measure(name: SubjectName, work: Path, progress: Progress) -> Report:
+def measure(
+    name: SubjectName, work: Path, progress: Progress, apart: str | None = None, before: Report | None = None
+) -> Report:
     """Measure every section on a subject, on one thread so that every run adds numbers in the same order.
+
+    Args:
+        name: The subject.
+        work: Folder that measurements are kept in.
+        progress: Reports the progress of each measurement.
+        apart: Name of the only section that is measured; the others are those of `before`.
+        before: The subject's last report.
 
     Raises:
         MissingRequirement: The package with the model is not installed.
@@ -58,8 +68,15 @@ def measure(name: SubjectName, work: Path, progress: Progress) -> Report:
     begin = time.process_time()
     subject = tiny.subject() if name == "tiny" else smollm2.subject(work)
     lab = Lab(subject, work, progress)
-    sections = tuple(section(lab) for section in SECTIONS)
-    return Report(header=_header(subject, round(time.process_time() - begin)), sections=sections)
+    if apart is not None and before is not None:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        measured = f"`python -m benchmarks.numerics {name} --section {apart}`, {today}"
+        sections = list(before.sections)
+        number = [section.__name__ for section in SECTIONS].index(apart)
+        sections[number : number + 1] = [SECTIONS[number](lab).model_copy(update={"measured": measured})]
+        return before.model_copy(update={"sections": tuple(sections)})
+    all_sections = tuple(section(lab) for section in SECTIONS)
+    return Report(header=_header(subject, round(time.process_time() - begin)), sections=all_sections)
 
 
 def _header(subject: Subject, seconds: int) -> Header:
@@ -83,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS / "numerics.md", help="the page")
     parser.add_argument("--json", type=Path, default=DOCS / "numerics.json", help="its data")
     parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where measurements are kept")
+    names_of_sections = [section.__name__ for section in SECTIONS]
+    parser.add_argument(
+        "--section", choices=names_of_sections, help="measure this one alone; the others stay as --json has them"
+    )
     parser.add_argument("--check", action="store_true", help="compare with --json instead of writing")
     options = parser.parse_args(arguments)
     names = [name for name in SUBJECTS if name in (options.subjects or SUBJECTS)]
@@ -94,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json.is_file():
         before = Reports.model_validate_json(options.json.read_text(encoding="utf-8"))
     with progress_bar("numerics") as progress:
-        measured = {name: measure(name, options.work, progress) for name in names}
+        measured = {name: measure(name, options.work, progress, options.section, getattr(before, name)) for name in names}
     if options.check:
         lines = [line for name in names for line in changed_verdicts(name, getattr(before, name), measured[name])]
         out.print("\n".join(lines) or f"all verdicts on {' and '.join(names)} are those of {options.json}")

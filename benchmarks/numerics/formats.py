@@ -1,11 +1,11 @@
-"""Sections on formats: their order, scales per token and per tensor, group sizes, symmetry, rotation, calibration."""
+"""Sections on formats: their order, scales per token and per tensor, group sizes, symmetry, rotation, calibration, NVFP4."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.numerics.judge import COLUMNS, better, cells, scientific, share
-from benchmarks.numerics.lab import Lab, dynamic, policy, static, uncalibrated
+from benchmarks.numerics.lab import Lab, blocks, dynamic, policy, static, uncalibrated
 from benchmarks.numerics.measure import Measurement
 from benchmarks.numerics.models import LOUD
 from benchmarks.numerics.report import Claim, Section
@@ -242,5 +242,44 @@ def calibration(lab: Lab) -> Section:
         f"*Loud* is the shipped model with all keys {LOUD} times larger, the queries smaller: exactly the same function.",
         columns=("format", *COLUMNS, "mean KL, loud", "answers, loud"),
         rows=tuple(rows),
+        claims=claims,
+    )
+
+
+def nvfp4(lab: Lab) -> Section:
+    """Measure NVFP4, and 4-bit integers of as many bytes."""
+    block, choice, fp8 = blocks("max"), blocks("4over6"), static("fp8_e4m3")
+    policies = {
+        "nvfp4": policy(block),
+        "nvfp4, 4over6": policy(choice),
+        "nvfp4, rotated": policy(block.model_copy(update={"rotation": "hadamard"})),
+        "int4 g32": policy(dynamic("int4", 32)),
+        "fp8 keys, nvfp4 values": policy(fp8, block),
+        "fp8 keys, nvfp4 values, 4over6": policy(fp8, choice),
+        "fp8 keys, int4 g32 values": policy(fp8, dynamic("int4", 32)),
+    }
+    measured = table(lab, policies)
+    measurements = measured.measurements
+    claims = tuple(
+        better(f"nvfp4: {name}", statement, published, (measurements[first], measurements[second]), lab.why(f"nvfp4: {name}"))
+        for name, statement, published, first, second in (
+            ("4over6", "NVFP4: blocks that take 6 or 4 are better", "no figure for caches", "nvfp4, 4over6", "nvfp4"),
+            ("rotation", "NVFP4: a Hadamard rotation helps", NO_FIGURE, "nvfp4, rotated", "nvfp4"),
+            ("integers", "NVFP4 is better than INT4 g32, at the same bytes", NO_FIGURE, "nvfp4", "int4 g32"),
+            ("keys", "FP8 keys with NVFP4 values are better than NVFP4 on both", NO_FIGURE, "fp8 keys, nvfp4 values", "nvfp4"),
+            (
+                "values",
+                "with FP8 keys, NVFP4 values are better than INT4 g32 values, at the same bytes",
+                NO_FIGURE,
+                "fp8 keys, nvfp4 values",
+                "fp8 keys, int4 g32 values",
+            ),
+        )
+    )
+    return Section(
+        title="NVFP4",
+        intro="E2M1 codes, and an E4M3 scale for each 16 channels of a token in units of a calibrated scale of the layer.",
+        columns=measured.columns,
+        rows=measured.rows,
         claims=claims,
     )

@@ -11,7 +11,7 @@ from benchmarks.numerics.measure import Bench, Measurement
 from benchmarks.numerics.scales import CachedStates, cached_states
 from benchmarks.numerics.store import Store
 from benchmarks.numerics.subject import Subject, Text, Variant
-from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.formats import BlockScale, Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 
@@ -30,6 +30,11 @@ def dynamic(dtype: str, group: int | None = None, symmetric: bool = True, rotati
 def static(dtype: str, granularity: Granularity = "per_tensor", symmetric: bool = True, rotation: Rotation = "none") -> Format:
     """Return a format with calibrated, static scales."""
     return Format(dtype=dtype, granularity=granularity, symmetric=symmetric, scale="calibrated", rotation=rotation)
+
+
+def blocks(block_scale: BlockScale) -> Format:
+    """Return NVFP4 with scales of blocks that are chosen in this way."""
+    return Format(dtype="nvfp4", granularity="per_group", group_size=16, scale="calibrated", block_scale=block_scale)
 
 
 def uncalibrated(dtype: str) -> Format:

@@ -76,6 +76,7 @@ def _section(sections: Sequence[Section], titles: Sequence[str]) -> list[str]:
     lines = [f"## {sections[0].title}"]
     common = len({section.intro for section in sections}) == 1
     lines += [sections[0].intro, ""] if common else []
+    lines += [f"Measured apart: {'; '.join(apart)}.", ""] if (apart := [s.measured for s in sections if s.measured]) else []
     # A table of no model's own, such as that of random tensors, is shown once.
     shared = len({section.rows for section in sections}) == 1
     for section, title in zip(sections, titles, strict=True):

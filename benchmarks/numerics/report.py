@@ -31,6 +31,8 @@ class Section(StrictModel):
     rows: tuple[tuple[str, ...], ...]
     notes: str = ""
     claims: tuple[Claim, ...] = ()
+    measured: str = ""
+    """Command and day, where it was measured after the rest."""
 
 
 class Header(StrictModel):

@@ -59,9 +59,9 @@ def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
         return SideScales(scale=(1.0,))
     if form.rotation == "hadamard":
         x_HTD = x_HTD @ hadamard(x_HTD.shape[-1])
-    axes = SHARED_AXES[form.granularity]
+    axes = SHARED_AXES["per_tensor" if form.in_blocks else form.granularity]
     if form.symmetric:
-        return SideScales(scale=_floats(x_HTD.abs().amax(axes) / form.code.limit))
+        return SideScales(scale=_floats(x_HTD.abs().amax(axes) / form.largest))
     low, high = x_HTD.amin(axes), x_HTD.amax(axes)
     return SideScales(scale=_floats((high - low) / form.code.levels), zero=tuple(low.flatten().tolist()))
 
@@ -76,5 +76,5 @@ def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:
     layers: list[dict[Side, SideScales]] = []
     for number, tensors in enumerate(states.layers):
         sides = policy.sides(number).items()
-        layers.append({side: calibrated_scales(tensors[side.base], form) for side, form in sides if form.static})
+        layers.append({side: calibrated_scales(tensors[side.base], form) for side, form in sides if form.has_static_scales})
     return KVScales(layers=tuple(layers))

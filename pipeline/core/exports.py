@@ -24,9 +24,12 @@ TENSORRT_LLM_KV = ("FP8", "INT8")
 LAYERS = "kv_cache_quantized_layers"
 LAYERS_SCHEMA = 1
 """Where newer ModelOpt declares an algorithm for each layer's cache, and the version of that form. Layers that are not listed
-stay at 16 bits. Its other algorithms are of NVFP4, which kvgate has no format for."""
+stay at 16 bits."""
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
+NVFP4 = Format(dtype="nvfp4", granularity="per_group", group_size=16, scale="calibrated", block_scale="max")
+LAYER_FORMATS = {"FP8": FP8, "NVFP4": NVFP4}
+"""What its algorithms are here. NVFP4_AFFINE, which stores a bias as well, kvgate has no format for."""
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
@@ -48,7 +51,11 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
     if policy.key.dtype == "fp16" or KV_ALGORITHMS.get(formats["key"]) in algorithms:
         return None
-    return f"{formats['key']} keys and values: the export has no name for this format and would refuse, drop or mislabel it"
+    if policy.key.in_blocks:
+        wrong = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
+    else:
+        wrong = "the export has no name for this format and would refuse, drop or mislabel it"
+    return f"{formats['key']} keys and values: {wrong}"
 
 
 def holder(policy: KVPolicy) -> str:
@@ -71,7 +78,8 @@ def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
 def describe_format(form: Format) -> str:
     """Return a format in the words of KV_ALGORITHMS: `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
-    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}"
+    blocks = f" block_scale={form.block_scale}" if form.in_blocks else ""
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}"
 
 
 def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | None:
@@ -116,14 +124,18 @@ def read_layer_algorithms(path: Path, key: str) -> KVPolicy:
     if declared.get("kv_cache_schema_version") != LAYERS_SCHEMA:
         version = declared.get("kv_cache_schema_version")
         raise UserError(f"{key}={path}: kv_cache_schema_version={version}: only version {LAYERS_SCHEMA} is known")
-    numbers = []
+    numbers: dict[str, set[int]] = {}
     for name, entry in layers.items():
         match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
         if match is None:
             raise UserError(f"{key}={path}: {LAYERS}.{name}: names no layer, as in model.layers.0.self_attn")
-        if algorithm != "FP8":
-            raise UserError(f"{key}={path}: {LAYERS}.{name}: quant_algo={algorithm}: kvgate has a format for FP8 alone")
-        numbers.append(int(match[1]))
-    override = LayerOverride(layers=tuple(sorted(set(numbers))), key=FP8, value=FP8)
-    return KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=(override,))
+        if algorithm not in LAYER_FORMATS:
+            known = " and ".join(LAYER_FORMATS)
+            raise UserError(f"{key}={path}: {LAYERS}.{name}: quant_algo={algorithm}: kvgate has formats for {known} alone")
+        numbers.setdefault(algorithm, set()).add(int(match[1]))
+    overrides = tuple(
+        LayerOverride(layers=tuple(sorted(layers)), key=LAYER_FORMATS[algorithm], value=LAYER_FORMATS[algorithm])
+        for algorithm, layers in sorted(numbers.items())
+    )
+    return KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=overrides)

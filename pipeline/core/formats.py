@@ -14,7 +14,7 @@ from pydantic import model_validator
 from pipeline.core.strict import StrictModel
 
 PARAMETER_BYTES = 2
-"""Scales and zeros that are stored per token or per group are float16."""
+"""Scales and zeros that are stored per token or per group are float16, but those of NVFP4."""
 
 MIN_SCALE = 2.0**-14
 """Floor of a stored scale: the smallest normal float16, so that an all-zero group divides by something and the rounding
@@ -25,9 +25,20 @@ MAX_FLOAT16 = 65504.0
 
 GROUP_SIZES = (16, 32, 64, 128)
 
+NVFP4_GROUP = 16
+"""Channels of a block of NVFP4, which share a scale."""
+NVFP4_SCALE_BYTES = 1
+LARGEST_NVFP4_SCALE = 448.0
+SMALLEST_NVFP4_SCALE = 2.0**-9
+"""The scales of its blocks are E4M3; a block of zeros has the smallest one."""
+LARGEST_OF_MAXIMA = {"max": 448.0, "4over6": 256.0}
+"""The block scale that the largest magnitude of calibration gets where its block takes its maximum as 6. `4over6` leaves room,
+since a block that takes it as 4 has a scale of 6 / 4 of that: 384 is one that E4M3 has (arXiv 2512.02010)."""
+
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
 Rotation = Literal["none", "hadamard"]
+BlockScale = Literal["none", "max", "4over6"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ CODES: dict[str, Code] = {
     "fp8_e5m2": Code("float", 8, 57344.0),
     "int8": Code("integer", 8, 127.0),
     "int4": Code("integer", 4, 7.0),
+    "nvfp4": Code("float", 4, 6.0),
 }
 
 
@@ -70,6 +82,11 @@ class Format(StrictModel):
     symmetric=false stores a zero beside every scale: the value of code 0, the smallest of what shares it.
     rotation=hadamard multiplies every head's vector by the orthonormal Hadamard matrix before anything else, which spreads
     outlier channels; queries are rotated alike and outputs rotated back, so that the attention is unchanged.
+
+    dtype=nvfp4 has two scales: x ~ code * block scale * layer scale. Codes are E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign).
+    Each 16 channels of a token and KV head have an E4M3 scale, dynamic and stored beside the codes; it is in units of one
+    float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
+    magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
     """
 
     dtype: str
@@ -78,11 +95,20 @@ class Format(StrictModel):
     symmetric: bool = True
     scale: ScaleSource = "none"
     rotation: Rotation = "none"
+    block_scale: BlockScale = "none"
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.dtype not in CODES:
             raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
+        if (self.block_scale != "none") != self.in_blocks:
+            choice = "max or 4over6 for dtype nvfp4" if self.in_blocks else f"none for dtype {self.dtype}"
+            raise ValueError(f"block_scale must be {choice}, got {self.block_scale}")
+        if self.in_blocks and (self.granularity, self.group_size) != ("per_group", NVFP4_GROUP):
+            raise ValueError(
+                f"granularity must be per_group and group_size {NVFP4_GROUP} for dtype nvfp4, got {self.granularity} and "
+                f"{self.group_size}"
+            )
         if self.exact:
             unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
             if not unscaled or self.rotation != "none":
@@ -95,7 +121,7 @@ class Format(StrictModel):
             raise ValueError(f"granularity must not be none for dtype {self.dtype}: per_tensor, per_token or per_group, say")
         if not self.symmetric and self.code.kind == "float":
             raise ValueError(f"symmetric must be true for {self.dtype}: floating-point codes have no zero point")
-        allowed: tuple[ScaleSource, ...] = ("calibrated",) if self.static else ("dynamic",)
+        allowed: tuple[ScaleSource, ...] = ("calibrated",) if self.has_static_scales else ("dynamic",)
         if self.granularity == "per_tensor" and self.code.kind == "float":
             allowed = ("calibrated", "uncalibrated")
         if self.scale not in allowed:
@@ -118,11 +144,28 @@ class Format(StrictModel):
 
     @property
     def static(self) -> bool:
-        """Whether the scales are fixed at build time (and stored once, not per token)."""
+        """Whether all scales are fixed at build time (and stored once, not per token)."""
         return self.granularity in ("per_tensor", "per_head", "per_channel")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is NVFP4, whose stored scales are in units of a scale of the layer."""
+        return self.dtype == "nvfp4"
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether any scale is fixed at build time: all of them, or that of the layer which those of blocks are in units of."""
+        return self.static or self.in_blocks
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude in units of a symmetric static scale, which is amax over this."""
+        return self.code.limit * LARGEST_OF_MAXIMA.get(self.block_scale, 1.0)
 
     def static_scales(self, kv_heads: int, head_dim: int) -> int:
         """Return the number of a layer's scales that are fixed at build time: 1, H or H * D; 0 when they are dynamic."""
+        if self.in_blocks:
+            return 1
         return {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}.get(self.granularity, 0)
 
     def scales_per_token(self, head_dim: int) -> int:
@@ -139,7 +182,12 @@ class Format(StrictModel):
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token of one KV head, its scales and zeros included."""
         parameters = self.scales_per_token(head_dim) * (1 if self.symmetric else 2)
-        return self.code_bytes(head_dim) + PARAMETER_BYTES * parameters
+        return self.code_bytes(head_dim) + self.parameter_bytes * parameters
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a stored scale."""
+        return NVFP4_SCALE_BYTES if self.in_blocks else PARAMETER_BYTES
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
         """Return why this format cannot hold heads of `head_dim` channels, None when it can.

@@ -345,7 +345,7 @@ class KVScales(StrictModel):
         if len(self.layers) != shape.layers:
             raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
         for layer, scales in enumerate(self.layers):
-            static = {side: form for side, form in policy.sides(layer).items() if form.static}
+            static = {side: form for side, form in policy.sides(layer).items() if form.has_static_scales}
             for side in static.keys() ^ scales.keys():
                 problem = "has no static scale" if side in scales else "has static scales, which are missing"
                 raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")

@@ -163,8 +163,8 @@ class StoredCopy:
     """Position of the first token."""
     codes: npt.NDArray[np.uint8]
     """(H, n, W)."""
-    scale: npt.NDArray[np.float16] | None
-    """(H, n, g); None for static and exact formats."""
+    scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None
+    """(H, n, g), of NVFP4 E4M3's bytes; None for static and exact formats."""
     zero: npt.NDArray[np.float16] | None
     static_scale: npt.NDArray[np.float32] | None
     """(1 | H, 1, 1 | D), as attention reads it; None for dynamic and exact formats."""

@@ -87,7 +87,7 @@ def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolic
     for layer in range(shape.layers):
         static: dict[Side, SideScales] = {}
         for side, form in policy.sides(layer).items():
-            if form.static:
+            if form.has_static_scales:
                 static[side] = next(
                     scales.layers[layer][side] for uniform, scales in known if uniform.sides(layer)[side] == form
                 )

@@ -62,7 +62,8 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
     Where a layer's heads share one scale, a head's cannot be wrong alone.
     """
     layer = shape.layers // 2
-    shared = policy.sides(layer)[Side.KEY].granularity == "per_tensor"
+    key = policy.sides(layer)[Side.KEY]
+    shared = key.granularity == "per_tensor" or key.in_blocks
     place, head = (f"in layer {layer}", None) if shared else (f"in one head of layer {layer}", 0)
 
     def scaled(name: str, side: Side, factor: float, head: int | None) -> SmallFault:

@@ -243,12 +243,14 @@ def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shap
             if side not in layer:
                 return f"{where} are not stored"
             copy, scales = layer[side], form.scales_per_token(shape.head_dim)
-            width = copy.codes.shape[2] + sum(2 * part.shape[2] for part in (copy.scale, copy.zero) if part is not None)
+            width = copy.codes.shape[2] + sum(
+                part.itemsize * part.shape[2] for part in (copy.scale, copy.zero) if part is not None
+            )
             if width != form.token_bytes(shape.head_dim) or (copy.scale is None) != (scales == 0):
                 expected = form.token_bytes(shape.head_dim)
                 return f"{where} take {width} bytes a token and head, {form.dtype} takes {expected}"
-            if (copy.static_scale is None) == form.static:
-                return f"{where} have {'no' if form.static else 'a'} static scale"
+            if (copy.static_scale is None) == form.has_static_scales:
+                return f"{where} have {'no' if form.has_static_scales else 'a'} static scale"
             if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                 return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
             (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)

@@ -18,7 +18,8 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
         return None
     policy = engine.policy
     static = {
-        layer: [side for side, form in policy.sides(layer).items() if form.static] for layer in range(engine.shape.layers)
+        layer: [side for side, form in policy.sides(layer).items() if form.has_static_scales]
+        for layer in range(engine.shape.layers)
     }
     changes = scale_changes(engine.delivery(), static)
     refused = [change for change in changes if change.kind not in allowed]

@@ -131,7 +131,8 @@ def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Gr
             if form.scale == "calibrated":
                 places = by_rotation.setdefault(form.rotation, {})
                 place = layer, name.base
-                places[place] = max(places.get(place, "per_tensor"), form.granularity, key=STATIC.index)
+                needed = "per_tensor" if form.in_blocks else form.granularity
+                places[place] = max(places.get(place, "per_tensor"), needed, key=STATIC.index)
     return by_rotation
 
 

@@ -68,7 +68,7 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
 
 def _calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
     if form.symmetric:
-        return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.code.limit))
+        return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.largest))
     low, high = _reduce(extremes.low, count, min), _reduce(extremes.high, count, max)
     ranges = tuple(top - bottom for bottom, top in zip(low, high, strict=True))
     return SideScales(scale=_scales(ranges, form.code.levels), zero=low)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from benchmarks.numerics.scales import calibrated_scales
-from pipeline.core.formats import CODES, GROUP_SIZES, Format, Granularity, Rotation, ScaleSource
+from pipeline.core.formats import CODES, GROUP_SIZES, BlockScale, Format, Granularity, Rotation, ScaleSource
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
 
 LARGEST = 65504 / 128**0.5
@@ -25,9 +25,9 @@ caches refuse what does not fit in float16."""
 def every_format() -> list[Format]:
     """Return all formats that pipeline.core.formats.Format accepts."""
     formats = []
-    rotations, sources = get_args(Rotation), get_args(ScaleSource)
-    keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
-    for values in product(CODES, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
+    rotations, sources, blocks = get_args(Rotation), get_args(ScaleSource), get_args(BlockScale)
+    keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation", "block_scale")
+    for values in product(CODES, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations, blocks):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
         except ValidationError:
@@ -37,7 +37,7 @@ def every_format() -> list[Format]:
 
 FORMATS = every_format()
 QUANTIZED = [form for form in FORMATS if not form.exact]
-DYNAMIC = [form for form in QUANTIZED if not form.static]
+DYNAMIC = [form for form in QUANTIZED if not form.has_static_scales]
 
 
 def fitting(formats: list[Format], head_dim: int) -> list[Format]:
@@ -47,7 +47,8 @@ def fitting(formats: list[Format], head_dim: int) -> list[Format]:
 
 def name(form: Format) -> str:
     """Return a name that tells the format from all others."""
-    parts = (form.dtype, form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale, form.rotation)
+    scales = (form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale, form.block_scale)
+    parts = (form.dtype, *scales, form.rotation)
     return " ".join(str(part) for part in parts if part not in (None, "", "none"))
 
 
@@ -69,7 +70,7 @@ class Trial:
 def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     """Return static scales with which no number of x_HTD saturates, unless the format is uncalibrated."""
     heads, _, dim = x_HTD.shape
-    return static_scales(calibrated_scales(x_HTD, form), form, heads, dim) if form.static else None
+    return static_scales(calibrated_scales(x_HTD, form), form, heads, dim) if form.has_static_scales else None
 
 
 def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
@@ -79,12 +80,13 @@ def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
     back = dequantize(stored, form, static)
     if form.rotation == "hadamard":
         x_HTD, back = x_HTD @ hadamard(x_HTD.shape[-1]), back @ hadamard(x_HTD.shape[-1])
-    if static is not None:
+    if form.static:
+        assert static is not None
         step, zero = static.scale, static.zero
     else:
         repeats = x_HTD.shape[-1] // max(1, form.scales_per_token(x_HTD.shape[-1]))
         scales, zero = (None if s is None else s.float().repeat_interleave(repeats, -1) for s in (stored.scale, stored.zero))
-        step = torch.ones(1) if scales is None else scales
+        step = (torch.ones(1) if scales is None else scales) * (1.0 if static is None else static.scale)
     zeros_HTD = torch.zeros_like(x_HTD)
     return Trial(form, static, stored, x_HTD, back, step + zeros_HTD, zeros_HTD if zero is None else zero + zeros_HTD)
 

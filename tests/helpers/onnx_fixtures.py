@@ -130,10 +130,10 @@ def static_scales(policy: KVPolicy, shape: KVShape) -> KVScales:
             return SideScales(scale=(1.0,) * count)
         amax = AMAX * (1 + layer / 8) * np.linspace(1.0, 1.3, count)
         if form.symmetric:
-            return SideScales(scale=tuple(amax / form.code.limit))
+            return SideScales(scale=tuple(amax / form.largest))
         return SideScales(scale=tuple(1.9 * amax / form.code.levels), zero=tuple(-amax))
 
-    layers = ({name: side(form, layer) for name, form in policy.sides(layer).items() if form.static}
+    layers = ({name: side(form, layer) for name, form in policy.sides(layer).items() if form.has_static_scales}
               for layer in range(shape.layers))  # fmt: skip
     return KVScales(layers=tuple(layers))
 

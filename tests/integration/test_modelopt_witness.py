@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from modelopt.torch.export.quant_utils import postprocess_state_dict
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_group, per_token, quantized_model, static, token_ids
 from torch import Tensor
 
 from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.formats import Format
+from pipeline.core.exports import NVFP4, UNIFIED_HF_KV, export_refusal
+from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
@@ -165,6 +168,36 @@ class Rounds:
 def share_that_differs(mine: Tensor, theirs: Tensor, x_HTD: Tensor) -> float:
     """Share of numbers further apart than CLOSE of the largest of their vector."""
     return float(((mine - theirs).abs() > CLOSE * x_HTD.abs().amax(-1, keepdim=True)).float().mean())
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
+    rotation: Rotation, model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path
+) -> None:
+    """ModelOpt rounds NVFP4 of a cache on a GPU alone; what packs its weights runs anywhere, and is the same arithmetic."""
+    form = NVFP4.model_copy(update={"rotation": rotation})
+    judged = Judged(form, model, tiny_checkpoint)
+    for layer in range(4):
+        for side in SIDES:
+            x, static = states[layer][side], static_scales(judged.scales.layers[layer][side], form, 2, 64)
+            mine = dequantize(quantize(x, form, static), form, static)
+            turned = x @ hadamard(64) if rotation == "hadamard" else x.clone()
+            packed, scales, layer_scale = NVFP4QTensor.quantize(turned, 16, None, static.scale.flatten()[0])
+            theirs = packed.dequantize(torch.float32, scale=scales, double_scale=layer_scale, block_sizes={-1: 16})
+            theirs = theirs @ hadamard(64) if rotation == "hadamard" else theirs
+            assert torch.equal(mine, theirs), (layer, side)
+            assert (mine != x).float().mean() > 0.5
+
+
+def test_modelopt_exports_nvfp4_with_six_times_the_scale_that_its_quantizer_takes() -> None:
+    """Why no export of NVFP4 is written: auto-round and the quantizer itself divide amax by 6 * 448."""
+    name = "model.layers.0.self_attn.k_bmm_quantizer._amax"
+    ((exported, scale),) = postprocess_state_dict({name: torch.tensor(21.0)}, 448, "NVFP4").items()
+    assert exported == "model.layers.0.self_attn.k_proj.k_scale"
+    assert scale.item() == pytest.approx(21 / 448)
+    assert scale.item() == pytest.approx(6 * 21 / NVFP4.largest)
+    policy = KVPolicy(name="nvfp4", key=NVFP4, value=NVFP4)
+    assert "a factor of 6" in str(export_refusal(policy, UNIFIED_HF_KV))
 
 
 def rms(x: np.ndarray) -> float:

@@ -49,6 +49,7 @@ def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
     [
         (Heads(5, 1, 96), "int4_asym"),  # five queries, fewer of which fit in registers at once; three vectors a half
         (Heads(5, 1, 96), "fp8"),
+        (Heads(5, 1, 96), "nvfp4"),
         (Heads(2, 2, 128), "int4_g128"),
         (Heads(2, 2, 128), "int4_hadamard"),
         (Heads(2, 2, 16), "fp8_token"),  # one vector

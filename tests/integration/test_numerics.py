@@ -129,7 +129,7 @@ def test_check_fails_when_a_verdict_changed(
     both: dict[SubjectName, Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fresh = dict(both)
-    monkeypatch.setattr(command, "measure", lambda name, _work, _report: fresh[name])
+    monkeypatch.setattr(command, "measure", lambda name, *_: fresh[name])
     arguments = ["--check", f"--json={DOCS / 'numerics.json'}"]
     assert command.main(arguments) == 0
     section = next(section for section in both["tiny"].sections if section.claims)

@@ -123,8 +123,9 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
     side: Side, head: int | None, pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
 ) -> None:
     engine, oracle = pair
-    forms = {form.granularity for copy, form in engine.policy.sides(1).items() if copy.base is side}
-    head = None if "per_tensor" in forms else head  # heads that share a scale are corrupted together
+    forms = [form for copy, form in engine.policy.sides(1).items() if copy.base is side]
+    shared = any(form.granularity == "per_tensor" or form.in_blocks for form in forms)
+    head = None if shared else head  # heads that share a scale are corrupted together
     sound = forced(engine, texts[-1:])
     for each in pair:
         each.corrupt_scale(side, 4.0, 1, head)

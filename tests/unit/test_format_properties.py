@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 examples = settings(max_examples=25, derandomize=True, deadline=None)
 
 EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-MANTISSA_BITS = {"fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2}
-SMALLEST_EXPONENT = {"fp16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
+MANTISSA_BITS = {"fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2, "nvfp4": 1}
+SMALLEST_EXPONENT = {"fp16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14, "nvfp4": 0}
 FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 PER_TOKEN = {"granularity": "per_token", "scale": "dynamic"}
 
@@ -56,8 +56,9 @@ def allowed_error(trial: Trial) -> Tensor:
 
 
 def test_the_family_is_as_large_as_its_axes() -> None:
-    """2 exact; fp8: 2 dtypes x (4 static + 5 dynamic) x 2 rotations; integers: 2 x (3 + 5) x 2 symmetries x 2 rotations."""
-    assert len(FORMATS) == 2 + 2 * 9 * 2 + 2 * 8 * 2 * 2
+    """2 exact; fp8: 2 dtypes x (4 static + 5 dynamic) x 2 rotations; integers: 2 x (3 + 5) x 2 symmetries x 2 rotations; NVFP4:
+    2 choices of block scales x 2 rotations."""
+    assert len(FORMATS) == 2 + 2 * 9 * 2 + 2 * 8 * 2 * 2 + 2 * 2
     assert len({name(form) for form in FORMATS}) == len(FORMATS)
 
 
@@ -74,8 +75,12 @@ def resolved(trial: Trial) -> Tensor:
     """Where requantizing must change nothing: everywhere but where the step is finer than the zero is resolved.
 
     A stored zero is a float16, at most 3 * 2**-10 of itself below the minimum: with a finer step the minimum's code is not 0,
-    and a second pass finds another minimum. A static zero is a float32 that code * scale is added to.
+    and a second pass finds another minimum. A static zero is a float32 that code * scale is added to. A block of NVFP4 whose
+    scale is subnormal may not use its largest code.
     """
+    if trial.form.in_blocks:
+        assert trial.static is not None
+        return trial.step_HTD >= 2.0**-6 * trial.static.scale
     finest = 2.0**-20 if trial.form.static else 3 * 2.0**-10
     return trial.step_HTD >= finest * trial.zero_HTD.abs()
 

@@ -258,7 +258,7 @@ def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetri
         assert code.limit == 2 ** (code.bits - 1) - 1
         assert code.levels == 2**code.bits - 1
     if code.kind == "float":
-        types = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+        types = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, "nvfp4": ml_dtypes.float4_e2m1fn}
         assert code.limit == float(ml_dtypes.finfo(types[dtype]).max)  # type: ignore[no-untyped-call]
 
 
@@ -271,6 +271,16 @@ def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetri
         ({"dtype": "int8", "granularity": "none", "scale": "dynamic"}, "granularity must not be none"),
         ({"dtype": "fp16", "granularity": "per_token", "scale": "dynamic"}, "dtype fp16 has no scale"),
         ({"dtype": "fp8_e4m3", "granularity": "per_token", "scale": "dynamic", "symmetric": False}, "symmetric must be true"),
+        ({"dtype": "nvfp4", "block_scale": "max", "scale": "calibrated"}, "granularity must be per_group and group_size 16"),
+        (
+            {"dtype": "nvfp4", "granularity": "per_group", "group_size": 16, "scale": "calibrated"},
+            "block_scale must be max or 4over6",
+        ),
+        (
+            {"dtype": "nvfp4", "granularity": "per_group", "group_size": 16, "scale": "dynamic", "block_scale": "max"},
+            "scale must be calibrated for nvfp4",
+        ),
+        ({"dtype": "fp16", "block_scale": "max"}, "block_scale must be none for dtype fp16"),
         ({"dtype": "int3", "granularity": "per_token", "scale": "dynamic"}, "dtype must be one of fp16, bf16"),
         ({"dtype": "int8", "granularity": "per_channel", "scale": "uncalibrated"}, "scale must be calibrated for int8 per_ch"),
         ({"dtype": "bf16", "rotation": "hadamard"}, "dtype bf16 has no scale"),

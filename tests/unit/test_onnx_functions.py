@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnx import helper
 
+from pipeline.core.exports import NVFP4
 from pipeline.core.formats import CODES, MIN_SCALE, Code, Format, Granularity
 from pipeline.core.kv import KVScales, Side, SideScales
 from stages.engines.onnx.formats import SideCodec, onnx_type
@@ -55,7 +56,7 @@ def scales_of(form: Format, heads: int, head_dim: int) -> SideScales | None:
     if not count:
         return None
     amax = np.linspace(2.0, 3.0, count)
-    step = amax / form.code.limit if form.symmetric else 1.8 * amax / form.code.levels
+    step = amax / form.largest if form.symmetric else 1.8 * amax / form.code.levels
     return SideScales(scale=tuple(step), zero=None if form.symmetric else tuple(-amax))
 
 
@@ -69,21 +70,26 @@ FORMATS = [Format(dtype="fp16"), Format(dtype="bf16")] + [
     for symmetric in ((True, False) if dtype.startswith("int") else (True,))
     for rotation in ("none", "hadamard")
 ]  # fmt: skip
+NVFP4S = [NVFP4.model_copy(update={"block_scale": choice, "rotation": rotation})
+          for choice in ("max", "4over6") for rotation in ("none", "hadamard")]  # fmt: skip
 
 
 def names(form: Format) -> str:
-    parts = [form.dtype, form.granularity, "" if form.symmetric else "asym", "" if form.rotation == "none" else "rotated"]
+    chosen = "" if form.block_scale == "none" else form.block_scale
+    rotated = "" if form.rotation == "none" else "rotated"
+    parts = [form.dtype, form.granularity, chosen, "" if form.symmetric else "asym", rotated]
     return "_".join(filter(None, parts))
 
 
-def assert_stores_what_the_oracle_stores(form: Format) -> None:
+def assert_stores_what_the_oracle_stores(form: Format, compute: Literal["float32", "float16"] = "float32") -> None:
     """Bit for bit; a rotation is a sum of channels, whose order may move a value over the border between two codes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 40, 64)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
     x[0, 0, :3] = [[0.0], [7.25], [-3e-6]]
     x[0, 1, 0, 5] = 5000.0
+    x = x.astype(NUMPY_FLOATS[compute])
     static = scales_of(form, 3, 64)
-    stored = quantize(x, form, static)
+    stored = quantize(x, form, static, compute)
     shared = None if static is None else oracle.static_scales(static, form, 3, 64)
     expected = oracle.quantize(torch.from_numpy(x.astype(np.float32)), form, shared)
     tensors = [t for t in (expected.codes, expected.scale, expected.zero) if t is not None]
@@ -93,9 +99,14 @@ def assert_stores_what_the_oracle_stores(form: Format) -> None:
         assert same.mean() > 0.998 if form.rotation != "none" else same.all()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=names)
+@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S], ids=names)
 def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form)
+
+
+@pytest.mark.parametrize("form", NVFP4S[::2], ids=names)
+def test_nvfp4_is_rounded_in_float32_where_the_graph_computes_in_float16(form: Format) -> None:
+    assert_stores_what_the_oracle_stores(form, "float16")
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

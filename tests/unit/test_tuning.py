@@ -174,11 +174,11 @@ def test_what_modelopt_has_no_name_for_is_not_declared() -> None:
         (
             {
                 "quantization": {
-                    "kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "NVFP4"}},
+                    "kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "NVFP4_AFFINE"}},
                     "kv_cache_schema_version": 1,
                 }
             },
-            "quant_algo=NVFP4: kvgate has a format for FP8 alone",
+            "quant_algo=NVFP4_AFFINE: kvgate has formats for FP8 and NVFP4 alone",
         ),
         (
             {"quantization": {"kv_cache_quantized_layers": {"attention": {"quant_algo": "FP8"}}, "kv_cache_schema_version": 1}},

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.core.formats import MAX_FLOAT16, MIN_SCALE
+from pipeline.core.formats import LARGEST_NVFP4_SCALE, MAX_FLOAT16, MIN_SCALE, SMALLEST_NVFP4_SCALE
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from stages.engines.onnx.graph import Body
 from stages.engines.paged.layout import FLOAT16, PACKED, STORAGE, Storage, StoredSide
@@ -29,6 +29,8 @@ class SideCodec(StoredSide):
         if self.form.exact:
             return [body.op("Cast", x, to=onnx_type(STORAGE[self.form.dtype]))]
         x = self.rotated(body, x)
+        if self.form.in_blocks:
+            return self._in_blocks(body, x)
         if self.form.static:
             shifted = x if self.form.symmetric else body.op("Sub", x, body.to_compute(f"{self.side}_zero"))
             return [self._round(body, body.op("Div", shifted, body.to_compute(f"{self.side}_scale")))]
@@ -51,6 +53,58 @@ class SideCodec(StoredSide):
         if self.groups > 1:
             stored = [body.reshape(part, 0, 0, 0, -1) for part in stored]
         return [self._round(body, stored[0]), *stored[1:]]
+
+    def _in_blocks(self, body: Body, x: str) -> list[str]:
+        """Write codes and block scales of NVFP4, in float32: the layer's scale is too small for float16."""
+        layer_scale = f"{self.side}_scale"
+        blocks = body.reshape(body.to_float32(x), 0, 0, 0, self.groups, -1)
+        amax = body.op("ReduceMax", body.op("Abs", blocks), body.ints([-1]), keepdims=1)
+        low, high = (body.const(bound, np.float32) for bound in (SMALLEST_NVFP4_SCALE, LARGEST_NVFP4_SCALE))
+        one, stored_type = body.const(1.0, np.float32), onnx_type(self.scale_storage)
+
+        def rounded(largest_code: float) -> tuple[str, str, str]:
+            """Scales that make the largest magnitude this code, the codes 0 to 15, and each block's squared error."""
+            over = body.op("Mul", layer_scale, body.const(largest_code, np.float32))
+            wanted = body.op("Clip", body.op("Div", amax, over), low, high)
+            scale = body.op("DequantizeLinear", body.op("QuantizeLinear", wanted, one, output_dtype=stored_type), one)
+            step = body.op("Mul", scale, layer_scale)
+            codes, values = self._e2m1(body, body.op("Div", blocks, step))
+            off = body.op("Sub", body.op("Mul", values, step), blocks)
+            return scale, codes, body.op("ReduceSum", body.op("Mul", off, off), body.ints([-1]), keepdims=1)
+
+        scale, codes, error = rounded(6.0)
+        if self.form.block_scale == "4over6":
+            other_scale, other_codes, other_error = rounded(4.0)
+            better = body.op("Less", other_error, error)
+            scale, codes = (body.op("Where", better, *pair) for pair in ((other_scale, scale), (other_codes, codes)))
+        codes = body.reshape(codes, 0, 0, 0, -1)
+        first, second = body.ops("Split", 2, codes, axis=-1, num_outputs=2)
+        byte = body.op("Add", first, body.op("Mul", second, body.const(16.0, np.float32)))
+        signed = body.op("Sub", byte, body.const(256.0, np.float32))
+        byte = body.op("Where", body.op("Less", byte, body.const(128.0, np.float32)), byte, signed)
+        scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
+        return [body.op("Cast", byte, to=onnx_type(STORAGE["nvfp4"])), scales]
+
+    def _e2m1(self, body: Body, steps: str) -> tuple[str, str]:
+        """The nearest codes 0 to 15 of float32 numbers in units of their scale, ties to even codes, and what they stand for."""
+
+        def real(value: float) -> str:
+            return body.const(value, np.float32)
+
+        magnitude = body.op("Min", body.op("Abs", steps), real(6.0))
+        small, medium = (body.op("Less", magnitude, real(bound)) for bound in (2.0, 4.0))
+
+        def by_size(*values: float) -> str:
+            return body.op("Where", small, real(values[0]), body.op("Where", medium, real(values[1]), real(values[2])))
+
+        unit = by_size(0.5, 1.0, 2.0)
+        whole = body.op("Round", body.op("Div", magnitude, unit))
+        negative = body.op("Less", steps, real(0.0))
+        # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+        codes = body.op("Add", whole, by_size(0.0, 2.0, 4.0))
+        codes = body.op("Where", negative, body.op("Add", codes, real(8.0)), codes)
+        value = body.op("Mul", whole, unit)
+        return codes, body.op("Where", negative, body.op("Neg", value), value)
 
     def _zero(self, body: Body, low: str) -> str:
         """Round `low` down to a float16, at most about two units in the last place below, so that no code is below 0."""

@@ -70,6 +70,10 @@ class Body:
         """Append a Cast to the compute dtype."""
         return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
 
+    def to_float32(self, x: str) -> str:
+        """Append a Cast to float32, for what is too small or too large for float16."""
+        return self.op("Cast", x, to=onnx.TensorProto.FLOAT)
+
     def function(self, name: str, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.FunctionProto:
         """Return the body as the function kv.<name>_<layer>.
 

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.graph import Body
+
+_MAGNITUDES = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_BYTES = np.arange(-128, 128) % 256
+E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
+"""What the lower and the upper four bits of a byte of NVFP4 stand for, by the signed byte plus 128."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,10 @@ def _streams(body: Body, codec: SideCodec, index: str, nested: bool) -> list[Str
     """The pages' codes, widened to the compute dtype but not scaled; all streams together are the channels in order."""
     pool, code = f"{codec.side}_pool", codec.form.code
     _, width = codec.arrays[pool]
+    if codec.form.in_blocks:
+        codes = body.op("Cast", gather_pages(body, pool, index, codec.kv_heads, width), to=onnx.TensorProto.INT32)
+        byte = body.op("Add", codes, body.const(128, np.int32))
+        return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
     if code.kind == "float":
         # Gather is not defined on float8, so the bound part of the pool is widened before it.
         wide = body.op("DequantizeLinear", pool, body.real(1.0))
@@ -162,7 +173,13 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
 
 def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
     """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
-    blocks = gather_pages(body, f"{codec.side}_{parameter}_pool", index, codec.kv_heads, codec.groups)
+    pool = f"{codec.side}_{parameter}_pool"
+    if codec.form.in_blocks:
+        # The layer's scale is too small for float16, but not its products with those of blocks.
+        wide = body.op("DequantizeLinear", pool, body.const(1.0, np.float32))
+        blocks = body.op("Mul", gather_pages(body, wide, index, codec.kv_heads, codec.groups), f"{codec.side}_scale")
+    else:
+        blocks = gather_pages(body, pool, index, codec.kv_heads, codec.groups)
     return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.core.formats import MAX_FLOAT16, MIN_SCALE, Format
+from pipeline.core.formats import LARGEST_NVFP4_SCALE, MAX_FLOAT16, MIN_SCALE, SMALLEST_NVFP4_SCALE, Format
 from pipeline.core.kv import SideScales
 
 TYPES = {
@@ -19,7 +19,10 @@ TYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Storage of codes that are floating-point numbers; integers are packed into int8."""
+"""Storage of codes that are floating-point numbers of a byte or more; what is smaller is packed into int8."""
+
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Magnitudes of NVFP4's codes by their lower three bits; the fourth one is the sign."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class Stored:
     codes: Tensor
     """(..., H, T, W) in the storage type."""
     scale: Tensor | None
-    """(..., H, T, g) float16; None for static and exact formats."""
+    """(..., H, T, g) float16, of NVFP4 float8_e4m3fn; None for static and exact formats."""
     zero: Tensor | None
 
 
 def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) -> Static:
     """Return the scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
-    heads = 1 if form.granularity == "per_tensor" else kv_heads
+    heads = 1 if form.static_scales(kv_heads, head_dim) == 1 else kv_heads
     channels = head_dim if form.granularity == "per_channel" else 1
 
     def shaped(values: tuple[float, ...]) -> Tensor:
@@ -54,7 +57,7 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) 
 
 
 def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
-    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format is not static.
+    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format has no static scales.
 
     Codes are the nearest ones; with `towards_zero` the nearest that are not larger, as a cast that truncates makes them.
     """
@@ -63,6 +66,9 @@ def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bo
         return Stored(x.to(TYPES[form.dtype]), None, None)
     if form.rotation == "hadamard":
         x = x @ hadamard(x.shape[-1])
+    if form.in_blocks:
+        assert static is not None, "NVFP4 has a scale of the layer"
+        return _in_blocks(x, form, static.scale, towards_zero=towards_zero)
     if static is not None:
         return Stored(_encode(x, static.scale, static.zero, form, towards_zero=towards_zero), None, None)
     grouped = _grouped(x, form.scales_per_token(x.shape[-1]))
@@ -84,6 +90,12 @@ def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     """Return the numbers that the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
     if form.exact:
         return stored.codes.float()
+    if form.in_blocks:
+        assert static is not None, "NVFP4 has a scale of the layer"
+        assert stored.scale is not None, "and one of each block"
+        scale = stored.scale.float() * static.scale
+        x = (_grouped(_unpack_e2m1(stored.codes), scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
+        return x @ hadamard(x.shape[-1]) if form.rotation == "hadamard" else x
     codes = _unpack(stored.codes, form.code.bits) if form.code.kind == "integer" else stored.codes.float()
     if not form.symmetric:
         codes = codes + (1 << form.code.bits - 1)
@@ -95,6 +107,48 @@ def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
         zero = None if stored.zero is None else stored.zero.float().unsqueeze(-1)
         x = _affine(grouped, stored.scale.float().unsqueeze(-1), zero).flatten(-2)
     return x @ hadamard(x.shape[-1]) if form.rotation == "hadamard" else x
+
+
+def _in_blocks(x: Tensor, form: Format, layer_scale: Tensor, *, towards_zero: bool) -> Stored:
+    """Store x (..., H, T, D) as NVFP4."""
+    blocks = _grouped(x, form.scales_per_token(x.shape[-1]))
+    amax = blocks.abs().amax(-1)
+
+    def rounded(largest_code: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Scales that make the largest magnitude this code, the codes, and each block's squared error."""
+        scale = (amax / (largest_code * layer_scale)).clamp(SMALLEST_NVFP4_SCALE, LARGEST_NVFP4_SCALE).to(torch.float8_e4m3fn)
+        step = (scale.float() * layer_scale).unsqueeze(-1)
+        codes = _e2m1(blocks / step, towards_zero=towards_zero)
+        return scale, codes, (_e2m1_values(codes) * step - blocks).square().sum(-1)
+
+    scale, codes, error = rounded(6.0)
+    if form.block_scale == "4over6":
+        other_scale, other_codes, other_error = rounded(4.0)
+        better = other_error < error
+        codes = torch.where(better.unsqueeze(-1), other_codes, codes)
+        scale = torch.where(better, other_scale.float(), scale.float()).to(torch.float8_e4m3fn)
+    low, high = codes.flatten(-2).chunk(2, dim=-1)
+    return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
+
+
+def _e2m1(steps: Tensor, *, towards_zero: bool) -> Tensor:
+    """Codes 0 to 15 of numbers in units of their scale: the nearest, ties to even codes, saturating."""
+    magnitude = steps.abs().clamp(max=6.0)
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    whole = magnitude / unit
+    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2() + 1) + 8 * (steps < 0)
+
+
+def _e2m1_values(codes: Tensor) -> Tensor:
+    magnitude = E2M1[(codes % 8).long()]
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def _unpack_e2m1(packed: Tensor) -> Tensor:
+    """Packed codes (..., D / 2) -> numbers (..., D): the lower four bits of the bytes are the first half of the channels."""
+    byte = packed.view(torch.uint8)
+    return _e2m1_values(torch.cat([byte & 15, byte >> 4], dim=-1))
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

@@ -128,7 +128,10 @@ def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
 def read_copy(copy: StoredCopy, storage: Storage) -> Copies:
     """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32."""
     codes = torch.from_numpy(np.ascontiguousarray(copy.codes)).view(TYPES.get(storage.form.dtype, torch.int8))
-    stored = Stored(codes, _tensor(copy.scale), _tensor(copy.zero))
+    scales = _tensor(copy.scale)
+    if scales is not None and storage.form.in_blocks:
+        scales = scales.view(torch.float8_e4m3fn)
+    stored = Stored(codes, scales, _tensor(copy.zero))
     scale = _tensor(copy.static_scale)
     static = None if scale is None else Static(scale, _tensor(copy.static_zero))
     return Copies(dequantize(stored, storage.form, static), copy.first)

@@ -25,14 +25,16 @@ class Storage:
 
 
 FLOAT16 = Storage("FLOAT16", np.float16)
-"""The type of stored scales and zeros, and of the exact copies of sinks and recent tokens."""
+"""The type of stored scales and zeros, but those of NVFP4, and of the exact copies of sinks and recent tokens."""
 
 STORAGE: dict[str, Storage] = {
     "fp16": FLOAT16,
     "bf16": Storage("BFLOAT16", ml_dtypes.bfloat16),
     "fp8_e4m3": Storage("FLOAT8E4M3FN", np.uint8),
     "fp8_e5m2": Storage("FLOAT8E5M2", np.uint8),
+    "nvfp4": Storage("INT8", np.int8),
 }
+"""Of codes that are no integers. Byte i of NVFP4 holds the codes of channel i, in its lower four bits, and of D / 2 + i."""
 
 PACKED = Storage("INT8", np.int8)
 """Storage of integer codes, n = 8 / bits of them in a byte: number j of byte i, from the lowest bits up, is the code of
@@ -56,20 +58,23 @@ class StoredSide:
         storage = PACKED if code.kind == "integer" else STORAGE[self.form.dtype]
         width = self.form.code_bytes(self.head_dim) // np.dtype(storage.numpy_type).itemsize
         parameters = self._parameters if groups else ()
-        return {f"{self.side}_pool": (storage, width)} | {f"{self.side}_{p}_pool": (FLOAT16, groups) for p in parameters}
+        return {f"{self.side}_pool": (storage, width)} | {
+            f"{self.side}_{p}_pool": (self.scale_storage, groups) for p in parameters
+        }
 
     @property
     def constants(self) -> dict[str, tuple[int, int, int, int]]:
         """Static parameters by the graph's input: shapes that broadcast against (B, H, S, D)."""
-        if not self.form.static:
+        count = self.form.static_scales(self.kv_heads, self.head_dim)
+        if not count:
             return {}
-        heads = 1 if self.form.granularity == "per_tensor" else self.kv_heads
+        heads = 1 if count == 1 else self.kv_heads
         channels = self.head_dim if self.form.granularity == "per_channel" else 1
         return {f"{self.side}_{p}": (1, heads, 1, channels) for p in self._parameters}
 
     def constant_values(self, scales: KVScales, layer: int) -> dict[str, npt.NDArray[np.float32]]:
         """Return the values of `constants` in one layer."""
-        if not self.form.static:
+        if not self.form.has_static_scales:
             return {}
         static = scales.layers[layer][self.side]
         values = [static.scale] if static.zero is None else [static.scale, static.zero]
@@ -85,6 +90,11 @@ class StoredSide:
     def groups(self) -> int:
         """Stored scales of one token of one KV head, 0 without."""
         return self.form.scales_per_token(self.head_dim)
+
+    @property
+    def scale_storage(self) -> Storage:
+        """The element type of stored scales and zeros."""
+        return STORAGE["fp8_e4m3"] if self.form.in_blocks else FLOAT16
 
     @property
     def _parameters(self) -> tuple[str, ...]:

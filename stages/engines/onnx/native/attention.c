@@ -34,11 +34,10 @@ typedef struct {
   Side sides[SIDES];
 } Layer;
 
-/* The inputs of one side. Stored scales and zeros are float16 a token and group, static ones float32. */
+/* The inputs of one side. Stored scales and zeros are float16 a token and group, of NVFP4 E4M3, static ones float32. */
 typedef struct {
   const Side *side;
-  const uint8_t *codes;
-  const uint16_t *scales, *zeros;
+  const uint8_t *codes, *scales, *zeros;
   const float *static_scale, *static_zero;
   int64_t blocks; /* pages of its pool, or exact buffers */
 } Store;
@@ -64,17 +63,16 @@ typedef struct {
 
 /* What one page of a unit is read from, and which of its tokens [first, last) count. */
 typedef struct {
-  const uint8_t *keys, *values;
-  const uint16_t *key_scales, *key_zeros, *value_scales, *value_zeros;
+  const uint8_t *keys, *values, *key_scales, *key_zeros, *value_scales, *value_zeros;
   int first, last, rows;
   const uint8_t *next_keys, *next_values; /* the blocks of the unit's next page, to be fetched meanwhile */
 } PageView;
 
 /* ---- one page ---- */
 
-/* Stored numbers of a page, float16 (PAGE, groups), as floats. */
-INLINE void stored_floats(const uint16_t *from, int groups, float *to) {
-  for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, from_half(from + i));
+/* Stored scales or zeros of a page (PAGE, groups) as floats, in `unit`. */
+INLINE void stored_floats(int kind, const uint8_t *from, int groups, float *to) {
+  for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, kind == NVFP4 ? from_e4m3(from + i) : from_half(from + 2 * i));
 }
 
 /* How stored scales enter: not at all or as a factor of a token's whole row, or on each vector, or with a zero each. */
@@ -184,6 +182,7 @@ INSTANCE(INT8, ROWS) INSTANCE(INT8, SCALED)
 INSTANCE(INT8U, ROWS) INSTANCE(INT8U, AFFINE)
 INSTANCE(INT4, ROWS) INSTANCE(INT4, SCALED)
 INSTANCE(INT4U, ROWS) INSTANCE(INT4U, AFFINE)
+INSTANCE(NVFP4, ROWS) INSTANCE(NVFP4, SCALED)
 
 typedef void (*ScoresFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
                                const float (*)[HEAD_DIM], float (*)[PAGE]);
@@ -193,12 +192,12 @@ static const ScoresFunction SCORES[KINDS][2] = {
     {scores_FP16_ROWS, 0}, {scores_BF16_ROWS, 0}, {scores_E4M3_ROWS, scores_E4M3_SCALED},
     {scores_E5M2_ROWS, scores_E5M2_SCALED}, {scores_INT8_ROWS, scores_INT8_SCALED},
     {scores_INT8U_ROWS, scores_INT8U_AFFINE}, {scores_INT4_ROWS, scores_INT4_SCALED},
-    {scores_INT4U_ROWS, scores_INT4U_AFFINE}};
+    {scores_INT4U_ROWS, scores_INT4U_AFFINE}, {scores_NVFP4_ROWS, scores_NVFP4_SCALED}};
 static const ValuesFunction VALUES[KINDS][2] = {
     {values_FP16_ROWS, 0}, {values_BF16_ROWS, 0}, {values_E4M3_ROWS, values_E4M3_SCALED},
     {values_E5M2_ROWS, values_E5M2_SCALED}, {values_INT8_ROWS, values_INT8_SCALED},
     {values_INT8U_ROWS, values_INT8U_AFFINE}, {values_INT4_ROWS, values_INT4_SCALED},
-    {values_INT4U_ROWS, values_INT4U_AFFINE}};
+    {values_INT4U_ROWS, values_INT4U_AFFINE}, {values_NVFP4_ROWS, values_NVFP4_SCALED}};
 
 /* Whether stored scales enter on each vector, not on whole rows: there are several a token, or zeros. */
 INLINE int by_vector(const Side *side) { return side->groups > 1 || (side->groups && side->asymmetric); }
@@ -335,6 +334,9 @@ INLINE const uint8_t *block(const Layer *layer, const Store *store, int32_t page
   return store->codes + ((size_t)page * layer->kv_heads + head) * PAGE * row_bytes(store->side->kind);
 }
 
+/* Bytes of the stored scales, or of the zeros, of a page and KV head. */
+INLINE size_t scale_page_bytes(const Side *side) { return (size_t)PAGE * side->groups * scale_bytes(side->kind); }
+
 static void view_page(const Call *call, const Unit *unit, const Region *region, int page, PageView *view) {
   const Layer *layer = call->layer;
   const Store *keys = region->keys, *values = region->values;
@@ -353,8 +355,8 @@ static void view_page(const Call *call, const Unit *unit, const Region *region, 
   view->values = block(layer, values, region->value_table[page], unit->head);
   view->next_keys = block(layer, keys, region->key_table[next], unit->head);
   view->next_values = block(layer, values, region->value_table[next], unit->head);
-  size_t k = ((size_t)region->key_table[page] * layer->kv_heads + unit->head) * PAGE * keys->side->groups;
-  size_t v = ((size_t)region->value_table[page] * layer->kv_heads + unit->head) * PAGE * values->side->groups;
+  size_t k = ((size_t)region->key_table[page] * layer->kv_heads + unit->head) * scale_page_bytes(keys->side);
+  size_t v = ((size_t)region->value_table[page] * layer->kv_heads + unit->head) * scale_page_bytes(values->side);
   if (keys->side->groups) view->key_scales = keys->scales + k;
   if (keys->side->groups && keys->side->asymmetric) view->key_zeros = keys->zeros + k;
   if (values->side->groups) view->value_scales = values->scales + v;
@@ -374,8 +376,8 @@ static void attend_unit(void *argument, size_t number) {
   for (int page = unit->page; page < unit->page + unit->pages; page++) {
     PageView view = {0};
     view_page(call, unit, &region, page, &view);
-    stored_floats(view.key_scales, key_side->groups, scales);
-    if (key_side->asymmetric) stored_floats(view.key_zeros, key_side->groups, zeros);
+    stored_floats(key_side->kind, view.key_scales, key_side->groups, scales);
+    if (key_side->asymmetric) stored_floats(key_side->kind, view.key_zeros, key_side->groups, zeros);
     SCORES[key_side->kind][by_vector(key_side)](view.keys, &view, key_side->groups, scales, zeros, query, scores);
     if (!region.key_table) {
       int any = 0;
@@ -386,8 +388,8 @@ static void attend_unit(void *argument, size_t number) {
       }
       if (!any) continue;
     }
-    stored_floats(view.value_scales, value_side->groups, scales);
-    if (value_side->asymmetric) stored_floats(view.value_zeros, value_side->groups, zeros);
+    stored_floats(value_side->kind, view.value_scales, value_side->groups, scales);
+    if (value_side->asymmetric) stored_floats(value_side->kind, view.value_zeros, value_side->groups, zeros);
     for (int q = 0; q < GROUP; q++) {
       weigh(&view, bias[q], scores[q], &partials[q], sums[q]);
       if (value_side->groups && !by_vector(value_side))

@@ -30,7 +30,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 /* The order of KINDS in rewrite.py. INT8U and INT4U are the asymmetric formats, whose codes start at 0. */
-enum { FP16, BF16, E4M3, E5M2, INT8, INT8U, INT4, INT4U, KINDS };
+enum { FP16, BF16, E4M3, E5M2, INT8, INT8U, INT4, INT4U, NVFP4, KINDS };
 
 INLINE Vec splat(float x) { return x - (Vec){0}; }
 
@@ -75,11 +75,14 @@ INLINE Vec from_e5m2(const void *p) { return (Vec)_mm256_cvtph_ps(_mm_slli_epi16
 
 /* Bytes of one token of one KV head. */
 INLINE int row_bytes(int kind) {
-  return kind == FP16 || kind == BF16 ? 2 * HEAD_DIM : kind == INT4 || kind == INT4U ? HEAD_DIM / 2 : HEAD_DIM;
+  return kind == FP16 || kind == BF16 ? 2 * HEAD_DIM : kind == INT4 || kind == INT4U || kind == NVFP4 ? HEAD_DIM / 2 : HEAD_DIM;
 }
 
-/* What a widened code must be multiplied by. */
-INLINE float unit(int kind) { return kind == E4M3 ? 256.0f : 1.0f; }
+/* Bytes of a stored scale: float16, of NVFP4 E4M3. */
+INLINE int scale_bytes(int kind) { return kind == NVFP4 ? 1 : 2; }
+
+/* What a widened code, or of NVFP4 its widened scale, must be multiplied by. */
+INLINE float unit(int kind) { return kind == E4M3 || kind == NVFP4 ? 256.0f : 1.0f; }
 
 /* Vector v of a row's channels, as numbers in `unit`. `kind` and `v` are constants wherever this is inlined.
  *
@@ -91,9 +94,19 @@ INLINE Vec widen(int kind, const uint8_t *row, int v) {
   if (kind == E5M2) return from_e5m2(row + LANES * v);
   if (kind == INT8) return __builtin_convertvector(ints_from_bytes(row + LANES * v), Vec);
   if (kind == INT8U) return __builtin_convertvector(ints_from_ubytes(row + LANES * v) ^ 0x80, Vec);
-  /* The low four bits of byte i hold channel i plus 8, the high ones channel D / 2 + i, signed. */
+  /* The low four bits of byte i hold channel i, the high ones channel D / 2 + i. */
   int high = v >= VECTORS / 2;
   Ints bits = ints_from_ubytes(row + LANES * (high ? v - VECTORS / 2 : v)) >> (high ? 4 : 0);
+  if (kind == NVFP4) {
+#if defined(AVX512)
+    const Vec e2m1 = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (Vec)_mm512_permutexvar_ps((__m512i)bits, (__m512)e2m1);
+#else
+    const Vec e2m1 = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6}; /* the look-up takes the low three bits, and the fourth is the sign */
+    return (Vec)((Ints)_mm256_permutevar8x32_ps((__m256)e2m1, (__m256i)bits) ^ ((bits & 8) << 28));
+#endif
+  }
+  /* Integers: the low ones are stored plus 8, the high ones signed. */
 #if defined(AVX512)
   /* One look-up in place of mask, subtraction and conversion: it takes the low four bits of every index. */
   const Vec low = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -55,7 +55,8 @@ static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int
 
 /* Reads the inputs of one side; `blocks` is then the number of its pages or exact buffers. */
 static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context, int number, Store *store) {
-  static const int types[KINDS] = {ORT_FLOAT16, ORT_BFLOAT16, ORT_E4M3, ORT_E5M2, ORT_INT8, ORT_INT8, ORT_INT8, ORT_INT8};
+  static const int types[KINDS] = {ORT_FLOAT16, ORT_BFLOAT16, ORT_E4M3, ORT_E5M2, ORT_INT8,
+                                   ORT_INT8,    ORT_INT8,     ORT_INT8, ORT_INT8};
   const Side *side = &layer->sides[number];
   const OrtApi *api = layer->api;
   store->side = side;
@@ -66,7 +67,8 @@ static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context
   TRY(tensor(api, context, next++, type, 4, codes, &store->codes));
   store->blocks = codes[0];
   int64_t stored[] = {codes[0], layer->kv_heads, PAGE, side->groups};
-  if (side->groups) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->scales));
+  int scale_type = side->kind == NVFP4 ? ORT_E4M3 : ORT_FLOAT16;
+  if (side->groups) TRY(tensor(api, context, next++, scale_type, 4, stored, &store->scales));
   if (side->groups && side->asymmetric) TRY(tensor(api, context, next++, ORT_FLOAT16, 4, stored, &store->zeros));
   int64_t fixed[] = {1, side->scale_heads, 1, side->scale_channels};
   if (side->is_static) TRY(tensor(api, context, next++, ORT_FLOAT, 4, fixed, &store->static_scale));

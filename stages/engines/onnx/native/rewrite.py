@@ -23,11 +23,11 @@ OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
 """The kernel's operators by compute dtype."""
 
 KINDS = (("fp16", True), ("bf16", True), ("fp8_e4m3", True), ("fp8_e5m2", True),
-         ("int8", True), ("int8", False), ("int4", True), ("int4", False))  # fmt: skip
+         ("int8", True), ("int8", False), ("int4", True), ("int4", False), ("nvfp4", True))  # fmt: skip
 """Codes that the kernel reads, and whether they are symmetric: in the order of the enumeration in codes.h."""
 
 LANES = 16
-"""Channels of a vector. A head has a whole number of them, and so has each half of one whose INT4 codes share bytes."""
+"""Channels of a vector. A head has a whole number of them, and so has each half of one whose codes of four bits share bytes."""
 
 TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots")
 ABSENT = -1
@@ -91,7 +91,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
         form = codec.form
         if (form.dtype, form.symmetric) not in KINDS:
             return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is none that the kernel reads"
-        step = LANES * len(codec.packing) if form.code.kind == "integer" else LANES
+        step = LANES * len(codec.packing) if form.code.bits < 8 else LANES
         if codec.head_dim % step:
             return f"head_dim {codec.head_dim} is no multiple of {step}, which the kernel takes for {form.dtype}"
     return None
@@ -135,7 +135,7 @@ def _side(codec: SideCodec) -> tuple[int, ...]:
         KINDS.index((form.dtype, form.symmetric)),
         codec.groups,
         int(not form.symmetric),
-        int(form.static),
+        int(form.has_static_scales),
         heads,
         channels,
         int(form.rotation != "none"),
