@@ -31,7 +31,7 @@ def write_junit(path: Path, last: Summary) -> None:
     root = Element("testsuites", {"name": "kvgate", **_counts(suites)})
     root.extend(suites)
     indent(root)
-    write_whole(path, tostring(root, encoding="unicode", xml_declaration=True) + "\n")
+    write_whole(path, tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n")
 
 
 def _suite(candidate: Candidate) -> Element:

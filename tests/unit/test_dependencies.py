@@ -33,7 +33,6 @@ ELSEWHERE = {
 }
 BROUGHT = {
     "alembic": "mlflow",
-    "nbformat": "nbclient",
     "omegaconf": "hydra-core",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "nvidia-modelopt",
