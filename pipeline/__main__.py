@@ -1,13 +1,15 @@
 """`python -m pipeline stage=... model.path=... kv=...`: the command line."""
 
+import logging
 import os
 import signal
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -16,16 +18,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline import __version__
+from pipeline.config.completion import complete
 from pipeline.config.compose import CONF, plan, to_config
+from pipeline.config.config import Config
+from pipeline.config.showing import configurations
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
-from pipeline.core.redaction import printable, redact_output, redact_text
+from pipeline.core.redaction import redact_output
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import check_inputs
+from pipeline.terminal import console
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
 """Environment variable with the id that joins the candidates of one command: any launcher hands it on to its jobs."""
 SWEPT_VARIABLE = "KVGATE_SWEPT"
 """Environment variable with the keys that differ between those jobs."""
+JOBS_VARIABLE = "KVGATE_JOBS"
+"""Environment variable with how many jobs those are."""
 
 DEBUG_VARIABLE = "KVGATE_DEBUG"
 """Environment variable: 1 shows where an exception came from that is no refusal."""
@@ -34,7 +42,8 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     # Imported late: a configuration error must show before the runner's libraries are loaded.
-    from pipeline.run.runner import run
+    with console.doing("starting"):
+        from pipeline.run.runner import run
 
     redact_output()  # a launcher may run the job in a process of its own
 
@@ -44,7 +53,10 @@ def _job(composed: DictConfig) -> None:
         # A candidate's display name holds what was changed of its policy, and what differs within its sweep.
         prefixes = ("kv.", *(f"{key}=" for key in os.environ[SWEPT_VARIABLE].split() if key != "kv"))
         changed = [o.replace("'", "") for o in hydra_config.overrides.task if o.startswith(prefixes)]
-        run(to_config(composed), os.environ[SWEEP_VARIABLE], sweeping, changed)
+        config = to_config(composed)
+        console.configure(config.log)
+        number, of = (hydra_config.job.num + 1, int(os.environ[JOBS_VARIABLE])) if sweeping else (1, 1)
+        run(config, os.environ[SWEEP_VARIABLE], sweeping, changed, number, of)
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
@@ -58,9 +70,9 @@ _exit_codes: list[int] = []
 def _print_error(error: Exception) -> None:
     """Print what ends a job. Anything but a refusal also shows where it came from, where the environment asks for it."""
     for line in describe(error).splitlines():
-        print(f"pipeline: error: {printable(line)}", file=sys.stderr)
+        console.error(line, exit_code=exit_code(error))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(error, REFUSALS):
-        print(redact_text("".join(traceback.format_exception(error))), file=sys.stderr)
+        console.trace("".join(traceback.format_exception(error)))
 
 
 def _refuse_argument(message: str) -> NoReturn:
@@ -78,8 +90,8 @@ def _check_options(arguments: Namespace) -> None:
             raise UserError(f"{option}={value}: kvgate has its own configuration; add files of yours with --config-dir=DIR")
     if arguments.run:
         raise UserError("--run: is what kvgate does without -m; leave it out")
-    if arguments.cfg and arguments.multirun:
-        raise UserError("--cfg: shows the configuration of one job; leave -m out")
+    if arguments.cfg and arguments.cfg != "job" and (arguments.multirun or arguments.package):
+        raise UserError(f"--cfg={arguments.cfg}: shows one job as a whole; give --cfg job, or leave -m and --package out")
     if not arguments.cfg:
         for option, given in (("--resolve", arguments.resolve), ("--package", arguments.package)):
             if given:
@@ -99,25 +111,44 @@ def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return options
 
 
+def _shown(show: Callable[[], object]) -> int:
+    """Print what was asked for; a reader that has seen enough, such as `head`, is no error."""
+    logging.raiseExceptions = False  # Hydra logs what --info shows
+    with suppress(BrokenPipeError):
+        show()
+        sys.stdout.flush()
+    return 0
+
+
+def _asked_mode(argv: Sequence[str]) -> str:
+    """Return `log=` as far as the command line shows it: what is refused before a composition is said that way too."""
+    asked = [argument.removeprefix("log=") for argument in argv if argument.startswith("log=")]
+    return asked[-1] if asked and asked[-1] in get_args(Config.model_fields["log"].annotation) else "human"
+
+
 def _dispatch(argv: list[str]) -> int:
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
     # Options may stand anywhere on our command line. hydra.main reads sys.argv and wants them before or after all overrides.
     arguments = parser.parse_intermixed_args(argv)
     sys.argv = ["pipeline", *_without(argv, arguments.overrides), *arguments.overrides]
-    if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
-        _job()
-        return 0
+    if arguments.shell_completion:
+        return complete(arguments.overrides)
+    if arguments.help or arguments.hydra_help or arguments.info:
+        return _shown(_job)
     _check_options(arguments)
     extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
     planned = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg:
-        _job()
-        return 0
-    for job in planned.jobs:
-        check_inputs(job)
+        documents = configurations(planned, arguments.package, arguments.resolve)
+        return _shown(_job if arguments.cfg != "job" else lambda: print(*documents, sep="", end=""))
+    console.configure(planned.jobs[0].log)
+    with console.doing("checking the inputs"):
+        for job in planned.jobs:
+            check_inputs(job)
     os.environ[SWEEP_VARIABLE] = new_sweep()
     os.environ[SWEPT_VARIABLE] = " ".join(planned.swept)
+    os.environ[JOBS_VARIABLE] = str(len(planned.jobs))
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
@@ -138,18 +169,25 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     redact_output()
     argv = sys.argv[1:]
-    if argv == ["--version"]:
+    if "--version" in argv:
         print(f"kvgate {__version__}")
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
+    console.speak(_asked_mode(argv))
     try:
         return _dispatch(argv)
     except Exception as error:
         _print_error(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        print("pipeline: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
+        console.interrupted("what was finished is kept, run it again to go on")
         return INTERRUPTED
+    finally:
+        console.close()
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # Python would say so once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from bad_input.case import Commands
 if TYPE_CHECKING:
     from recovery import Trials
 
+# Tables are as wide as where there is no terminal, whoever runs the tests: xdist sets a width.
+os.environ.pop("COLUMNS", None)
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

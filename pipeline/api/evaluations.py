@@ -84,17 +84,13 @@ class Evaluation:
 
     def _metrics(self) -> list[tuple[str, str, str]]:
         """Return the columns of the console's table: name, the candidate's value, the baseline's."""
-        from pipeline.terminal.tables import COLUMNS  # which takes the gates, and they SciPy
+        from pipeline.terminal.tables import MEASURES, measured  # which takes the gates, and they SciPy
 
-        columns = (("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"), *COLUMNS)
-        return [
-            (heading.replace("\n", " "), self._shown(of, form), self._shown(base, form) if "/" in base else base)
-            for heading, of, base, form in columns
-        ]
-
-    def _shown(self, metric: str, form: str) -> str:
-        value = self.candidate.metrics.get(metric)
-        return "-" if value is None else format(value, form)
+        shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
+        headings = [one.column.heading.replace("\n", " ") for one in shown]
+        texts = [one.column.text(measured(self.candidate.metrics, one.candidate)) for one in shown]
+        baseline = [one.column.text(measured(self.candidate.metrics, one.baseline)) for one in shown]
+        return list(zip(headings, texts, baseline, strict=True))
 
 
 def _row(cell: str, *texts: str) -> str:

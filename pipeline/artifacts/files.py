@@ -55,8 +55,12 @@ def clone(source: Path, target: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that others may read at any time: they find the old content or the new one, never a part."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def sweep_pool(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Locks between processes. A wait has a limit, and says after a second what it is for, who holds the lock and until when."""
 
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from pipeline.core.errors import MissingRequirement, UserError
+
+LOGGER = logging.getLogger("kvgate.waits")
 
 LIMIT = "KVGATE_LOCK_TIMEOUT_S"
 """Environment variable with the most seconds that a lock is waited for."""
@@ -34,8 +36,8 @@ def limit_s(environ: Mapping[str, str] = os.environ) -> float:
 
 @contextmanager
 def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
-    """Print `waiting for ...` on stderr when the block takes longer than `quiet_s`; `describe` is asked then."""
-    timer = threading.Timer(quiet_s, lambda: print(f"pipeline: waiting for {describe()}", file=sys.stderr, flush=True))
+    """Log `waiting for ...` when the block takes longer than `quiet_s`; `describe` is asked then."""
+    timer = threading.Timer(quiet_s, lambda: LOGGER.warning(f"waiting for {describe()}"))
     timer.daemon = True
     timer.start()
     try:

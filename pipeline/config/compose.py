@@ -164,6 +164,8 @@ class Plan:
     sweeping: bool
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
+    overrides: tuple[list[str], ...] = ()
+    """Those of each job."""
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
@@ -193,12 +195,13 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             if not sweeping:
                 if swept:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
-                return Plan([to_config(composed)], sweeping=False)
+                return Plan([to_config(composed)], sweeping=False, overrides=(plain,))
             params = composed.hydra.sweeper.params or {}
             overridden = {o.key_or_group for o in parsed}
             swept = parser.parse_overrides([f"{k}={v}" for k, v in params.items() if k not in overridden]) + swept
-            jobs = [to_config(compose("config", overrides=[*plain, *job])) for job in _jobs(swept)]
-            return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()))
+            each = tuple([*plain, *job] for job in _jobs(swept))
+            jobs = [to_config(compose("config", overrides=overrides)) for overrides in each]
+            return Plan(jobs, True, tuple(o.key_or_group for o in swept if o.is_sweep_override()), each)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 

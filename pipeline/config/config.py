@@ -100,6 +100,8 @@ class Config(StrictModel):
     routing: RoutingConfig
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: PathText
+    log: Literal["human", "json", "quiet"]
+    """What a command says and how; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
 

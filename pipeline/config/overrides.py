@@ -47,6 +47,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
             key == "workdir" and override.is_sweep_override(),
             "a sweep compares candidates of one work directory; give one",
         ),
+        (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
     ):
         if wrong:
             return f"{written}: {problem}"

@@ -197,8 +197,8 @@ def finite_metrics(metrics: Mapping[str, float | None]) -> tuple[dict[str, float
 
 
 def copy_redacted(source: Path, target: Path) -> None:
-    """Copy a text file without its secrets; a plot (.png) as it is."""
-    if source.suffix == ".png":
+    """Copy a text file without its secrets; a plot (.png) as it is, and a page (.html), which was written without them."""
+    if source.suffix in (".png", ".html"):
         shutil.copyfile(source, target)
     else:
         target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")

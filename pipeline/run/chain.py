@@ -71,7 +71,9 @@ class Chain:
     @cached_property
     def checkpoint_digest(self) -> str:
         """Digest of the files that make the model; a repository may hold other formats beside them."""
-        return _digest_of_model(self.checkpoint)
+        checkpoint = self.checkpoint
+        with console.doing("reading the model's files"):
+            return _digest_of_model(checkpoint)
 
     @cached_property
     def _draft_digest(self) -> str | None:
@@ -342,14 +344,15 @@ class Chain:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
 
-        def fill_with_progress(out: Path) -> None:
-            with console.progress(title) as progress, loading.required_libraries():
-                fill(out, progress)
+        with console.progress(title) as progress:
 
-        artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
+            def fill_with_progress(out: Path) -> None:
+                with loading.required_libraries():
+                    fill(out, progress)
+
+            artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
         self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
-        duration = "reused" if artifact.reused else f"{artifact.seconds:.1f} s"
-        console.out.print(f"  {title:<24} {duration:>8}  {artifact.path}", soft_wrap=True)
+        console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
         return artifact
 
     def _evaluation_recipe(self, stage: str, inputs: dict[str, str], number: int | None = None) -> Recipe:

@@ -41,14 +41,15 @@ class Run:
 
     def registry(self) -> "MlflowStore":
         """Open the registry. Raises UserError when tracking is off."""
-        store = open_store(self.config.tracking, self.config.work, self.config.model.label)
+        with console.doing("opening MLflow"):
+            store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         return store
 
     def log(self, store: "MlflowStore") -> MoveLog:
         """Return the log of moves of the registered model."""
-        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=_warn)
+        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=console.warning)
 
     @cached_property
     def keys(self) -> Keys:
@@ -74,7 +75,7 @@ class Run:
         try:
             return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
         except MissingRequirement as error:
-            _warn(f"no sample was decoded again: {error}")
+            console.warning(f"no sample was decoded again: {error}")
             return []
 
     def decide_under(self, policy: GatePolicy | None) -> Decide:
@@ -84,7 +85,3 @@ class Run:
     def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         """Decide by the gates of this command."""
         return decide(report, rows, self.config.gates)
-
-
-def _warn(line: str) -> None:
-    console.err.print(f"pipeline: {line}", soft_wrap=True, markup=False)

@@ -270,6 +270,22 @@ class Plots(Protocol):
         ...
 
 
+class Reports(Protocol):
+    """`stages.report`: the page report.html. Its records hold what it is made from."""
+
+    def Exhibit(self, candidate: Candidate, **evidence: Any) -> Any:
+        """Return a candidate with its evidence."""
+        ...
+
+    def Occasion(self, **values: Any) -> Any:
+        """Return what the page is about."""
+        ...
+
+    def write_page(self, path: Path, exhibits: Sequence[Any], occasion: Any) -> Path:
+        """Write the page whole."""
+        ...
+
+
 def conversion() -> Conversion:
     """Load the module that converts GGUF files."""
     return cast(Conversion, _load("stages.gguf.convert"))
@@ -308,6 +324,11 @@ def again() -> DecodingAgain:
 def plots() -> Plots:
     """Load `stages.evaluate.plots`, which imports matplotlib."""
     return cast(Plots, _load("stages.evaluate.plots"))
+
+
+def reports() -> Reports:
+    """Load `stages.report`."""
+    return cast(Reports, _load("stages.report"))
 
 
 def open_loader(config: BackendConfig) -> Loader:

@@ -17,7 +17,6 @@ from pipeline.config.policies import shipped_policies
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.planning import tables
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -31,6 +30,7 @@ from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay_record
 from pipeline.terminal import console
+from pipeline.terminal import planning_tables as tables
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
@@ -51,18 +51,18 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     _refuse_sweep(config, sweeping)
     capacity = _capacity(config, [])
     for line in tables.budget_lines(capacity):
-        console.out.print(line, soft_wrap=True)
-    console.out.print(tables.capacity_table(capacity))
-    console.out.print(tables.shares_table(capacity))
+        console.say(line, paste=line.startswith("    "))
+    console.show("capacity", tables.capacity_table(capacity))
+    console.show("capacity_shares", tables.shares_table(capacity))
     effects = tables.effects_table(capacity)
     if effects is not None:
-        console.out.print(effects)
+        console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
-        console.out.print(line, soft_wrap=True)
+        console.say(line, paste=line.startswith("    "))
     path = _write(config, CAPACITY, capacity)
     with required_libraries():
         plot = plots().requests_by_context(capacity, config.work / PLOT)
-    console.out.print(f"{path}\n{plot}", soft_wrap=True)
+    console.result("written", str(path), str(plot), paste=True, files=[path, plot])
     _require_room(capacity)
 
 
@@ -82,15 +82,16 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
             raise UserError(
                 f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend{fix}"
             )
-    with ExitStack() as stack:
+    with ExitStack() as stack, console.doing("reading the evidence"):
         evidence = list(_find_evidence(config, stack))
         capacity = _capacity(config, [policy for policy, *_ in evidence])
         checkpoint, notes = _checkpoint_digests(config)
         judged = [_judged(config, capacity, checkpoint, *one) for one in evidence]
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
-        console.out.print(line, soft_wrap=True)
-    console.out.print(f"{_write(config, RECOMMENDATION, recommendation)}", soft_wrap=True)
+        console.say(line, paste=line.startswith("    "))
+    path = _write(config, RECOMMENDATION, recommendation)
+    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
@@ -159,7 +160,7 @@ def _read(config: Config, directory: Path, source: str, made: float, problem: st
         evidence = read_evidence(directory)
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (UserError, KeyError, ValueError) as error:
-        console.err.print(f"{source}: not read, {str(error).splitlines()[0]}", soft_wrap=True, markup=False)
+        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
         return
     if evidence.identity.model == config.model.label:
         yield policy, evidence, source, made, problem

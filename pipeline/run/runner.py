@@ -25,7 +25,7 @@ from pipeline.run.inputs import WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
-from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, tables
 from pipeline.terminal.junit import JUNIT, write_junit
@@ -39,18 +39,20 @@ GATE_EXIT = EXIT_CODES[GateRefusal]
 def quantize(run: Run) -> None:
     """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
-    console.out.print(f"quantized checkpoint: {quantized.path}\nModelOpt's exports: {exports.path}", soft_wrap=True)
+    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
 
 
 def build(run: Run) -> None:
     """Build the engine bundle."""
     bundle = run.chain.bundle(run.config.kv)
-    console.out.print(f"engine bundle: {bundle.path}\ndigest: {bundle.digest}", soft_wrap=True)
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
-        console.out.print(line)
+        console.say(line)
     hint = run.chain.onnx_report(run.config.kv)
     if hint is not None:
-        console.out.print(hint, soft_wrap=True)
+        console.say(escape(hint))
 
 
 def evaluate(run: Run) -> None:
@@ -60,8 +62,9 @@ def evaluate(run: Run) -> None:
         GateRefusal: when it did not pass; not in a sweep, where `conclude_sweep` decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
-    store = open_store(config.tracking, config.work, config.model.label)
-    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json")) as tracked:
+    with console.doing("opening MLflow"):
+        store = open_store(config.tracking, config.work, config.model.label)
+    with track(store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log"})) as tracked:
         evaluation, engine, baseline = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         verdict = run.decide(report, rows)
@@ -83,7 +86,7 @@ def evaluate(run: Run) -> None:
         for stage in chain.finished:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, console.doing("registering the engine"):
             files = _sample_plots(candidate.name, rows, Path(scratch))
             candidate = tracked.conclude(candidate, [row.model_dump() for row in rows], files)
     summary.record(config.work, run.sweep, candidate)
@@ -92,6 +95,7 @@ def evaluate(run: Run) -> None:
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
+        show(config, [candidate], lambda: store, sweep=run.sweep)
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -130,7 +134,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 JUDGING_STAGES = ("evaluate", "all")
 
 
-def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> None:
+def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], number: int = 1, of: int = 1) -> None:
     """Run one job and record in summary.json how it ended.
 
     Args:
@@ -138,6 +142,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         sweep: Id of the command that the job belongs to.
         sweeping: Whether that command has several jobs.
         changed: Overrides that belong to the candidate's display name.
+        number: Of the job among those of the command, from 1.
+        of: How many jobs the command has.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
@@ -148,8 +154,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str]) -> N
         summary.begin(config.work, sweep, 1)
     code = DEFECT
     try:
-        if config.stage not in WITHOUT_CHECKPOINT:
-            console.out.print(f"[bold]{config.stage} {escape(label)}[/] of {config.model.path}", soft_wrap=True)
+        about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
+        console.begin(console.Job(config.stage, label, number, of), about)
         STAGES[config.stage](job)
         code = 0
     except Exception as error:
@@ -187,8 +193,15 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         tables.print_occasion()
         tables.print_comparison(last.candidates)
         tables.print_baseline_accuracy(last.candidates)
+    show(
+        config,
+        last.candidates,
+        lambda: open_store(config.tracking, config.work, config.model.label),
+        sweep=sweep,
+        unfinished=last.unfinished,
+    )
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)
-        console.err.print("pipeline: error: no candidate of the sweep passed")
+        console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
     return last.exit_code or (0 if passed else GATE_EXIT)

@@ -1,13 +1,22 @@
-"""The stages that change or check what serves: promote, rollback, route, monitor, verify."""
+"""The stages that change or check what serves: promote, rollback, route, monitor, verify; and report.html."""
 
-from collections.abc import Iterator, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from pipeline.core.errors import GateRefusal, UserError
+from rich.markup import escape
+
+from pipeline import __version__
+from pipeline.config.config import Config
+from pipeline.core.errors import REFUSALS, GateRefusal, UserError
+from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -15,14 +24,20 @@ from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run.evidence import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.run.job import Run
-from pipeline.run.loading import plots, required_libraries
-from pipeline.run.verify import replay
+from pipeline.run.loading import evaluation, plots, reports, required_libraries
+from pipeline.run.verify import replay, requested_workloads
 from pipeline.terminal import console, tables
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
+PAGE = "report.html"
+"""In the work directory: what the last evaluation, sweep or promotion looked at."""
 
 
 def promote(run: Run) -> None:
@@ -59,7 +74,8 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     with TemporaryDirectory() as scratch:
         with required_libraries():
             plot = plots().quality_by_memory(candidates, Path(scratch) / "quality_by_memory.png")
-        move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
+        with console.doing("replaying the evidence"):
+            move = promotion.promote(candidates, log, replay_again, decide_again, sweep=last.sweep, name=config.promote.name)
         with _told(move):
             summary.conclude(config.work, move.champion, last.sweep)
             best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -69,17 +85,108 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 tables.print_occasion()
                 tables.print_promotion(candidates, move)
                 tables.print_baseline_accuracy(candidates)
+            show(
+                config,
+                candidates,
+                lambda: store,
+                sweep=last.sweep,
+                unfinished=last.unfinished,
+                champion=move.champion,
+                message=move.message,
+                passed_over=tables.passed_over(candidates, move),
+            )
             tables.print_mlflow(store.location, store.experiment_id, candidates)
 
 
 @contextmanager
 def _told(move: promotion.Move) -> Iterator[None]:
     """Say what went wrong in the block, which only tells of a move: it is decided, and no failure takes it back."""
+    with _warned(f"{move.message}; what follows it failed"):
+        yield
+
+
+@contextmanager
+def _warned(what: str) -> Iterator[None]:
+    """Say what went wrong in the block, which decides nothing."""
     try:
         yield
     except Exception as error:
         detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        console.err.print(f"pipeline: warning: {move.message}; what follows it failed: {detail}", soft_wrap=True, markup=False)
+        console.warning(f"{what}: {detail}")
+
+
+def show(
+    config: Config, candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", *, sweep: str, **occasion: Any
+) -> None:
+    """Write the page about candidates and attach it to their runs. It decides nothing, and a failure is a warning.
+
+    Args:
+        config: Any configuration of the command.
+        candidates: What was judged, in the order of the summary.
+        store: Opens the tracking store; nothing is attached where it returns None.
+        sweep: Id of the candidates' sweep.
+        occasion: More of what the command says of them: fields of `stages.report.Occasion`.
+    """
+    with _warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
+        command = shlex.join(["kvgate", *sys.argv[1:]]) if sys.argv[0] == "pipeline" else None
+        about = reports().Occasion(
+            model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, command=command, **occasion
+        )
+        exhibits = _exhibits(candidates)
+        page = reports().write_page(config.work / PAGE, exhibits, about)
+        console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
+        tracked = [one.registration.run_id for one in candidates if one.registration is not None]
+        opened = store() if tracked else None
+        if opened is None:
+            return
+        if any(exhibit.own for exhibit in exhibits):
+            page = reports().write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
+        for run_id in tracked:
+            opened.attach(run_id, [page])
+
+
+def _exhibits(candidates: Sequence[Candidate]) -> list[Any]:
+    """Return the candidates with their evidence, as far as that can be read."""
+    known: dict[str, list[Sample]] = {}
+
+    def asked(workloads: WorkloadsConfig) -> list[Sample]:
+        key = workloads.model_dump_json()
+        if key not in known:
+            known[key] = evaluation().load_samples(workloads)
+        return known[key]
+
+    return [_exhibit(candidate, asked) for candidate in candidates]
+
+
+def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sample]]) -> Any:
+    try:
+        evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
+    except UserError as error:
+        return reports().Exhibit(candidate, problem=str(error))
+    identity, problem, own = evidence.identity, evidence.problem, set[str]()
+    samples = list[Sample]()
+    try:
+        workloads = requested_workloads(evidence)
+        samples = asked(workloads)
+        if workloads.jsonl is not None:
+            own = {sample.id for sample in samples} - {s.id for s in asked(workloads.model_copy(update={"jsonl": None}))}
+    except REFUSALS as error:
+        problem = problem or f"its prompts cannot be made again: {error}"
+    return reports().Exhibit(
+        candidate,
+        problem=problem,
+        report=evidence.report,
+        rows=evidence.rows,
+        samples=samples,
+        own=own,
+        binds=identity.binds,
+        settings={
+            "kv": identity.link("engine").parts["config"].get("kv", {}),
+            "gates": identity.gates.model_dump(mode="json"),
+            **identity.link("evaluation").parts["config"],
+        },
+        evidence=evidence.directory,
+    )
 
 
 def rollback(run: Run) -> None:
@@ -92,7 +199,7 @@ def rollback(run: Run) -> None:
     move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
-    console.out.print(move.message)
+    console.result("champion", escape(move.message), champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -128,7 +235,7 @@ def _engines(run: Run) -> Engines:
 
 
 def _say(line: str) -> None:
-    console.out.print(line, soft_wrap=True, markup=False)
+    console.say(escape(line))
 
 
 def verify(run: Run) -> None:
@@ -139,7 +246,8 @@ def verify(run: Run) -> None:
         MissingRequirement: when nothing differs, but something is missing.
     """
     directory = Path(str(run.config.bundle))
-    replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
+    with console.doing("replaying the evidence"):
+        replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
     require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])

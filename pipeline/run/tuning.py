@@ -6,8 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.markup import escape
 
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
@@ -22,6 +21,7 @@ from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run import loading
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
+from pipeline.terminal.grids import Column, Grid, Row
 
 FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
@@ -87,12 +87,10 @@ def tune(chain: Chain) -> None:
             "finer formats to tune.policies"
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
-    console.out.print(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
+    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
     directory = f"--config-dir {folder} " if chosen.origin != "uniform" else ""
-    console.out.print(
-        f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}",
-        soft_wrap=True,
-    )
+    command = f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}"
+    console.say(escape(command), paste=True)
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:
@@ -121,22 +119,31 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
 
 def print_front(report: TuneReport, shape: KVShape) -> None:
     """Print a row for each uniform policy, and for each other one on the front."""
+    console.say("")
+    console.show("front", front(report, shape))
+
+
+def front(report: TuneReport, shape: KVShape) -> Grid:
+    """Return the table of that."""
     tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
-    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for heading in ("bytes/\ntoken", "bits/\nnumber", "sum of\nplaces", "all of\nit", "held\nout", "upper\n95 %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fewer bytes, no more KL than")
+    columns = (
+        Column("bytes_per_token", "bytes/\ntoken"),
+        Column("bits_per_number", "bits/\nnumber", ".2f"),
+        Column("kl_sum", "sum of\nplaces", ".1e"),
+        Column("kl_check", "all of\nit", ".1e"),
+        Column("kl_held_out", "held\nout", ".1e"),
+        Column("kl_held_out_upper", "upper\n95 %", ".1e"),
+    )
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    rows = []
     shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
     for one in sorted(shown, key=lambda one: -one.bytes_per_token):
         style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
-        cells = [_number(value) for value in (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)]
-        bits = f"{8 * one.bytes_per_token / numbers:.2f}"
-        table.add_row(one.policy.name, str(one.bytes_per_token), bits, *cells, ", ".join(one.beats), style=style)
-    console.out.print()
-    console.out.print(table)
+        kls = (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)
+        values = (one.bytes_per_token, 8 * one.bytes_per_token / numbers, *kls)
+        rows.append(Row(one.policy.name, values, ", ".join(one.beats), style=style))
+    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
+    return Grid(title, "policy", columns, rows, remarks="fewer bytes, no more KL than")
 
 
 def _number(value: float | None) -> str:

@@ -196,7 +196,7 @@ def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool
 def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
     """Generate the samples again, or read the user's file, encode them with the engine's tokenizer, and compare the digest."""
     try:
-        config = _requested_workloads(evidence)
+        config = requested_workloads(evidence)
     except UserError as error:
         return Finding(SAMPLES_CHECK, "differs", str(error))
     if config.file is not None and not config.file.is_file():
@@ -226,7 +226,7 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
     rows = SystemRandom().sample(evidence.rows, min(count, len(evidence.rows)))
     floor = (report.candidate_noise or report.noise).fidelity
     noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
-    config, names = _requested_workloads(evidence), {row.id for row in rows}
+    config, names = requested_workloads(evidence), {row.id for row in rows}
     with required_libraries():
         samples = [sample for sample in evaluation().load_samples(config) if sample.id in names]
         tokenizer = evaluation().open_tokenizer(engine)
@@ -250,7 +250,7 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
         raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
 
 
-def _requested_workloads(evidence: Evidence) -> WorkloadsConfig:
+def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing.
 
     Raises:

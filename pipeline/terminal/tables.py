@@ -1,14 +1,12 @@
 """The tables and sentences that a run prints at its end."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import cast
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
 from pipeline.artifacts.hardware import hardware
 from pipeline.registry import promotion
@@ -17,24 +15,56 @@ from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.terminal import console
+from pipeline.terminal.grids import Column, Grid, Row, Value
+from pipeline.terminal.texts import relative
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 
-COLUMNS: tuple[tuple[str, str, str, str], ...] = (
-    ("PPL\nratio", "quality/ppl_ratio", "1", ".4f"),
-    ("mean\nKL", "quality/kl_mean", "0", ".1e"),
-    ("top-10\noverlap", "quality/top10_overlap", "1", ".3f"),
-    ("right\nanswers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
-    ("samples\nasked", "quality/samples", "", ".0f"),
-    ("decode\ntokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ".0f"),
-)
-"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format."""
 
-DRAFTED: tuple[tuple[str, str, str, str], ...] = (
-    ("a pass,\nlookup", "quality/acceptance_lookup_candidate", "quality/acceptance_lookup_baseline", ".2f"),
-    ("a pass,\ndraft", "quality/acceptance_draft_candidate", "quality/acceptance_draft_baseline", ".2f"),
+@dataclass(frozen=True)
+class Measure:
+    """A column of the comparison."""
+
+    column: Column
+    candidate: str | tuple[str, str]
+    """The candidate's metric, or two that make a range."""
+    baseline: str | tuple[str, str]
+    """The baseline's, or its value by definition."""
+    always: bool = True
+    """Whether it is shown also where no candidate has it."""
+
+
+MEASURES = (
+    Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
+    Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
+    Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
+    Measure(Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
+    Measure(Column("accuracy", "right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
+    Measure(Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
+    Measure(
+        Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
+    ),
+    # a slow and a fast decode step: of twenty one is slower, and one faster
+    Measure(
+        Column("decode_tokens_per_s_range", "nine steps\nin ten", ".0f"),
+        ("perf/decode_tokens_per_s_slow", "perf/decode_tokens_per_s_fast"),
+        ("baseline/decode_tokens_per_s_slow", "baseline/decode_tokens_per_s_fast"),
+        always=False,
+    ),
+    # tokens a pass under speculative decoding
+    Measure(
+        Column("acceptance_lookup", "a pass,\nlookup", ".2f"),
+        "quality/acceptance_lookup_candidate",
+        "quality/acceptance_lookup_baseline",
+        always=False,
+    ),
+    Measure(
+        Column("acceptance_draft", "a pass,\ndraft", ".2f"),
+        "quality/acceptance_draft_candidate",
+        "quality/acceptance_draft_baseline",
+        always=False,
+    ),
 )
-"""Tokens a pass under speculative decoding, as columns where they were measured."""
 
 REPORT = "report.txt"
 """In the work directory: the tables of the last sweep or promotion."""
@@ -46,39 +76,43 @@ FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else format(value, form)
-
-
 def print_occasion() -> None:
     """Print the day and the machine, without which a table of times says nothing."""
     machine = hardware()
     gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
-    console.out.print(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
+    console.say(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
     """Print a row for each engine: what it costs, what it loses, how fast it is; baselines come first."""
-    title = "KV caches against the FP16-KV engine, on the decode path"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    columns = (*COLUMNS, *(column for column in DRAFTED if any(column[1] in engine.metrics for engine in candidates)))
-    for heading in ("KiB/token", *(heading for heading, _, _, _ in columns)):
-        table.add_column(heading, justify="right", no_wrap=True)
+    console.say("")
+    console.show("comparison", comparison(candidates))
+
+
+def comparison(candidates: Sequence[Candidate]) -> Grid:
+    """Return the table of that."""
+    shown = [
+        one
+        for one in MEASURES
+        if one.always or any(measured(engine.metrics, one.candidate) is not None for engine in candidates)
+    ]
+    rows = []
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
-        metrics, name = judged.metrics, "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        cells = [_cell(metrics.get(column), form) if "/" in column else column for _, _, column, form in columns]
-        table.add_row(name, "baseline", _cell(metrics.get("baseline/kib_per_token"), ".3f"), *cells, style="dim")
+        name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
+        rows.append(Row(name, ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim"))
     for engine in candidates:
-        colour = COLOURS[engine.verdict]
-        cells = [_cell(engine.metrics.get(metric), form) for _, metric, _, form in columns]
-        table.add_row(
-            engine.name, f"[{colour}]{engine.verdict}[/]", _cell(engine.metrics.get("memory/kib_per_token"), ".3f"), *cells
-        )
-    console.out.print()
-    console.out.print(table)
+        rows.append(Row(engine.name, [engine.verdict, *(measured(engine.metrics, one.candidate) for one in shown)]))
+    columns = (Column("verdict", "verdict", words=True), *(one.column for one in shown))
+    return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
+
+
+def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
+    """Return a metric, a range of two of them, or what is no metric's name as it is; None for what was not measured."""
+    if isinstance(name, tuple):
+        low, high = (metrics.get(one) for one in name)
+        return None if low is None or high is None else (low, high)
+    return metrics.get(name) if "/" in name else name
 
 
 def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
@@ -86,6 +120,13 @@ def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
 
     What a baseline gets wrong a candidate cannot lose: a workload near 0 judges nothing, one near 1 only gross faults.
     """
+    for grid in accuracy_grids(candidates):
+        console.show("baseline_accuracy", grid)
+
+
+def accuracy_grids(candidates: Sequence[Candidate]) -> list[Grid]:
+    """Return a table for each baseline that was asked graded questions."""
+    grids = []
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
         shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
@@ -94,28 +135,28 @@ def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
         if not graded:
             continue
         of = "" if len(baselines) == 1 else f" of {judged.name}"
-        table = Table(title=f"Right answers of the FP16-KV engine{of}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        table.add_column("workload", no_wrap=True)
-        for heading in ("samples", "all", *DIFFICULTIES):
-            table.add_column(heading, justify="right", no_wrap=True)
+        rows = []
         for workload in sorted(graded):
             parts = [workload, *(f"{workload}/{difficulty}" for difficulty in DIFFICULTIES)]
-            cells = [_cell(shares.get(f"quality/{part}/accuracy_baseline"), ".3f") for part in parts]
-            table.add_row(escape(workload), _cell(judged.metrics.get(f"quality/{workload}/accuracy_judged"), ".0f"), *cells)
-        console.out.print(table)
+            accuracies = [shares.get(f"quality/{part}/accuracy_baseline") for part in parts]
+            rows.append(Row(workload, [judged.metrics.get(f"quality/{workload}/accuracy_judged"), *accuracies]))
+        columns = (Column("samples", "samples", ".0f"), *(Column(name, name, ".3f") for name in ("all", *DIFFICULTIES)))
+        grids.append(Grid(f"Right answers of the FP16-KV engine{of}", "workload", columns, rows))
+    return grids
 
 
 def print_findings(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> None:
     """Print the findings of a replay of the evidence in a directory, a line each; those that differ come last."""
-    console.out.print(f"[bold]{escape(policy)}[/] of {escape(model)}: {directory}", soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("replayed", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for finding in sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status)):
-        status = f"[{FINDING_COLOURS[finding.status]}]{finding.status}[/]"
-        table.add_row(escape(finding.name), status, escape(finding.detail))
-    console.out.print(table)
+    console.show("findings", findings_grid(policy, model, directory, findings))
+
+
+def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
+    """Return the table of that."""
+    ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
+    rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
+    columns = (Column("replayed", "replayed", words=True),)
+    title = relative(f"{policy} of {model}: {directory}")
+    return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 
 def print_verdict(candidate: Candidate) -> None:
@@ -124,46 +165,66 @@ def print_verdict(candidate: Candidate) -> None:
     kib_per_token = candidate.metrics.get("memory/kib_per_token")
     memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
     held = f" {candidate.covered}" if candidate.covered is not None else ""
-    console.out.print(f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}")
-    for reason in candidate.reasons[:REASONS_SHOWN]:
-        console.out.print(f"  {escape(reason)}", soft_wrap=True)
-    if len(candidate.reasons) > REASONS_SHOWN:
-        console.out.print(f"  and {len(candidate.reasons) - REASONS_SHOWN} more in summary.json")
+    more = len(candidate.reasons) - REASONS_SHOWN
+    console.result(
+        "verdict",
+        f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}",
+        *(f"  {escape(reason)}" for reason in candidate.reasons[:REASONS_SHOWN]),
+        *([f"  and {more} more in summary.json"] if more > 0 else []),
+        candidate=candidate.name,
+        model=candidate.model,
+        backend=candidate.backend,
+        verdict=candidate.verdict,
+        reasons=candidate.reasons,
+        covered=candidate.covered,
+        engine=candidate.engine.digest,
+        report=candidate.report.path,
+        metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
+    )
 
 
 def print_conformance(verdict: Verdict) -> None:
     """Print a line for each engine that was compared with the oracle: whether it computes its policy, or where not."""
     for check in verdict.checks:
         if check.gate == "conformance":
-            console.out.print(f"  [{COLOURS[check.status]}]{escape(check.reason)}[/]", soft_wrap=True)
+            console.say(f"  [{COLOURS[check.status]}]{escape(check.reason)}[/]")
 
 
 def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
     """Print what the distances are with their errors, what the evaluation could have told, and what was not shown."""
     divergence = report.overall.fidelity.divergence
     for line in divergence.lines if divergence is not None else ():
-        console.out.print(f"  {escape(line)}", soft_wrap=True)
+        console.say(f"  {escape(line)}")
     if report.served is not None:
-        console.out.print(f"  not seen: {escape('; '.join(report.served.unseen))}", soft_wrap=True)
+        console.say(f"  not seen: {escape('; '.join(report.served.unseen))}")
     for workload, detectable in verdict.detectable.items():
-        console.out.print(f"  {escape(workload)}: so many samples can tell that {detectable.text}", soft_wrap=True)
+        console.say(f"  {escape(workload)}: so many samples can tell that {detectable.text}")
     for warning in verdict.warnings:
-        console.out.print(f"  [yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        console.say(f"  [yellow]warning:[/] {escape(warning)}")
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
     """Print which engine serves now, and why each of the others does not."""
     print_comparison(candidates)
-    console.out.print(f"[green]Champion:[/] {move.message}")
+    console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
+    for name, reason in passed_over(candidates, move).items():
+        console.result("not_chosen", f"  not {escape(name)}: {escape(reason)}", candidate=name, reason=reason)
+
+
+def passed_over(candidates: Sequence[Candidate], move: Move) -> dict[str, str]:
+    """Return why each candidate but the champion does not serve, by its name."""
     champion = next((c for c in candidates if c.name == move.champion), None)
+    reasons = {}
     for candidate in candidates:
         if candidate is champion:
             continue
         if candidate.verdict == PASS and champion is not None:
-            reason = f"passed, but {_disadvantage(candidate, champion)}"
+            reasons[candidate.name] = f"passed, but {_disadvantage(candidate, champion)}"
         else:
-            reason = f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-        console.out.print(f"  not {escape(candidate.name)}: {escape(reason)}", soft_wrap=True)
+            reasons[candidate.name] = (
+                f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
+            )
+    return reasons
 
 
 def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
@@ -180,8 +241,6 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
 def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate]) -> None:
     """Print how to compare the candidates in MLflow."""
     run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
-    command = server_command(location)
-    console.out.print("\nCompare the candidates in MLflow:")
-    if command is not None:
-        console.out.print(f"  {command}", soft_wrap=True)
-    console.out.print(f"  {compare_url(location, experiment_id, run_ids)}", soft_wrap=True)
+    command, url = server_command(location), compare_url(location, experiment_id, run_ids)
+    lines = ["\nCompare the candidates in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+    console.result("mlflow", *lines, paste=True, command=command, url=url)

@@ -182,6 +182,10 @@ class SystemMetrics(Record):
     new_tokens: int
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
+    decode_tokens_per_s_slow: Number = None
+    """Of the decode step than which one in twenty is slower. Null for a server, and in older reports."""
+    decode_tokens_per_s_fast: Number = None
+    """Of the decode step than which one in twenty is faster."""
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number

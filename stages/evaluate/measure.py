@@ -121,15 +121,18 @@ def measure_baseline(
             vocab_size=engine.vocab_size,
             noise=noise,
             probe=_probe(engine, twin, config, named),
-            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
+            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config, named) if first else None,
             system=_system(engine, config, named) if first else None,
-            conformance=_conclude(comparison),
+            conformance=_conclude(comparison, named),
             reused=reused_prefixes(engine, [encoded[i] for i in repeated]) if first else None,
         )
         write_record(out, record)
 
 
-def _free(engine: Engine, encoded: Sequence[EncodedSample], tokenizer: Tokenizer, config: WorkloadsConfig) -> FreeAnswers:
+def _free(
+    engine: Engine, encoded: Sequence[EncodedSample], tokenizer: Tokenizer, config: WorkloadsConfig, progress: Progress
+) -> FreeAnswers:
+    progress("free answers", 0, 1)
     return free_answers(engine, encoded, config.batch_size, greedy_of(tokenizer, config))
 
 
@@ -224,9 +227,9 @@ def evaluate_round(
             coverage=coverage(traced, engine.policy, engine.shape, config.context_bins),
             noise=noise,
             probe=_probe(engine, twin, config, progress),
-            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config) if first else None,
+            free_answers=_free(engine, [encoded[i] for i in repeated], tokenizer, config, progress) if first else None,
             system=_system(engine, config, progress) if first else None,
-            conformance=_conclude(comparison),
+            conformance=_conclude(comparison, progress),
             scale_changes=changes,
             reused=reused_prefixes(engine, [encoded[i] for i in repeated]) if first else None,
             compute_dtype=None if twin is None else twin.compute_dtype,
@@ -273,10 +276,11 @@ def _observer(comparison: Comparison | None) -> Callable[[Step], None]:
     return (lambda _: None) if comparison is None else comparison.take
 
 
-def _conclude(comparison: Comparison | None) -> EngineConformance | None:
+def _conclude(comparison: Comparison | None, progress: Progress) -> EngineConformance | None:
     """Return what a comparison found. Requests that had finished before an interruption are decoded again for it."""
     if comparison is None:
         return None
+    progress("conformance", 0, 1)
     comparison.decode_missing()
     return comparison.result()
 

@@ -52,7 +52,7 @@ def probe(
         twin: Its twin.
         config: How far the probe goes.
         batch_size: Sequences in a decode step of the evaluation; the probe's largest batch is at least that.
-        progress: Called with the part that ended.
+        progress: Called with how many of its parts have ended.
         tolerance: How far the engine may be from the twin.
     """
     started = time.perf_counter()
@@ -66,8 +66,8 @@ def probe(
     runs = 0
     while runs < RUNS and (first is None or failures):
         schedule = Schedule(engine, twin, config, max_tokens, sizes, seed=runs)
-        for name in schedule.parts():
-            progress(f"probe: {name}", 0, 1)
+        for ended, parts in schedule.parts():
+            progress(f"stress probe{' again' if runs else ''} [parts]", ended, parts)
         found = _deviating(schedule, allowed)
         failures = found if first is None else {place: text for place, text in failures.items() if place in found}
         first = first or schedule

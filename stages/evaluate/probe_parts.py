@@ -97,18 +97,19 @@ class Schedule:
         self.chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
         self.reads_itself = getattr(self.engine, "reads_itself", False)
 
-    def parts(self) -> Iterator[str]:
-        """Run the parts, and yield each one's name when it has ended."""
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Run the parts, and yield how many of how many have ended, before the first one and after each."""
         parts = [self._context, self._decode, self._batch, self._reuse, self._generate]
         if isinstance(self.engine, SharingEngine):
             parts.append(self._fork)
-        for part in parts:
+        yield 0, len(parts)
+        for ended, part in enumerate(parts, start=1):
             name = part.__name__.removeprefix("_")
             try:
                 part()
             except UserError as error:
                 self.failures[f"{name}: the engine refused it: {error}"] += 1
-            yield name
+            yield ended, len(parts)
 
     # --- parts ------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
     steps = load.warmup_steps + load.new_tokens
     times = engine.timed(prompts, steps) if isinstance(engine, TimedEngine) else _timed(engine, prompts, steps)
     step_ms, memory = times.step_ms[load.warmup_steps :], times.memory
-    p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()
+    p5, p50, p95, p99 = np.percentile(step_ms, [5, 50, 95, 99]).tolist()
     budget = int(load.budget_gib * GIB)
     return SystemMetrics(
         batch=load.batch,
@@ -43,6 +43,8 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
         new_tokens=load.new_tokens,
         time_to_first_token_ms=float(np.median(times.first_token_ms)),
         decode_tokens_per_s=load.batch * len(step_ms) / (sum(step_ms) / 1e3),
+        decode_tokens_per_s_slow=load.batch * 1e3 / p95,
+        decode_tokens_per_s_fast=load.batch * 1e3 / p5,
         inter_token_p50_ms=p50,
         inter_token_p95_ms=p95,
         inter_token_p99_ms=p99,

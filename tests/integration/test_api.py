@@ -32,6 +32,7 @@ from pipeline.api import (
 from pipeline.api.calls import _written, compose
 from pipeline.api.evaluations import _option
 from pipeline.registry import summary
+from pipeline.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "examples" / "own_samples.jsonl"
@@ -64,7 +65,10 @@ def arguments(values: dict[str, Any]) -> list[str]:
 def run_command(*overrides: str) -> int:
     """Run the command line in this process."""
     command._exit_codes.clear()
-    return command._dispatch(list(overrides))
+    try:
+        return command._dispatch(list(overrides))
+    finally:
+        console.close()
 
 
 @pytest.fixture(scope="module")

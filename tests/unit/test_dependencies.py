@@ -33,6 +33,7 @@ ELSEWHERE = {
 }
 BROUGHT = {
     "alembic": "mlflow",
+    "markupsafe": "jinja2",
     "omegaconf": "hydra-core",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "nvidia-modelopt",

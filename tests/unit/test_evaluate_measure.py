@@ -188,6 +188,7 @@ def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Pa
     assert system.time_to_first_token_ms > 0
     assert system.decode_tokens_per_s is not None
     assert system.decode_tokens_per_s > 0
+    assert 0 < (system.decode_tokens_per_s_slow or 0) <= (system.decode_tokens_per_s_fast or 0)
     assert system.max_live_tokens == int(0.001 * 2**30) // (64 * 128) * 64
 
 

@@ -34,7 +34,7 @@ def held(tmp_path: Path) -> "tuple[Path, int]":
 
 
 def test_a_stopped_holder_is_named_while_it_is_waited_for_and_when_the_time_is_over(
-    held: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    held: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, pid = held
     monkeypatch.setattr(locks, "QUIET_S", 0.05)
@@ -49,10 +49,8 @@ def test_a_stopped_holder_is_named_while_it_is_waited_for_and_when_the_time_is_o
             pass
     finally:
         os.kill(pid, signal.SIGKILL)
-    said = capsys.readouterr().err
-    assert said.startswith(
-        f"pipeline: waiting for registering: process {pid}, which is stopped (kill -CONT {pid} lets it go on)"
-    )
+    said = caplog.messages[0]
+    assert said.startswith(f"waiting for registering: process {pid}, which is stopped (kill -CONT {pid} lets it go on)")
     assert "(KVGATE_LOCK_TIMEOUT_S=0.5)" in said
 
 

@@ -29,11 +29,11 @@ def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
     return text
 
 
-def test_a_directory_is_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_is_no_database(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mlflow.db").mkdir()
     text = refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, UserError)
     assert text.endswith("cannot be used: it is a directory; give sqlite:///FILE")
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
 
 
 def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
@@ -43,14 +43,14 @@ def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").read_text().startswith("precious")
 
 
-def test_a_damaged_database_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_database_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 4096)
     refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, UserError)
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in caplog.text
 
 
 def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reaching, "QUIET_S", 0.2)
     other = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
@@ -61,7 +61,7 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
     finally:
         other.close()
     assert text.endswith("kept it locked for tracking.timeout_s=1; end that one, or give it longer")
-    assert "a request may take until" in capsys.readouterr().err
+    assert "a request may take until" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -138,12 +138,12 @@ def test_a_password_that_makes_the_address_another_is_told_to_be_encoded(tmp_pat
 
 
 def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reaching, "QUIET_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         text = refusal(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, MissingRequirement)
     assert text.endswith("did not answer within tracking.timeout_s=1; look at the server, or give it longer")
-    said = capsys.readouterr().err
-    assert said.startswith("pipeline: waiting for MLflow's store http://127.0.0.1:")
+    said = caplog.messages[0]
+    assert said.startswith("waiting for MLflow's store http://127.0.0.1:")
     assert "(tracking.timeout_s=1)" in said

@@ -18,8 +18,8 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import ModelShape
-from pipeline.planning.tables import command_line, recommendation_lines
 from pipeline.run.planning import recommend_policy
+from pipeline.terminal.planning_tables import command_line, recommendation_lines
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 

@@ -46,3 +46,16 @@ def test_tokens_a_pass_are_columns_where_they_were_measured(tmp_path: Path, caps
     assert (lines["fp8"][-1], lines["int8"][-1]) == ("2.72", "-")
     print_comparison([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)])
     assert not [line for line in printed(capsys) if "lookup" in line]
+
+
+def test_the_spread_of_decode_tokens_is_a_column_where_it_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spread = {"perf/decode_tokens_per_s_slow": 1141.2, "perf/decode_tokens_per_s_fast": 3600.9}
+    older = judged_candidate(tmp_path, "int8", metrics={"perf/decode_tokens_per_s": 2308.2, "perf/inter_token_p95_ms": 7.0})
+    newer = judged_candidate(tmp_path, "fp8", metrics={"perf/decode_tokens_per_s": 3024.6} | spread)
+    print_comparison([older, newer])
+    lines = {line[0]: line for line in printed(capsys) if line}
+    assert (lines["int8"][-2:], lines["fp8"][-2:]) == (["2308", "-"], ["3025", "1141-3601"])
+    print_comparison([older])
+    assert next(line for line in printed(capsys) if line[:1] == ["int8"])[-1] == "2308"

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 
@@ -122,17 +122,13 @@ def cache_folder() -> Path:
     Raises:
         UserError: It is somebody else's, others may write to it, or it cannot be created.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "kvgate" / "native"
     fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return own_cache("native")
+    except ForeignFolder as error:
+        raise UserError(f"{error}; {fix}") from error
     except OSError as error:
-        raise UserError(f"{folder}: compiled kernels cannot be kept there ({error.strerror}); {fix}") from error
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UserError(f"{folder}: code is loaded from there, so that it must be a folder of yours with mode 0700; {fix}")
-    return folder
+        raise UserError(f"{error.filename}: compiled kernels cannot be kept there ({error.strerror}); {fix}") from error
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -3,23 +3,14 @@
 import shlex
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
 from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
 from pipeline.planning.records import Capacity
 from pipeline.planning.use import GIB
+from pipeline.terminal.grids import Column, Grid, Row
 
 KIB, MIB = 1024, 1024**2
-
-
-def _table(title: str, first: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _from(tokens: int | None) -> str:
@@ -43,35 +34,46 @@ def budget_lines(capacity: Capacity) -> list[str]:
     return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
 
 
-def capacity_table(capacity: Capacity) -> Table:
+def capacity_table(capacity: Capacity) -> Grid:
     """Return what the budget holds under each policy."""
     percent = f"{100 * capacity.use.ceiling:g} %"
-    headings = ("KiB/\ntoken", "MiB/\nrequest", "tokens\nthat fit", f"tokens\nat {percent}", f"requests\nat {percent}",
-                "their\ntokens", "< fp16\nfrom", "> weights\nfrom")  # fmt: skip
-    table = _table("What the memory holds", "policy", headings)
-    for entry in capacity.policies:
-        enough = entry.requests >= capacity.use.concurrency
-        table.add_row(
-            escape(entry.name),
-            f"{entry.token_bytes_of_a_gpu / KIB:.3f}",
-            f"{(entry.exact_bytes + entry.window_bytes) / MIB:.1f}",
-            f"{entry.tokens_that_fit:,}",
-            f"{entry.tokens_at_ceiling:,}",
-            f"{entry.requests:,}",
-            f"{entry.live_tokens:,}",
-            _from(entry.smaller_than.get("fp16")),
-            _from(entry.outweighs_weights_from),
-            style=None if enough else "dim",
+    columns = (
+        Column("kib_per_token", "KiB/\ntoken", ".3f"),
+        Column("mib_per_request", "MiB/\nrequest", ".1f"),
+        Column("tokens_that_fit", "tokens\nthat fit", ","),
+        Column("tokens_at_ceiling", f"tokens\nat {percent}", ","),
+        Column("requests", f"requests\nat {percent}", ","),
+        Column("live_tokens", "their\ntokens", ","),
+        Column("smaller_than_fp16_from", "< fp16\nfrom"),
+        Column("outweighs_weights_from", "> weights\nfrom"),
+    )
+    rows = [
+        Row(
+            entry.name,
+            (
+                entry.token_bytes_of_a_gpu / KIB,
+                (entry.exact_bytes + entry.window_bytes) / MIB,
+                entry.tokens_that_fit,
+                entry.tokens_at_ceiling,
+                entry.requests,
+                entry.live_tokens,
+                _from(entry.smaller_than.get("fp16")),
+                _from(entry.outweighs_weights_from),
+            ),
+            style="" if entry.requests >= capacity.use.concurrency else "dim",
         )
-    return table
+        for entry in capacity.policies
+    ]
+    return Grid("What the memory holds", "policy", columns, rows)
 
 
-def shares_table(capacity: Capacity) -> Table:
+def shares_table(capacity: Capacity) -> Grid:
     """Return the bytes of a token by side, by kind of attention and by GPUs."""
     heads = list(capacity.policies[0].by_heads)
     ranks = list(capacity.policies[0].by_ranks)
     headings = ("keys", "values", "of which\nscales", *heads, *(f"{n} GPU{'s' if n > 1 else ''}" for n in ranks))
-    table = _table("KiB a token: whole model by side and by kind of attention; on each of several GPUs", "policy", headings)
+    columns = [Column(heading.replace("\n", " "), heading, ".4g") for heading in headings]
+    rows = []
     for entry in capacity.policies:
         sizes = (
             entry.token_bytes.keys,
@@ -80,22 +82,23 @@ def shares_table(capacity: Capacity) -> Table:
             *entry.by_heads.values(),
             *entry.by_ranks.values(),
         )
-        table.add_row(escape(entry.name), *(f"{size / KIB:.4g}" for size in sizes))
-    return table
+        rows.append(Row(entry.name, [size / KIB for size in sizes]))
+    title = "KiB a token: whole model by side and by kind of attention; on each of several GPUs"
+    return Grid(title, "policy", columns, rows)
 
 
-def effects_table(capacity: Capacity) -> Table | None:
+def effects_table(capacity: Capacity) -> Grid | None:
     """Return the requests that are admitted without what a policy or the use has; None where nothing has any."""
     effects = list(dict.fromkeys(what for entry in capacity.policies for what in entry.requests_without))
     if not effects:
         return None
-    table = _table("Requests, and without", "policy", ("as asked", *(effect.replace(" ", "\n", 1) for effect in effects)))
-    for entry in capacity.policies:
-        if entry.requests_without:
-            without = [entry.requests_without.get(effect) for effect in effects]
-            cells = ["" if number is None else f"{number:,}" for number in without]
-            table.add_row(escape(entry.name), f"{entry.requests:,}", *cells)
-    return table
+    columns = [Column("as_asked", "as asked", ","), *(Column(effect, effect.replace(" ", "\n", 1), ",") for effect in effects)]
+    rows = [
+        Row(entry.name, [entry.requests, *(entry.requests_without.get(effect, "") for effect in effects)])
+        for entry in capacity.policies
+        if entry.requests_without
+    ]
+    return Grid("Requests, and without", "policy", columns, rows)
 
 
 def remark_lines(capacity: Capacity) -> list[str]:

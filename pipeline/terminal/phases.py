@@ -1,0 +1,166 @@
+"""What a stage is doing: how much of how much, how fast, how long the rest takes, as a bar or as lines."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import progress as bars
+from rich.console import Console
+
+from pipeline.core.records import Progress
+
+FIRST_SECONDS = 1.5
+"""Time before the first line of progress where there is no terminal."""
+LINE_SECONDS = 10
+"""Time between two lines from then on."""
+
+
+class Phase:
+    """The calls of a stage's progress with one label; before the first one, that it gets ready.
+
+    Args:
+        label: What the stage is doing, until it says so.
+        clock: Seconds of the monotonic clock.
+    """
+
+    def __init__(self, label: str, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin(label, 0)
+        self.done, self.total = 0, 0
+
+    def _begin(self, label: str, first: int) -> None:
+        self.label, self.first, self.started = label, first, self._clock()
+        """A resumed phase begins with some units, which took no time now."""
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Take a call of the stage's progress."""
+        if label != self.label or not self.total:
+            self._begin(label, done)
+        self.done, self.total = done, total
+
+    @property
+    def seconds(self) -> float:
+        """Time since it began."""
+        return self._clock() - self.started
+
+    @property
+    def rate(self) -> float | None:
+        """Units a second so far; None before any is done, and once all are."""
+        seconds = self.seconds
+        return (self.done - self.first) / seconds if self.first < self.done < self.total and seconds > 0 else None
+
+    def describe(self) -> str:
+        """Return what is being done, how much of how much, how fast, and how long the rest takes at that."""
+        if not self.total:
+            return f"{duration(self.seconds)} so far"
+        what, unit = split(self.label)
+        text = f"{what} {self.done:,}/{self.total:,}{f' {unit}' if unit else ''}"
+        rate = self.rate
+        if rate is None:
+            return f"{text}, {duration(self.seconds)} so far"
+        return f"{text}{speed(rate)}, {duration((self.total - self.done) / rate)} left"
+
+    def fields(self) -> dict[str, object]:
+        """Return the same for a log collector."""
+        if not self.total:
+            return {"seconds": round(self.seconds, 1)}
+        what, unit = split(self.label)
+        rate = self.rate
+        left = {} if rate is None else {"rate": round(rate, 3), "seconds_left": round((self.total - self.done) / rate, 1)}
+        return {"phase": what, "unit": unit, "done": self.done, "total": self.total, "seconds": round(self.seconds, 1), **left}
+
+
+def split(label: str) -> tuple[str, str]:
+    """Split a label into what is being done, and the unit, which is empty where the label has none.
+
+    >>> split("forced decode [tokens]"), split("build")
+    (('forced decode', 'tokens'), ('build', ''))
+    """
+    what, _, unit = label.removesuffix("]").partition(" [")
+    return what, unit
+
+
+def speed(rate: float | None) -> str:
+    """Return `, 85/s`, or `, 25 s each` for units that take longer than a second.
+
+    >>> speed(85.2), speed(2.5), speed(0.04)
+    (', 85/s', ', 2.5/s', ', 25 s each')
+    """
+    if rate is None:
+        return ""
+    return f", {rate:,.{0 if rate >= 10 else 1}f}/s" if rate >= 1 else f", {duration(1 / rate)} each"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: `45 s`, `1 min 20 s`, `2 h 05 min`.
+
+    >>> [duration(s) for s in (44.6, 80, 7500)]
+    ['45 s', '1 min 20 s', '2 h 05 min']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@contextmanager
+def lines(phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]:
+    """Say how a phase goes on every LINE_SECONDS, also while nothing calls.
+
+    Args:
+        phase: What calls of the progress go to.
+        say: Prints a message; of None, the phase.
+
+    Returns:
+        The progress to call.
+    """
+    over = threading.Event()
+
+    def repeat() -> None:
+        seconds: float = FIRST_SECONDS
+        while not over.wait(seconds):
+            say(None)
+            seconds = LINE_SECONDS
+
+    def update(label: str, done: int, total: int) -> None:
+        if total:
+            phase.update(label, done, total)
+        else:
+            say(label)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def bar(console: Console, title: str, phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]:
+    """Show a phase as a bar on a terminal, below what else is printed there; the arguments are as of `lines`."""
+    with bars.Progress(
+        bars.TextColumn("  {task.description}", markup=False),
+        bars.BarColumn(),
+        bars.TextColumn("{task.fields[amount]}"),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as shown:
+        task = shown.add_task(title, total=None, amount="")
+
+        def update(label: str, done: int, total: int) -> None:
+            if not total:
+                say(label)
+                return
+            another = label != phase.label or not phase.total
+            phase.update(label, done, total)
+            what, unit = split(label)
+            if another:
+                shown.reset(task, description=f"{title}: {what}", total=total, completed=done)
+            amount = f"{done:,}/{total:,} {unit}".rstrip() + speed(phase.rate)
+            shown.update(task, completed=done, total=total, amount=amount)
+
+        yield update

@@ -1,0 +1,82 @@
+"""stdout and stderr as lines of JSON (`log=json`): results on stdout, everything else on stderr, one object a line.
+
+What libraries and child processes print, by whatever way, becomes such a line as well: both descriptors of this process lead
+into pipes that a thread reads.
+"""
+
+import fcntl
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from pipeline.core.redaction import printable, redact_text
+
+RESULT = "result"
+"""Key of the kind of a result; lines without it are about how the command goes on."""
+PIPE_BYTES = 1 << 20
+"""What a library may print while it keeps the thread from running."""
+LAST_LINES_S = 1.0
+"""Seconds that the last lines of others are waited for: a child that goes on keeps its end of a pipe open."""
+
+
+def line(fields: Mapping[str, object]) -> str:
+    """Return an object as a line of JSON that begins with the time, without secrets."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return redact_text(json.dumps({"time": now, **fields}, ensure_ascii=False, default=str)) + "\n"
+
+
+class Streams:
+    """Both streams while they are JSON."""
+
+    def __init__(self) -> None:
+        self._real = {name: os.dup(stream) for name, stream in (("stdout", 1), ("stderr", 2))}
+        self._threads = []
+        for stream in (1, 2):
+            reads, writes = os.pipe()
+            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            os.dup2(writes, stream)
+            os.close(writes)
+            thread = threading.Thread(target=self._pass_on, args=(reads,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def write(self, fields: Mapping[str, object]) -> None:
+        """Write an object: a result to stdout, else to stderr."""
+        self._write(RESULT in fields, line(fields))
+
+    def close(self) -> None:
+        """Give the process its streams back, once what was printed has come through."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for name, stream in (("stdout", 1), ("stderr", 2)):
+            os.dup2(self._real[name], stream)
+        for thread in self._threads:
+            thread.join(LAST_LINES_S)
+
+    def _write(self, result: bool, text: str) -> None:
+        content = text.encode("utf-8", errors="replace")
+        while content:
+            content = content[os.write(self._real["stdout" if result else "stderr"], content) :]
+
+    def _pass_on(self, reads: int) -> None:
+        with open(reads, encoding="utf-8", errors="replace") as lines:
+            for text in lines:
+                with suppress(OSError):  # nobody reads any more; what prints must not wait for that
+                    self._pass_line(text.rstrip())
+
+    def _pass_line(self, text: str) -> None:
+        """Write a line of another's: as it is where a job in a process of its own wrote it, else as a message."""
+        if not text:
+            return
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        if isinstance(fields, dict) and "time" in fields and (RESULT in fields or "level" in fields):
+            self._write(RESULT in fields, text + "\n")
+        else:
+            self._write(False, line({"level": "info", "message": printable(text), "source": "library"}))

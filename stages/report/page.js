@@ -1,0 +1,145 @@
+"use strict";
+// Filters, themes, and the charts' specifications handed to vega-embed. Without it the page is all tables.
+const one = (query) => document.querySelector(query);
+const all = (query) => [...document.querySelectorAll(query)];
+const SPECS = JSON.parse(one("#charts").textContent);
+const views = new Map();
+const ERRORS = 1; // Vega warns about a layer that shows nothing while all policies are chosen.
+const AT_ONCE = 12; // answers, before "Show all"
+
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, faint, line] = ["--ink", "--faint", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const font = style.fontFamily;
+  const text = { labelColor: faint, titleColor: faint, labelFont: font, titleFont: font, labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500 };
+  return {
+    background: "transparent",
+    font,
+    view: { stroke: null },
+    axis: { ...text, titlePadding: 8, gridColor: line, domainColor: line, tickColor: line, labelOverlap: true },
+    legend: { ...text, orient: "top", columns: innerWidth < 600 ? 2 : 5, labelLimit: 150 },
+    header: { labelColor: ink, labelFont: font, labelFontSize: 13, labelFontWeight: 600, labelAnchor: "start" },
+    text: { color: ink, fill: ink, fontSize: 12 },
+    rule: { color: ink },
+    tick: { color: ink },
+    mark: { color: "#3a86d4" },
+    point: { color: "#3a86d4" },
+  };
+}
+
+// A facet has no width of its own: as many panels in a row as the page has room for.
+function fitted(spec, width) {
+  if (!spec.facet) return spec;
+  const columns = Math.max(1, Math.min(spec.columns, Math.floor(width / 330)));
+  const panel = Math.floor((width - 80) / columns) - 22;
+  return { ...spec, columns, spec: { ...spec.spec, width: Math.max(130, Math.min(panel, 420)) } };
+}
+
+const parameters = () => ({ policy: one("#policy").value, workload: one("#workload").value, measure: one("#measure")?.value ?? "kl_mean" });
+
+async function draw(figure) {
+  const place = figure.querySelector(".chart");
+  const name = figure.dataset.chart;
+  views.get(name)?.finalize();
+  views.delete(name);
+  if (figure.hidden || !SPECS[name]) return;
+  // The interpreter of expressions needs no eval, which the page's policy forbids.
+  const options = { ast: true, actions: false, renderer: "svg", defaultStyle: false, tooltip: { disableDefaultStyle: true }, logLevel: ERRORS, config: colours() };
+  const chart = await vegaEmbed(place, fitted(SPECS[name], place.clientWidth), options);
+  views.set(name, chart);
+  await listen(chart.view);
+}
+
+async function listen(view) {
+  for (const [name, value] of Object.entries(parameters())) view.signal(name, value);
+  await view.runAsync();
+}
+
+const drawAll = () => Promise.all(all("[data-chart]").map(draw));
+
+function filter() {
+  const { policy, workload } = parameters();
+  const kind = one("#kind")?.value ?? "";
+  const baseline = "fp16 baseline";
+  for (const item of all("main [data-policy], main [data-workload]")) {
+    const { policy: itsPolicy, workload: itsWorkload } = item.dataset;
+    const other = policy && itsPolicy !== undefined && itsPolicy !== policy && itsPolicy !== baseline;
+    const elsewhere = workload && itsWorkload && itsWorkload !== workload;
+    item.hidden = Boolean(other || elsewhere || (kind && item.dataset.kind && item.dataset.kind !== kind));
+  }
+  const cards = all(".cards article");
+  for (const card of cards) card.hidden ||= !card.querySelector(".flip:not([hidden])");
+  const fitting = cards.filter((card) => !card.hidden);
+  const more = one("#more");
+  if (more) {
+    const flips = all(".cards article:not([hidden]) .flip:not([hidden])").length;
+    one("#count").textContent = `${flips} of ${all(".cards .flip").length} answers, of ${fitting.length} samples`;
+    const cutOff = more.getAttribute("aria-expanded") === "true" ? fitting.length : AT_ONCE;
+    fitting.forEach((card, i) => (card.hidden = i >= cutOff));
+    more.hidden = fitting.length <= AT_ONCE;
+    more.textContent = cutOff === AT_ONCE ? `Show all ${fitting.length} samples` : `Show the first ${AT_ONCE} samples`;
+  }
+  views.forEach(({ view }) => listen(view));
+}
+
+function open(body, yes) {
+  body.classList.toggle("closed", !yes);
+  body.querySelector(".toggle").setAttribute("aria-expanded", String(yes));
+}
+
+function paint(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  return drawAll();
+}
+
+// A frame without rights of its own, as MLflow shows artifacts in, has no storage.
+function remembered(theme) {
+  try {
+    if (theme === undefined) return localStorage.getItem("kvgate-theme") ?? "";
+    localStorage.setItem("kvgate-theme", theme);
+  } catch {
+    return "";
+  }
+  return theme;
+}
+
+one("#unscripted").hidden = true;
+all(".filters, .tools").forEach((tools) => (tools.hidden = false));
+one(".filters").addEventListener("submit", (event) => event.preventDefault());
+["#policy", "#workload", "#kind", "#measure"].forEach((query) => one(query)?.addEventListener("change", filter));
+one("#theme").addEventListener("change", (event) => paint(remembered(event.target.value)));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+all("tbody.many").forEach((body) => {
+  open(body, false);
+  body.querySelector(".toggle").addEventListener("click", () => open(body, body.classList.contains("closed")));
+});
+one("#expand")?.addEventListener("click", ({ currentTarget: button }) => {
+  const yes = button.getAttribute("aria-expanded") === "false";
+  button.setAttribute("aria-expanded", String(yes));
+  button.textContent = yes ? "Show the worst of each check" : "Show every workload";
+  all("tbody.many").forEach((body) => open(body, yes));
+});
+one("#more")?.addEventListener("click", ({ currentTarget: button }) => {
+  button.setAttribute("aria-expanded", String(button.getAttribute("aria-expanded") === "false"));
+  filter();
+});
+one("#shade")?.addEventListener("change", ({ target }) => {
+  for (const figure of all("[data-chart^=depth]")) {
+    figure.hidden = figure.dataset.chart !== target.value;
+    draw(figure);
+  }
+});
+if (one("[data-chart=depth_kl]")) one("[data-chart=depth_kl]").hidden = true;
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (Math.abs(innerWidth - width) < 40) return;
+  width = innerWidth;
+  drawAll();
+});
+
+one("#theme").value = remembered();
+paint(one("#theme").value).then(() => {
+  filter();
+  document.documentElement.dataset.ready = "";
+});

@@ -1,0 +1,115 @@
+"""Candidates with their evidence for tests of report.html, and a Chromium to open it in."""
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_reports import GATES, fidelity, report, row
+from judged_candidates import judged_candidate
+from safetensors.numpy import save_file
+
+from pipeline.core.records import Sample
+from pipeline.registry.summary import Candidate
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import SampleRow
+from pipeline.verdict.tracked import flat_metrics
+from stages.evaluate.distance import StepStatistics
+from stages.evaluate.joining import TOKENS
+from stages.evaluate.metrics import slices
+from stages.report import Exhibit, Occasion
+
+HINT = "needs Chromium (Debian: apt-get install chromium) and playwright; REQUIRE_CHROMIUM=1 makes this a failure"
+EDGES = [0, 256]
+STEPS = 8
+
+
+def chromium() -> str:
+    """Chromium's path; the test is skipped without it."""
+    found = shutil.which("chromium")
+    if found is None or find_spec("playwright") is None:
+        if os.environ.get("REQUIRE_CHROMIUM") == "1":
+            pytest.fail(HINT)
+        pytest.skip(HINT)
+    return found
+
+
+def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int = 40, **changes: object) -> list[SampleRow]:
+    """The samples of a policy that loses the first answers of each workload and gains the last."""
+    return [
+        row(
+            workload,
+            index,
+            index < count - 1,
+            lost <= index,
+            **{
+                "context_tokens": 100 + 8 * index,
+                "depth": index / count if workload == "retrieval" else None,
+                "scored_tokens": STEPS,
+                "reference": f"the key is {index}",
+                "baseline_generation": f"the key is {index}",
+                "candidate_generation": f"the lock is {index}",
+                **changes,
+            },
+        )
+        for workload in workloads
+        for index in range(count)
+    ]
+
+
+def asked(of: Sequence[SampleRow], prompt: str = "Which key opens the door?") -> list[Sample]:
+    return [
+        Sample(id=one.id, workload=one.workload, reference=one.reference or "", messages=(("user", f"{prompt} ({one.id})"),))
+        for one in of
+    ]
+
+
+def exhibit(
+    folder: Path, name: str, of: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
+) -> Exhibit:
+    """A candidate judged by the default gates, with the statistics of its tokens beside its report."""
+    noise = np.full(len(of) * STEPS, kl)
+    steps = StepStatistics(noise, noise, noise, noise, noise, noise, np.zeros(len(noise), np.int64))
+    parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
+    made = report(list(of))
+    system = made.system.model_copy(update={"kib_per_token": kib, "inter_token_p99_ms": 4.0})
+    made = made.model_copy(
+        update={
+            "slices": slices(of, parts, EDGES),
+            "system": system,
+            "baseline_system": made.system.model_copy(update={"kib_per_token": 2.0}),
+            "noise": made.noise.model_copy(update={"fidelity": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0)}),
+            "planned_workloads": dict.fromkeys((one.workload for one in of), True),
+        }
+    )
+    candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=flat_metrics(made))
+    save_file({"kl": noise.astype(np.float32)}, str(candidate.report.path.with_name(TOKENS)))
+    decided = Candidate.decided(decide(made, of, GATES))
+    return Exhibit(
+        candidate.model_copy(update={"name": name, **decided}),
+        report=made,
+        rows=of,
+        samples=asked(of, prompt),
+        binds={"checkpoint": "c" * 64, "library torch": "2.13.0"},
+        settings={"gates": {"margin": 0.05}, "workloads": {"seed": 0}},
+        evidence=candidate.identity.path.parent,
+    )
+
+
+def exhibits(folder: Path) -> list[Exhibit]:
+    """A sound cache, a smaller one that is farther away, and one that loses answers."""
+    return [
+        exhibit(folder, "fp8", rows(0), kib=1.0, kl=0.001),
+        exhibit(folder, "int8", rows(1), kib=1.1, kl=0.002),
+        exhibit(folder, "int4", rows(20, mean_kl=0.4), kib=0.5, kl=math.e),
+    ]
+
+
+def occasion(folder: Path, **changes: object) -> Occasion:
+    values: dict[str, object] = {"model": "tiny", "workdir": folder, "sweep": "20260101-000000", "version": "0", **changes}
+    return Occasion(**values)  # type: ignore[arg-type]

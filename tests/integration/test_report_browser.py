@@ -1,0 +1,191 @@
+"""report.html in a headless Chromium: it draws, filters, fits a phone, obeys the keyboard, and requests nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from report_pages import chromium, exhibit, exhibits, occasion, rows
+
+from stages.report import write_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+HOSTILE = "<img src=x onerror=document.title='hit'></script><script>document.title='hit'</script>{{7*7}}"
+READY = "html[data-ready]"
+
+
+@dataclass
+class Opened:
+    """A page, and all that it did besides showing itself."""
+
+    page: "Page"
+    requests: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """Warnings and errors on the console, and exceptions."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of three policies."""
+    folder = tmp_path_factory.mktemp("report")
+    return write_page(folder / "report.html", exhibits(folder), occasion(folder, champion="fp8"))
+
+
+@contextmanager
+def opened(browser: "Browser", path: Path, *, wait: bool = True, **options: Any) -> Iterator[Opened]:
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+    noted = Opened(context.new_page())
+    url = path.as_uri()
+    context.on("request", lambda request: noted.requests.append(request.url))
+    context.route("**/*", lambda route: route.continue_() if route.request.url == url else route.abort())
+    noted.page.on("console", lambda message: noted.said.append(message.text) if message.type in ("error", "warning") else None)
+    noted.page.on("pageerror", lambda error: noted.said.append(str(error)))
+    noted.page.goto(url)
+    if wait:
+        noted.page.wait_for_selector(READY, state="attached", timeout=60_000)
+    yield noted
+    assert noted.requests == [url], "the page requested something"
+    assert noted.said == []
+    context.close()
+
+
+def visible(page: "Page", selector: str) -> int:
+    return page.locator(f"{selector} >> visible=true").count()
+
+
+def test_every_chart_is_drawn_and_described(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as one:
+        for name in ("quality", "position", "context", "depth", "latency", "rate"):
+            chart = one.page.locator(f"[data-chart={name}] svg")
+            assert chart.count() == 1, name
+            assert chart.locator(".mark-symbol path, .mark-rect path, .mark-rule line").count() > 0, name
+            assert one.page.locator(f"[data-chart={name}] [role=graphics-document]").get_attribute("aria-label"), name
+        one.page.select_option("#shade", "depth_kl")
+        one.page.wait_for_selector("[data-chart=depth_kl] svg")
+        assert visible(one.page, "[data-chart=depth]") == 0
+
+
+def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as one:
+        page = one.page
+        before = page.locator("#count").inner_text()
+        lines = page.locator("[data-chart=position] .mark-line path").count()
+        page.select_option("#policy", "int4")
+        assert page.locator("#count").inner_text() != before
+        page.wait_for_function(f"document.querySelectorAll('[data-chart=position] .mark-line path').length < {lines}")
+        assert visible(page, ".matrix th[data-policy=fp8]") == 0
+        assert visible(page, ".matrix th[data-policy=int4]") == 1
+        flips = page.locator(".flip >> visible=true")
+        assert {flip.get_attribute("data-policy") for flip in flips.all()} == {"int4"}
+        page.select_option("#workload", "copy")
+        cards = page.locator(".cards article >> visible=true")
+        assert {card.get_attribute("data-workload") for card in cards.all()} == {"copy"}
+        page.select_option("#kind", "gained")
+        assert page.locator("#count").inner_text().startswith("1 of ")
+        page.select_option("#policy", "")
+        assert page.locator("#count").inner_text().startswith("3 of ")
+
+
+def test_another_measure_moves_the_points_and_names_its_gate(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as one:
+        gate = one.page.locator("[data-chart=quality] svg").get_by_text("gate max_mean_kl")
+        assert gate.count() == 1
+        one.page.select_option("#measure", "top10_overlap")
+        one.page.locator("[data-chart=quality] svg").get_by_text("gate min_top10_overlap").wait_for()
+        assert gate.count() == 0
+
+
+def test_the_keyboard_alone_reaches_filters_checks_and_reasons(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as one:
+        press = one.page.keyboard.press
+
+        def focused(attribute: str) -> str:
+            return str(one.page.evaluate(f"document.activeElement.{attribute} ?? ''"))
+
+        def tab_to(attribute: str, wanted: str) -> None:
+            for _ in range(120):
+                press("Tab")
+                if focused(attribute) == wanted:
+                    return
+            pytest.fail(f"Tab never reached {wanted}")
+
+        press("Tab")
+        assert focused("className") == "skip"
+        tab_to("id", "policy")
+        press("ArrowDown")
+        assert one.page.locator("#policy").input_value() == "fp8"
+        tab_to("className", "toggle")
+        assert visible(one.page, ".matrix .place") == 0
+        press("Enter")
+        assert focused("ariaExpanded") == "true"
+        assert visible(one.page, ".matrix tbody:first-of-type .place") > 0
+        press("Tab")
+        assert focused("tagName") == "SUMMARY"
+        press("Enter")
+        assert visible(one.page, ".matrix details[open] p") == 1
+        outline = one.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", "the focus is seen"
+
+
+@pytest.mark.parametrize("width", [360, 390])
+def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: int) -> None:
+    with opened(browser, report, viewport={"width": width, "height": 800}) as one:
+        one.page.locator("#expand").click()
+        for details in one.page.locator("details:not(.matrix details)").all():
+            details.evaluate("element => element.open = true")
+        assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+        outside = one.page.evaluate(
+            """[...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg") && e.checkVisibility()
+               && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
+        )
+        assert outside == []
+
+
+def test_dark_and_light_follow_the_system_and_the_switch(browser: "Browser", report: Path) -> None:
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    with opened(browser, report, color_scheme="dark") as one:
+        dark = one.page.evaluate(background)
+        one.page.select_option("#theme", "light")
+        assert one.page.evaluate(background) == "rgb(255, 255, 255)" != dark
+        one.page.wait_for_selector("[data-chart=quality] svg")
+    with opened(browser, report, color_scheme="light") as one:
+        assert one.page.evaluate(background) == "rgb(255, 255, 255)"
+        one.page.select_option("#theme", "dark")
+        assert one.page.evaluate(background) == dark
+
+
+def test_without_scripts_all_tables_are_there(browser: "Browser", report: Path) -> None:
+    with opened(browser, report, wait=False, java_script_enabled=False) as one:
+        assert visible(one.page, ".matrix .place") > 0
+        assert visible(one.page, ".cards .flip") > 12
+        assert visible(one.page, ".filters") == 0
+        assert one.page.get_by_text("Without scripts there are no charts").is_visible()
+
+
+def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:
+    of = rows(3, (HOSTILE, "copy"), reference=HOSTILE, baseline_generation=f"a {HOSTILE}", candidate_generation=f"b {HOSTILE}")
+    path = write_page(tmp_path / "report.html", [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)], occasion(tmp_path))
+    with opened(browser, path) as one:
+        point = one.page.locator("[data-chart=quality] .mark-symbol path").first
+        point.hover()
+        one.page.wait_for_selector("#vg-tooltip-element.visible")
+        assert "{{7*7}}" in one.page.locator("#vg-tooltip-element").inner_text()
+        one.page.select_option("#workload", HOSTILE)
+        assert one.page.locator("img").count() == 0
+        assert "hit" not in one.page.title()
+        assert one.page.locator(".cards article >> visible=true").count() > 0

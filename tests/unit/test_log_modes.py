@@ -1,0 +1,234 @@
+"""`log=human|json|quiet`: what reaches which stream, and that under json every line is an object."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_input.case import Case, Commands, Outcome
+
+from pipeline.config.config import Config
+from pipeline.terminal import console
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NOISE = """
+import logging, os, subprocess, sys, warnings
+from rich.text import Text
+from pipeline.terminal import console
+from pipeline.terminal.grids import Column, Grid, Row
+console.configure("json")
+console.begin(console.Job("evaluate", "fp8", 2, 5), " of tiny")
+print("printed by a library")
+os.write(2, b"written by native code\\n")
+warnings.warn("deprecated")
+logging.getLogger("other").warning("logged by a library")
+logging.getLogger("kvgate.waits").warning("waiting for a lock")
+subprocess.run(["sh", "-c", "echo said by a child >&2; echo hf_abcdefghijklmnopqrstuvwxyz"])
+subprocess.run([sys.executable, "-c", "print('{\\"time\\": \\"t\\", \\"result\\": \\"verdict\\", \\"job\\": 3}')"])
+console.out.print("[bold]a sentence[/] for people", Text("in colour", style="red"))
+console.show("comparison", Grid("t", "policy", [Column("kl", "KL", ".1e")], [Row("fp8", [float("nan")]), Row("int8", [0.25])]))
+with console.progress("round fp8") as progress:
+    progress("look at this", 0, 0)
+console.step("round fp8", "/somewhere", 1.5)
+console.warning("beware")
+console.error("it failed", exit_code=2)
+console.trace("Traceback\\n  line")
+"""
+
+
+@pytest.fixture(scope="module")
+def noise() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", NOISE], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_results_are_objects_on_stdout(noise: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    results, _ = noise
+    by_kind = {line["result"]: line for line in results}
+    assert by_kind.keys() == {"text", "comparison", "verdict"}
+    assert by_kind["text"]["message"] == "a sentence for people in colour"
+    assert by_kind["comparison"]["rows"] == [{"policy": "fp8", "kl": None}, {"policy": "int8", "kl": 0.25}]
+    assert by_kind["comparison"] | {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5} == by_kind["comparison"]
+    assert by_kind["verdict"]["job"] == 3, "a job in a process of its own says which one it is"
+
+
+def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    _, events = noise
+    said = {line["message"]: line for line in events}
+    assert {line["level"] for line in events} == {"info", "warning", "error"}
+    for message in ("printed by a library", "written by native code", "logged by a library", "said by a child", "***"):
+        assert said[message]["source"] == "library"
+    assert any("deprecated" in message for message in said)
+    assert said["waiting for a lock"]["level"] == "warning"
+    assert said["round fp8: look at this"]["step"] == "round fp8"
+    assert (
+        said["round fp8 is ready"] | {"artifact": "/somewhere", "seconds": 1.5, "reused": False} == said["round fp8 is ready"]
+    )
+    assert said["it failed"] | {"level": "error", "exit_code": 2, "job": 2} == said["it failed"]
+    assert said["where it came from"]["traceback"] == "Traceback\n  line"
+    assert all(line["time"].endswith("Z") for line in events)
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as running:
+        yield running
+
+
+def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:
+    return commands.run(Case("", arguments, (), begins=begins), folder)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("kv=fp9", "log=json"),
+        ("log=json", "--frobnicate"),
+        ("-m", "kv=fp8,fp9", "log=json"),
+        ("log=json", "bundle=nowhere", "stage=verify"),
+        ("log=json", "kv.sink_tokens=-1", "seed=-1"),
+    ],
+)
+def test_errors_before_any_work_follow_what_the_command_line_says(
+    arguments: tuple[str, ...], commands: Commands, tmp_path: Path
+) -> None:
+    done = outcome(commands, tmp_path, *arguments)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert lines
+    assert {(line["level"], line["exit_code"]) for line in lines if "step" not in line} == {("error", 2)}
+    assert (done.code, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(("given", "said"), [("log=yaml", "log=yaml: no such option"), ("log=quie", "did you mean quiet?")])
+def test_a_form_that_there_is_not_is_refused(given: str, said: str, commands: Commands, tmp_path: Path) -> None:
+    done = outcome(commands, tmp_path, given)
+    assert done.code == 2
+    assert done.stderr.startswith("pipeline: error: ")
+    assert said in done.stderr
+
+
+def test_a_sweep_over_forms_is_refused(commands: Commands, tmp_path: Path) -> None:
+    done = outcome(commands, tmp_path, "-m", "log=json,quiet")
+    assert (done.code, "a command speaks in one way; give one" in done.stderr) == (2, True)
+
+
+def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_path: Path) -> None:
+    done = outcome(commands, tmp_path, "stage=capacity", "log=json", begins=True)
+    assert done.code == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"capacity", "capacity_shares", "text"} <= {line["result"] for line in results}
+    assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
+
+
+def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path) -> None:
+    shown, quiet = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in ("human", "quiet"))
+    assert quiet.stderr == ""
+    assert "What the memory holds" in quiet.stdout
+    assert shown.stdout.splitlines()[0] == "capacity fp8 of pkg://stages.tiny/checkpoint"
+    assert shown.stdout.splitlines()[1:] == quiet.stdout.splitlines()
+    assert (
+        outcome(commands, tmp_path, "kv=fp9", "log=quiet").stderr
+        == "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"
+    )
+
+
+def test_results_show_paths_below_the_current_directory_relative_to_it(commands: Commands, tmp_path: Path) -> None:
+    done = outcome(commands, tmp_path, "stage=capacity", begins=True)
+    assert done.stdout.splitlines()[-2:] == ["work/capacity.json", "work/capacity.png"]
+    assert str(tmp_path) not in done.stdout
+
+
+def test_quiet_says_nothing_of_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    console.speak("quiet")
+    try:
+        console.begin(console.Job("all", "fp8", 2, 5), " of tiny")
+        with console.progress("round") as progress:
+            progress("look", 0, 0)
+        console.step("round", Path("x"), 1.0)
+        console.warning("beware")
+        console.say("a result")
+    finally:
+        console.close()
+    printed = capsys.readouterr()
+    assert printed.out == "a result\n"
+    assert printed.err == "pipeline: warning: beware\n"
+
+
+def test_a_report_for_people_is_written_under_json_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console.speak("json")
+    try:
+        with console.written_to(tmp_path / "report.txt"):
+            console.say("[green]Champion:[/] fp8")
+    finally:
+        console.close()
+    assert (tmp_path / "report.txt").read_text() == "Champion: fp8\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_no_artifact_and_no_run_knows_the_form() -> None:
+    """The key is read where streams are opened, and left out of what is tracked."""
+    readers = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("pipeline", "stages")
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"(config|\[0\])\.log\b", path.read_text(encoding="utf-8"))
+    ]
+    assert readers == ["pipeline/__main__.py"]
+    assert 'exclude={"log"}' in (ROOT / "pipeline" / "run" / "runner.py").read_text(encoding="utf-8")
+    assert "log" in Config.model_fields
+
+
+SHOWN = [
+    (("--cfg", "job", "-m", "kv=fp8,int8"), 0, "# job 2 of 2: kv=int8\n"),
+    (("--cfg", "job", "-m", "kv=fp8,int8", "--package", "kv.name"), 0,
+        "# job 1 of 2: kv=fp8\nfp8\n---\n# job 2 of 2: kv=int8\nint8\n"),
+    (("--cfg", "job", "--package", "gates", "--resolve"), 0, "max_mean_kl: 0.05"),
+    (("--hydra-help",), 0, "--shell-completion"),
+    (("--info", "searchpath"), 0, "file://"),
+    (("--version",), 0, "kvgate "),
+    (("kv=fp8", "--version"), 0, "kvgate "),
+    (("-sc", "install=bash"), 0, "complete -o nospace"),
+    (("-sc", "uninstall=bash"), 0, "complete -r"),
+    (("--cfg", "all", "-m"), 2, "give --cfg job"),
+    (("--cfg", "job", "--package", "nope"), 2, "--package=nope: no such part"),
+    (("--cfg", "nope"), 2, "choose from"),
+    (("--config-name", "nope"), 2, "--config-name=nope: kvgate has its own configuration"),
+    (("--info", "nope"), 2, "choose from"),
+    (("-sc",), 2, "give install=bash"),
+    (("-sc", "install=tcsh"), 2, "give install=bash"),
+    (("--frobnicate",), 2, "--frobnicate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_an_option_shows_what_it_is_for_or_is_refused_in_a_line(
+    arguments: tuple[str, ...], code: int, said: str, commands: Commands, tmp_path: Path
+) -> None:
+    done = outcome(commands, tmp_path, *arguments)
+    assert done.code == code, done.stderr
+    assert said in (done.stderr if code else done.stdout)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (1 if code else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--help", "--info", "--cfg job -m kv=fp8,int8"])
+def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `head` that has ended
+    with os.fdopen(writes, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,273 @@
+"""report.html as it is written: what it shows, what it leaves out, and that nothing in it acts."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vl_convert
+from report_pages import STEPS, asked, exhibit, exhibits, occasion, rows
+
+from stages.report import Exhibit, curves
+from stages.report.answers import changed_answers
+from stages.report.content import MOST_POLICIES, make_page
+from stages.report.page import library, render, write_page
+from stages.report.text import differences, shown
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "{{7*7}}",
+    "\u2028\u202e\x00'\"><svg/onload=alert(3)>",
+)
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and all of its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.texts: list[str] = []
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self._in_script else self.texts).append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Exhibit]:
+    return exhibits(tmp_path_factory.mktemp("judged"))
+
+
+@pytest.fixture(scope="module")
+def page(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return render(judged, occasion(tmp_path_factory.mktemp("page")))
+
+
+def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
+    text = " ".join(Elements(page).text.split())
+    reasons = [check.reason for exhibit in judged for check in exhibit.candidate.checks]
+    assert len(reasons) > 30
+    assert [reason for reason in reasons if reason not in text] == []
+
+
+def test_a_check_is_as_bad_as_the_worst_of_its_places(judged: list[Exhibit], tmp_path: Path) -> None:
+    shown = make_page(judged, occasion(tmp_path))
+    accuracy = next(gate for gate in shown.gates if gate.key == "accuracy")
+    worst = [cell.status if cell is not None else None for cell in accuracy.worst]
+    assert worst[2] == "FAIL"
+    assert accuracy.counts[2] == "0 of 4"
+    assert {line.where for line in accuracy.lines} == {"retrieval", "copy", "retrieval [0, 256)", "copy [0, 256)"}
+    assert all(line.where.startswith(str(line.workload)) for line in accuracy.lines)
+
+
+def test_context_bins_are_a_second_layer_with_the_answers_that_changed(judged: list[Exhibit], tmp_path: Path) -> None:
+    bins = make_page(judged, occasion(tmp_path)).bins
+    assert [(line.workload, line.context) for line in bins] == [
+        ("copy", "0 to 255"), ("copy", "256 and more"), ("retrieval", "0 to 255"), ("retrieval", "256 and more")
+    ]  # fmt: skip
+    first = bins[0].cells[2]
+    assert first is not None
+    assert first.answers == "0 of 20 right, 20 lost"
+
+
+def test_the_front_is_what_no_other_policy_beats_in_bytes_and_distance(judged: list[Exhibit]) -> None:
+    data = [one for one in curves.quality(judged) if (one["measure"], one["workload"]) == ("kl_mean", curves.ALL)]
+    assert {one["policy"] for one in data if one["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
+    baseline = next(one for one in data if one["verdict"] == "baseline")
+    assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)
+    assert all(one["limit"] == 0.05 for one in data if one is not baseline)
+
+
+def test_kl_by_position_covers_every_scored_token_once(judged: list[Exhibit]) -> None:
+    steps = [one for one in curves.by_position(judged[:1]) if one["workload"] == curves.ALL]
+    assert sum(one["tokens"] for one in steps) == STEPS * len(judged[0].rows)
+    assert (steps[0]["first"], steps[-1]["last"]) == (1, STEPS)
+    assert all(one["kl"] == pytest.approx(0.001, rel=1e-2) for one in steps)
+
+
+def test_positions_are_not_drawn_from_statistics_of_other_samples(judged: list[Exhibit], tmp_path: Path) -> None:
+    other = replace(judged[0], rows=judged[0].rows[:-1])
+    assert curves.by_position([other]) == []
+    assert "position" not in make_page([other], occasion(tmp_path)).charts
+
+
+def test_depth_by_length_counts_the_baseline_beside_each_policy(judged: list[Exhibit]) -> None:
+    data = [one for one in curves.depths(judged) if one["workload"] == curves.ALL]
+    right = {
+        engine: sum(one["right"] for one in data if one["policy"] == engine) for engine in ("fp16 baseline", "fp8", "int4")
+    }
+    assert right == {"fp16 baseline": 39, "fp8": 40, "int4": 20}
+    assert {one["judged"] for one in data if one["depth"] == "0–20 %"} <= {8}
+
+
+def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path: Path) -> None:
+    charts = make_page(judged, occasion(tmp_path)).charts
+    assert set(charts) == {"quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
+    for name, spec in charts.items():
+        assert spec["description"], name
+        json.dumps(spec, allow_nan=False)
+        assert vl_convert.vegalite_to_vega(spec)["marks"], name
+
+
+def test_what_differs_is_marked_word_by_word_on_both_sides() -> None:
+    before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
+    assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
+    assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
+    assert differences("", "new") == ([], [("only", "new")])
+
+
+def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judged: list[Exhibit]) -> None:
+    answers = changed_answers(judged)
+    cards = {card.row.id: card for card in answers.cards}
+    assert len(cards) == 20 + 20 + 2
+    assert [(flip.policy, flip.kind) for flip in cards["copy-0"].flips] == [(1, "lost"), (2, "lost")]
+    assert [(flip.policy, flip.kind) for flip in cards["copy-39"].flips] == [(0, "gained"), (1, "gained"), (2, "gained")]
+    assert "(copy-0)" in cards["copy-0"].prompt[0][1].head
+
+
+def test_a_prompt_is_not_shown_for_a_sample_that_was_another_one(judged: list[Exhibit]) -> None:
+    other = [replace(sample, reference="another answer") for sample in judged[2].samples]
+    answers = changed_answers([replace(judged[2], samples=other)])
+    assert answers.prompts_missing
+    assert all(card.prompt == [] for card in answers.cards)
+
+
+def _hostile(folder: Path, text: str) -> Exhibit:
+    of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
+    made = exhibit(folder, f"kv {text}", of, prompt=text)
+    return replace(made, binds={text: text}, settings={text: text}, problem=text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_texts_from_outside_are_shown_and_do_nothing(text: str, tmp_path: Path) -> None:
+    told = occasion(tmp_path, model=text, command=text, champion=f"kv {text}", message=text, sweep=text, unfinished=text)
+    found = Elements(render([_hostile(tmp_path, text)], told))
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 3
+    assert not {"img", "svg", "iframe", "object", "embed", "link", "base"} & set(tags)
+    handlers = [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
+    assert handlers == []
+    assert shown(text) in found.text
+    assert json.loads(found.scripts[0])["quality"]["datasets"]["quality"][0]["policy"] == shown(f"kv {text}")
+
+
+def test_the_page_may_run_its_own_scripts_alone_and_request_nothing(page: str) -> None:
+    found = Elements(page)
+    policy = next(
+        a["content"] for tag, a in found.elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert not re.search(r"unsafe-eval|script-src[^;]*unsafe-inline|https?:|\*", policy)
+    for script in found.scripts[1:]:
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    loaded = [
+        name for _, attributes in found.elements for name in attributes if name in ("src", "srcset", "action", "data", "poster")
+    ]
+    assert loaded == []
+    assert {str(a["href"])[:1] for _, a in found.elements if a.get("href")} == {"#"}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_the_library_is_bundled_once_and_never_taken_from_a_folder_that_others_can_reach(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "kvgate" / "page"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    made: list[str] = []
+
+    def bundle(snippet: str) -> str:
+        made.append(snippet)
+        return f"bundle {len(made)}"
+
+    monkeypatch.setattr(vl_convert, "javascript_bundle", bundle)
+    scripts = []
+    for _ in range(2):
+        library.cache_clear()
+        scripts.append(library())
+    library.cache_clear()
+    assert len(made) == (1 if mode == 0o700 else 2)
+    assert (scripts[0] == scripts[1]) is (mode == 0o700)
+    assert "BSD 3-Clause" in scripts[0]
+
+
+def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_PASSWORD", "hunter two words")
+    of = rows(3, baseline_generation="say hunter two words", candidate_generation="say hunter and three words, api_key=abcdef")
+    made = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
+    text = render([made], occasion(tmp_path, command="kvgate tracking.uri=postgresql://me:hunter3@host/db"))
+    assert "hunter two words" not in re.sub(r"<[^>]*>", "", text)
+    assert "abcdef" not in text.split("<script")[0]
+    assert "hunter3" not in text
+
+
+def test_a_large_sweep_with_long_prompts_stays_below_three_megabytes_and_says_what_is_missing(tmp_path: Path) -> None:
+    of = rows(300, ("one", "two", "three"), count=320)
+    first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
+    many = [replace(first, candidate=first.candidate.model_copy(update={"name": f"kv{i}"})) for i in range(30)]
+    path = write_page(tmp_path / "report.html", many, occasion(tmp_path))
+    assert path.stat().st_size < 3_000_000
+    text = Elements(path.read_text(encoding="utf-8")).text
+    assert f"Below are {MOST_POLICIES} of 30 candidates" in text
+    assert re.search(r"[\d,]+ more of kv0 are in \S+samples\.jsonl", text)
+    assert "characters …" in text
+
+
+def test_a_candidate_whose_evidence_is_gone_keeps_its_verdict_on_the_page(judged: list[Exhibit], tmp_path: Path) -> None:
+    gone = Exhibit(judged[0].candidate, problem="identity.json: cannot be read")
+    text = Elements(render([gone], occasion(tmp_path))).text
+    assert judged[0].candidate.checks[0].reason in " ".join(text.split())
+    assert "identity.json: cannot be read" in text
+
+
+def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
+    report = judged[0].report
+    assert report is not None
+    fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p99": None}
+    slices = [part.model_copy(update={"fidelity": part.fidelity.model_copy(update=fields)}) for part in report.slices]
+    of = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
+    candidate = judged[0].candidate.model_copy(update={"metrics": {"quality/kl_mean": float("nan")}})
+    broken = replace(judged[0], candidate=candidate, rows=of, report=report.model_copy(update={"slices": slices}))
+    page = make_page([broken], occasion(tmp_path))
+    assert page.rows[1].cells[2] == "–"
+    assert "nan" not in render([broken], occasion(tmp_path)).split("<script")[0].lower().replace("nano", "")
+
+
+def test_the_champion_and_why_the_others_do_not_serve_are_in_the_overview(judged: list[Exhibit], tmp_path: Path) -> None:
+    told = occasion(
+        tmp_path, champion="int8", message="int8 (version 2) is the champion", passed_over={"fp8": "passed, but less"}
+    )
+    page = make_page(judged, told)
+    assert [(row.name, row.champion) for row in page.rows[1:]] == [("fp8", False), ("int8", True), ("int4", False)]
+    assert page.rows[1].note == "passed, but less"
+
+
+def test_prompts_of_the_users_own_stay_out_of_the_copy_without_them(tmp_path: Path) -> None:
+    of = rows(2)
+    made = replace(exhibit(tmp_path, "fp8", of), samples=asked(of, "my own words"), own={"copy-0", "copy-1"})
+    assert "my own words (copy-0)" in render([made], occasion(tmp_path))
+    copy = render([made.without_own], occasion(tmp_path))
+    assert "my own words (copy-0)" not in copy
+    assert "my own words (retrieval-0)" in copy

@@ -1,0 +1,124 @@
+"""The page of a command: from evidence on disk to a file and to MLflow, and what happens where that fails."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_reports import GATES
+from judged_engine import judged_engine
+
+from pipeline.config.compose import plan
+from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.run import serving
+from pipeline.run.evidence import read_evidence
+from pipeline.run.identity import IDENTITY_FILE
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import REPORT_FILE
+
+OWN = {"id": "mine-1", "prompt": "our secret recipe: how much salt?", "reference": "two spoons", "workload": "copy"}
+
+
+class Runs:
+    """A tracking store that keeps what is attached."""
+
+    def __init__(self) -> None:
+        self.attached: dict[str, str] = {}
+
+    def attach(self, run_id: str, files: list[Path]) -> None:
+        self.attached[run_id] = files[0].read_text(encoding="utf-8")
+
+
+def candidate(directory: Path, **changes: object) -> Candidate:
+    """The candidate whose evidence lies in a directory, with a lost answer to the user's own question."""
+    evidence = read_evidence(directory)
+    assert evidence.report is not None
+    assert evidence.engine is not None
+    values: dict[str, Any] = {
+        "name": "int8",
+        "policy": "int8",
+        "model": "some-llm",
+        "backend": "onnxruntime",
+        **Candidate.decided(decide(evidence.report, evidence.rows, GATES)),
+        "metrics": {},
+        "engine": Cited(path=evidence.engine, digest="e"),
+        "baseline": Cited(path=evidence.engine, digest="b"),
+        "report": Cited(path=directory / REPORT_FILE, digest="r"),
+        "identity": Cited(path=directory / IDENTITY_FILE, digest="i"),
+        "registration": Registration(run_id="run-1", model_version="1"),
+        **changes,
+    }
+    return Candidate(**values)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def show(work: Path, shown: Candidate, store: Runs | None) -> None:
+    config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
+    serving.show(config, [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
+
+
+def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) -> None:
+    store, directory = Runs(), judged_engine(work / "artifacts", copy=3)
+    show(work, candidate(directory), store)
+    page = (work / serving.PAGE).read_text(encoding="utf-8")
+    assert store.attached == {"run-1": page}
+    assert "stage=verify bundle=" in page
+    assert read_evidence(directory).identity.binds["gates"] in page
+
+
+def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
+    jsonl = work.parent / "own.jsonl"
+    jsonl.write_text(json.dumps(OWN) + "\n")
+    directory = judged_engine(work / "artifacts", jsonl=jsonl, copy=3)
+    rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    lost = next(row for row in rows if row["baseline_correct"] and not row["candidate_correct"])
+    lost |= {"id": OWN["id"], "reference": OWN["reference"]}
+    (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = Runs()
+    show(work, candidate(directory), store)
+    page = (work / serving.PAGE).read_text(encoding="utf-8")
+    assert "our secret recipe" in page
+    assert "our secret recipe" not in store.attached["run-1"]
+    assert "two spoons" in store.attached["run-1"], "answers are MLflow's anyway, in samples.jsonl"
+
+
+def test_no_store_is_opened_without_a_registered_candidate(work: Path) -> None:
+    shown = candidate(judged_engine(work / "artifacts"), registration=None)
+
+    def never() -> None:
+        pytest.fail("opened")
+
+    config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
+    serving.show(config, [shown], never, sweep="s")
+    assert (work / serving.PAGE).is_file()
+
+
+def test_evidence_that_cannot_be_read_is_said_on_the_page(work: Path) -> None:
+    directory = judged_engine(work / "artifacts")
+    shown = candidate(directory)
+    (directory / IDENTITY_FILE).write_text("{}")
+    show(work, shown, None)
+    assert f"{directory / IDENTITY_FILE}: schema_version: Field required" in (work / serving.PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("fault", ["a directory", "a library", "a store"])
+def test_a_page_that_cannot_be_written_is_a_warning(
+    work: Path, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, store = candidate(judged_engine(work / "artifacts")), Runs()
+    if fault == "a directory":
+        (work / serving.PAGE).mkdir()
+    elif fault == "a library":
+        monkeypatch.setitem(__import__("sys").modules, "stages.report", None)
+    else:
+        monkeypatch.setattr(store, "attach", lambda *_: (_ for _ in ()).throw(OSError("postgresql://me:hunter2@host is away")))
+    show(work, shown, store)
+    said = capsys.readouterr().err
+    assert "pipeline: warning: report.html is not complete: " in said
+    assert "hunter2" not in said
+    assert not list(work.glob(".report.html.*")), "nothing half-written is left"
