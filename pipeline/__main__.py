@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from pipeline import __version__
 from pipeline.config.completion import complete
-from pipeline.config.compose import CONF, plan, to_config
+from pipeline.config.compose import CONF, Plan, plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.showing import configurations
 from pipeline.core.errors import INTERRUPTED, REFUSALS, SEVERITY, UserError, describe, exit_code
@@ -34,6 +34,9 @@ SWEPT_VARIABLE = "KVGATE_SWEPT"
 """Environment variable with the keys that differ between those jobs."""
 JOBS_VARIABLE = "KVGATE_JOBS"
 """Environment variable with how many jobs those are."""
+
+JSON = "--json"
+"""The one option that is kvgate's own."""
 
 DEBUG_VARIABLE = "KVGATE_DEBUG"
 """Environment variable: 1 shows where an exception came from that is no refusal."""
@@ -56,7 +59,7 @@ def _job(composed: DictConfig) -> None:
         config = to_config(composed)
         console.configure(config.log)
         number, of = (hydra_config.job.num + 1, int(os.environ[JOBS_VARIABLE])) if sweeping else (1, 1)
-        run(config, os.environ[SWEEP_VARIABLE], sweeping, changed, number, of)
+        run(config, os.environ[SWEEP_VARIABLE], sweeping, changed, number, of, as_json=JSON in _own_options)
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
         _print_error(error)
@@ -65,6 +68,10 @@ def _job(composed: DictConfig) -> None:
 
 _exit_codes: list[int] = []
 """Exit codes of the jobs of this process that were refused."""
+
+
+_own_options: set[str] = set()
+"""Options of kvgate's own that were given: Hydra knows none of them."""
 
 
 def _print_error(error: Exception) -> None:
@@ -100,6 +107,16 @@ def _check_options(arguments: Namespace) -> None:
         raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
 
 
+def _check_json(planned: Plan) -> None:
+    """Refuse `--json` where there is no one document to print."""
+    if JSON not in _own_options:
+        return
+    if planned.sweeping or planned.jobs[0].stage != "status":
+        raise UserError(f"{JSON}: only stage=status prints JSON, of one work directory; leave it out")
+    if planned.jobs[0].log == "json":
+        raise UserError(f"{JSON}: prints one document, log=json one object a line; leave one of them out")
+
+
 def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """The arguments that are no overrides, which argparse lists in the order of the command line."""
     remaining, options = list(overrides), []
@@ -127,6 +144,9 @@ def _asked_mode(argv: Sequence[str]) -> str:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if JSON in argv:
+        _own_options.add(JSON)
+        argv = [argument for argument in argv if argument != JSON]
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
     # Options may stand anywhere on our command line. hydra.main reads sys.argv and wants them before or after all overrides.
@@ -142,6 +162,7 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.cfg:
         documents = configurations(planned, arguments.package, arguments.resolve)
         return _shown(_job if arguments.cfg != "job" else lambda: print(*documents, sep="", end=""))
+    _check_json(planned)
     console.configure(planned.jobs[0].log)
     with console.doing("checking the inputs"):
         for job in planned.jobs:
@@ -152,13 +173,17 @@ def _dispatch(argv: list[str]) -> int:
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    from pipeline.run.runner import begin_sweep, conclude_sweep
+    from pipeline.run.runner import begin_sweep, conclude_sweep, holding
 
-    begin_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE], len(planned.jobs))
-    try:
-        _job()
-    finally:
-        code = conclude_sweep(planned.jobs[0], os.environ[SWEEP_VARIABLE])
+    first, typed = planned.jobs[0], [*arguments.overrides]
+    if arguments.config_dir:
+        typed = ["--config-dir", str(arguments.config_dir), *typed]
+    with holding(first):  # between its jobs as well
+        begin_sweep(first, os.environ[SWEEP_VARIABLE], len(planned.jobs))
+        try:
+            _job()
+        finally:
+            code = conclude_sweep(first, os.environ[SWEEP_VARIABLE], typed, planned.swept)
     return max([code, *_exit_codes], key=SEVERITY.index)
 
 

@@ -29,11 +29,11 @@ def link_or_copy(source: Path, target: Path) -> None:
     Linking fails between file systems, and for files of another user, which the kernel may protect.
     """
     source = source.resolve()  # Linux would link the symlink itself
-    root = _store_of(target.parent.resolve() / target.name)
+    root = store_of(target.parent.resolve() / target.name)
     if root is None:
         clone(source, target)
         return
-    shared = source if _store_of(source) == root else _brought_in(root, source)
+    shared = source if store_of(source) == root else _brought_in(root, source)
     try:
         os.link(shared, target)
     except OSError:
@@ -72,7 +72,7 @@ def sweep_pool(root: Path) -> None:
                 path.unlink()
 
 
-def _store_of(path: Path) -> Path | None:
+def store_of(path: Path) -> Path | None:
     """Return the root of the store that a path is in."""
     return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
 

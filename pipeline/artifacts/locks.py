@@ -1,5 +1,6 @@
 """Locks between processes. A wait has a limit, and says after a second what it is for, who holds the lock and until when."""
 
+import fcntl
 import logging
 import os
 import threading
@@ -20,6 +21,8 @@ LIMIT_S = 6 * 3600
 """Its default: another process may be making the artifact that is waited for."""
 QUIET_S = 1.0
 """Seconds of a wait before anything is said of it."""
+POLL_S = 0.05
+"""Seconds between two attempts at a lock that several may share: flock(2) has no wait with a limit."""
 
 
 def limit_s(environ: Mapping[str, str] = os.environ) -> float:
@@ -97,14 +100,76 @@ def locked_at_once(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def holder(path: Path) -> str:
-    """Return who holds a lock, in words, as far as this system tells: `process 123`."""
+@contextmanager
+def shared(path: Path, purpose: str) -> Iterator[None]:
+    """Hold a lock that any number of processes may hold together while the block runs, and `alone_at_once` none beside them.
+
+    The system lets go of it when its process dies, however it dies.
+
+    Args:
+        path: The lock's file, which is made where it is missing.
+        purpose: What a wait for it is for.
+
+    Raises:
+        MissingRequirement: Another process held it alone for all of KVGATE_LOCK_TIMEOUT_S.
+    """
+    seconds = limit_s()
+    end, last = until(seconds), time.monotonic() + seconds
+    lock = _opened(path)
+    try:
+        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
+            while not _flocked(lock, fcntl.LOCK_SH):
+                if time.monotonic() > last:
+                    raise MissingRequirement(
+                        f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
+                    )
+                time.sleep(POLL_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def alone_at_once(path: Path) -> Iterator[bool]:
+    """Hold a lock alone while the block runs, if nobody else holds it, alone or shared: the block gets whether it does."""
+    lock = _opened(path)
+    try:
+        yield _flocked(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(lock)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # of another user, who may let this one read: enough to share it
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _flocked(lock: int, how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def holders(path: Path) -> list[int]:
+    """Return the processes that hold a lock, as far as this system tells: those of other machines are not seen."""
     try:
         inode = path.stat().st_ino
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
         # 1: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END (proc(5)); waiting ones have an arrow before FLOCK
-        pid = next(int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"))
+        return [int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}")]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def holder(path: Path) -> str:
+    """Return who holds a lock, in words, as far as this system tells: `process 123`."""
+    try:
+        pid = holders(path)[0]
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, StopIteration, ValueError, IndexError):
+    except (OSError, IndexError):
         return "another process"
     return f"process {pid}, which is stopped (kill -CONT {pid} lets it go on)," if state in "Tt" else f"process {pid}"

@@ -15,8 +15,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
 from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
-from pipeline.artifacts.locks import locked, locked_at_once
+from pipeline.artifacts.locks import locked, locked_at_once, shared
 from pipeline.core.errors import MissingRequirement, UserError
 
 MANIFEST = ".manifest.json"
@@ -33,6 +33,10 @@ SCHEMA = 1
 STORE_VERSION = 1
 """Of the form of a store: where its artifacts are, and what a manifest says. A store without the file is of version 1."""
 SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
+PARTIAL = ".partial"
+"""Folder of a store with what is being made and may be gone on with: `STAGE/KEY`."""
+USE_LOCK = ".lock"
+"""At the root of a store: every command that uses its artifacts holds it together with others, and what removes some alone."""
 RESUMABLE_S = 30 * 24 * 3600.0
 """Seconds after which an artifact that was begun and not touched since counts as given up."""
 
@@ -123,7 +127,7 @@ class Store:
         self._prepare()
         target = self.path(recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(_lock(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
+        with locked(lock_of(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
             existing = self._verified(target, recipe)
             if existing is not None:
                 return existing
@@ -161,7 +165,7 @@ class Store:
             made = SCRATCH.fullmatch(directory.name)
             if made is not None:
                 _remove_abandoned(directory, directory.with_name(made[1]))
-        for directory in (self.root / ".partial").glob("*/*"):
+        for directory in (self.root / PARTIAL).glob("*/*"):
             target = self.root / Recipe.place(directory.parent.name, directory.name)
             with suppress(OSError):  # another process may sweep as well
                 if target.is_dir() or _untouched_s(directory) > RESUMABLE_S:
@@ -170,7 +174,7 @@ class Store:
 
     def _partial(self, recipe: Recipe) -> Path:
         """Return the directory in which a resumable artifact is made."""
-        directory = self.root / ".partial" / recipe.stage / recipe.key
+        directory = self.root / PARTIAL / recipe.stage / recipe.key
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
@@ -202,6 +206,26 @@ class Store:
         )
 
 
+@contextmanager
+def used(root: Path, *, make: bool) -> Iterator[None]:
+    """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
+
+    Args:
+        root: The store's root.
+        make: Whether what is missing of it is made. Without, a store that is not there, or that nobody wrote to, is left so.
+
+    Raises:
+        MissingRequirement: Another process removed artifacts for all of KVGATE_LOCK_TIMEOUT_S.
+    """
+    lock = root / USE_LOCK
+    if not make and not lock.is_file():
+        yield
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    with shared(lock, f"the artifacts in {root}, of which some are being removed"):
+        yield
+
+
 def check_store(root: Path) -> None:
     """Refuse a store whose form this kvgate does not know.
 
@@ -219,7 +243,8 @@ def check_store(root: Path) -> None:
         raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
 
 
-def _lock(target: Path) -> Path:
+def lock_of(target: Path) -> Path:
+    """Return the lock that is held while an artifact is made or verified."""
     return target.with_name(f".{target.name}.lock")
 
 
@@ -227,7 +252,7 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
     """Remove a directory in which nobody makes the artifact `target` any more."""
     if not target.parent.is_dir():
         return
-    with locked_at_once(_lock(target)) as abandoned:
+    with locked_at_once(lock_of(target)) as abandoned:
         if abandoned:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -32,6 +32,8 @@ Stage = Literal[
     "tune",
     "route",
     "monitor",
+    "status",
+    "prune",
 ]
 
 
@@ -77,6 +79,15 @@ class CalibrationConfig(StrictModel):
         return Path(self.jsonl).expanduser() if self.jsonl is not None else None
 
 
+class PruneConfig(StrictModel):
+    """What stage=prune leaves, and whether it removes the rest; stage=status shows the same sweeps."""
+
+    keep_sweeps: Annotated[int, Field(ge=0, le=1000)]
+    """Of how many of the last sweeps the candidates stay; a single evaluation is a sweep of one."""
+    apply: bool
+    """False shows what would go, and removes nothing."""
+
+
 class Config(StrictModel):
     """Everything that a run needs: one field for each group of conf/."""
 
@@ -98,6 +109,8 @@ class Config(StrictModel):
     promote: PromoteConfig
     signing: SigningConfig
     routing: RoutingConfig
+    prune: Annotated[PruneConfig, Field(exclude=True)]
+    """It decides nothing of what is made or judged, so that it is tracked nowhere."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     workdir: PathText
     log: Literal["human", "json", "quiet"]
@@ -118,6 +131,8 @@ class Config(StrictModel):
         for key, value in (("name", self.promote.name), ("sweep", self.promote.sweep)):
             if value is not None and self.stage != "promote":
                 raise ValueError(f"promote.{key}={value}: only stage=promote reads it; leave it out")
+        if self.prune.apply and self.stage != "prune":
+            raise ValueError("prune.apply=true: only stage=prune reads it; leave it out")
         if self.promote.policy is not None and self.stage not in ("promote", "all"):
             raise ValueError(f"promote.policy={self.promote.policy}: only stage=promote and stage=all read it; leave it out")
         if self.signing.trusted and self.signing.key is None and self.stage in MOVING:

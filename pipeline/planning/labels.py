@@ -36,13 +36,15 @@ def _changes(origin: Mapping[str, Any], changed: Mapping[str, Any], place: str) 
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             yield from _changes(before, value, f"{place}.{key}")
         else:
-            yield f"{place}.{key}={_written(value)}"
+            yield f"{place}.{key}={written(value)}"
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
     """Write a value as Hydra reads it, without spaces."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(part)}" for key, part in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{written(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value in (None, True, False) else str(value)
+        return "[" + ",".join(map(written, value)) + "]"
+    if value is None or isinstance(value, bool):  # 1 is no true
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -120,6 +120,11 @@ class Identity(StrictModel):
         """Return the artifact with a role."""
         return next(link for link in self.chain if link.key == self.roles[role])
 
+    @property
+    def reads(self) -> list[Link]:
+        """The artifacts that a replay, a promotion, a way back and a route read; what these were made from is read by none."""
+        return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
+
 
 def read_identity(path: Path) -> Identity:
     """Read an identity.json.

@@ -26,10 +26,13 @@ from pipeline.run.loading import calibration, evaluation, open_loader, required_
 from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor")
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
 """Stages that work on what other commands left."""
 
-TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor")
+UNRECORDED = ("verify", "status", "prune")
+"""Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
+
+TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor", "status", "prune")
 """Stages that open the tracking store."""
 
 MOST_TEXT_BYTES = 1 << 30
@@ -55,10 +58,8 @@ def check_inputs(config: Config) -> None:
     """
     load_keys(config.signing)
     read_policy(config.promote)
-    if config.stage != "verify":  # every other stage writes to it
-        check_workdir(config.work, config.workdir)
-        check_store(config.work / "artifacts")
-        summary.load(config.work)
+    if config.stage != "verify":
+        _check_work(config)
     if config.tracking.enabled and config.stage in TRACKED:
         locate(config.tracking, config.work, config.model.label)
     if config.stage == "verify" and not Path(str(config.bundle)).is_dir():
@@ -87,6 +88,16 @@ def check_inputs(config: Config) -> None:
         open_loader(config.backend).check_inputs(job)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             evaluation().check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+
+
+def _check_work(config: Config) -> None:
+    """Refuse a work directory that the stage cannot use."""
+    if config.stage not in UNRECORDED:
+        check_workdir(config.work, config.workdir)
+        summary.load(config.work)
+    elif os.path.lexists(config.work) and not config.work.is_dir():
+        raise UserError(f"workdir={config.workdir}: is not a directory; give the one that other commands were given")
+    check_store(config.work / "artifacts")
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel
 
 from pipeline.artifacts.digest import file_digest
@@ -22,6 +21,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
+from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
@@ -29,7 +29,7 @@ from pipeline.run.evidence import Evidence, read_evidence
 from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.verify import replay_record
-from pipeline.terminal import console
+from pipeline.terminal import console, next_steps
 from pipeline.terminal import planning_tables as tables
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -64,6 +64,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         plot = plots().requests_by_context(capacity, config.work / PLOT)
     console.result("written", str(path), str(plot), paste=True, files=[path, plot])
     _require_room(capacity)
+    next_steps.show(next_steps.after_capacity(next_steps.typed()))
 
 
 def recommend_policy(config: Config, sweeping: bool) -> None:
@@ -95,6 +96,8 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
+    candidates = summary.load(config.work).candidates
+    next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))
 
 
 def _refuse_sweep(config: Config, sweeping: bool) -> None:
@@ -252,10 +255,5 @@ def _forks(report: EvaluationReport) -> int:
 
 def _typed() -> list[str]:
     """Return the arguments of this command that another stage's command keeps, with the folder of the user's own options."""
-    if not HydraConfig.initialized():
-        return []
-    hydra = HydraConfig.get()
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")
-    kept = [override for override in hydra.overrides.task if not override.lstrip("+~").startswith(dropped)]
-    return [*(part for folder in folders for part in ("--config-dir", folder)), *kept]
+    return [part for part in next_steps.typed() if not part.lstrip("+~").startswith(dropped)]

@@ -7,12 +7,14 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.markup import escape
 
-from pipeline.artifacts.store import Store
+from pipeline.artifacts.files import store_of
+from pipeline.artifacts.store import Store, used
 from pipeline.config.config import Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, GateRefusal, exit_code
 from pipeline.registry import summary
@@ -20,16 +22,17 @@ from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run import planning
-from pipeline.run.identity import IDENTITY_FILE
-from pipeline.run.inputs import WITHOUT_CHECKPOINT
+from pipeline.run.identity import IDENTITY_FILE, read_identity
+from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
 from pipeline.run.serving import monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
-from pipeline.terminal import console, tables
+from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.tables import REPORT
+from pipeline.upkeep.stages import prune, show_status
 from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
@@ -41,6 +44,8 @@ def quantize(run: Run) -> None:
     quantized, exports = run.chain.quantized(run.config.kv), run.chain.exports(run.config.kv)
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
+    if not run.sweeping:
+        next_steps.show(next_steps.after_quantize(next_steps.typed()))
 
 
 def build(run: Run) -> None:
@@ -53,6 +58,8 @@ def build(run: Run) -> None:
     hint = run.chain.onnx_report(run.config.kv)
     if hint is not None:
         console.say(escape(hint))
+    if not run.sweeping:
+        next_steps.show(next_steps.after_build(next_steps.typed()))
 
 
 def evaluate(run: Run) -> None:
@@ -96,6 +103,8 @@ def evaluate(run: Run) -> None:
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
         show(config, [candidate], lambda: store, sweep=run.sweep)
+        promotes = config.stage == "all" and config.tracking.enabled
+        next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 
@@ -128,13 +137,37 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "tune": lambda run: tune(run.chain),
     "route": route,
     "monitor": monitor,
+    "status": lambda run: show_status(run.config, read_identity, as_json=run.as_json),
+    "prune": lambda run: prune(run.config, read_identity),
 }
 
 
 JUDGING_STAGES = ("evaluate", "all")
+MAKING_STAGES = ("quantize", "build", "tune", *JUDGING_STAGES)
+"""Stages that make artifacts."""
 
 
-def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], number: int = 1, of: int = 1) -> None:
+def holding(config: Config) -> AbstractContextManager[None]:
+    """Keep stage=prune from the artifacts that a command uses, while its block runs."""
+    if config.stage in ("status", "prune"):  # one looks alone, the other holds them for itself
+        return nullcontext()
+    root = config.work / "artifacts"
+    if config.stage == "verify":  # it may be of another work directory, or of none
+        found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
+        return used(found, make=False) if found is not None else nullcontext()
+    return used(root, make=config.stage in MAKING_STAGES or root.is_dir())
+
+
+def run(
+    config: Config,
+    sweep: str,
+    sweeping: bool,
+    changed: Sequence[str],
+    number: int = 1,
+    of: int = 1,
+    *,
+    as_json: bool = False,
+) -> None:
     """Run one job and record in summary.json how it ended.
 
     Args:
@@ -144,19 +177,21 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], numb
         changed: Overrides that belong to the candidate's display name.
         number: Of the job among those of the command, from 1.
         of: How many jobs the command has.
+        as_json: Whether stage=status prints one JSON document.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
     label = " ".join([config.kv.name, *changed])
-    job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
+    job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
     if config.stage in JUDGING_STAGES and not sweeping:
         summary.begin(config.work, sweep, 1)
     code = DEFECT
     try:
         about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
         console.begin(console.Job(config.stage, label, number, of), about)
-        STAGES[config.stage](job)
+        with holding(config):
+            STAGES[config.stage](job)
         code = 0
     except Exception as error:
         code = exit_code(error)
@@ -165,8 +200,8 @@ def run(config: Config, sweep: str, sweeping: bool, changed: Sequence[str], numb
         code = INTERRUPTED
         raise
     finally:
-        # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates. verify writes nothing.
-        if config.stage != "verify":
+        # Only an evaluation begins or joins a sweep: other stages leave the last sweep's candidates.
+        if config.stage not in UNRECORDED:
             last = summary.finish(config.work, sweep if config.stage in JUDGING_STAGES else None, code)
             if config.stage in JUDGING_STAGES and not sweeping:
                 write_junit(config.work / JUNIT, last)
@@ -178,12 +213,20 @@ def begin_sweep(config: Config, sweep: str, jobs: int) -> None:
         summary.begin(config.work, sweep, jobs)
 
 
-def conclude_sweep(config: Config, sweep: str) -> int:
+def conclude_sweep(config: Config, sweep: str, base: Sequence[str], swept: Sequence[str]) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
     It is the worst of its jobs' codes; if all of them ended well, it says whether any candidate passed.
+
+    Args:
+        config: Of its first job.
+        sweep: Its id.
+        base: What was typed.
+        swept: Keys that differ between its jobs.
     """
     if config.stage not in JUDGING_STAGES:
+        if config.stage == "build":
+            next_steps.show(next_steps.after_build(base, sweep=True))
         return 0
     last = summary.load(config.work, sweep)
     write_junit(config.work / JUNIT, last)
@@ -200,6 +243,8 @@ def conclude_sweep(config: Config, sweep: str) -> int:
         sweep=sweep,
         unfinished=last.unfinished,
     )
+    unfinished = last.unfinished is not None
+    next_steps.show(next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=unfinished))
     passed = any(candidate.verdict == PASS for candidate in last.candidates)
     if not passed:
         summary.fail(config.work, sweep, GATE_EXIT)

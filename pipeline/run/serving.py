@@ -22,11 +22,12 @@ from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
+from pipeline.routing.files import read_routing_file
 from pipeline.run.evidence import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.run.job import Run
 from pipeline.run.loading import evaluation, plots, reports, required_libraries
 from pipeline.run.verify import replay, requested_workloads
-from pipeline.terminal import console, tables
+from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
@@ -96,6 +97,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 passed_over=tables.passed_over(candidates, move),
             )
             tables.print_mlflow(store.location, store.experiment_id, candidates)
+            next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
 
 
 @contextmanager
@@ -200,19 +202,25 @@ def rollback(run: Run) -> None:
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
+    next_steps.show(next_steps.after_rollback(run.config))
 
 
 def route(run: Run) -> None:
     """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
+        next_steps.show(next_steps.after_rollback(run.config))
     else:
         routes.route(_engines(run), run.config.routing, _say)
+        next_steps.show(next_steps.after_route(run.config, sorted(read_routing_file(run.config.routing).by_class)))
 
 
 def monitor(run: Run) -> None:
     """Move routes as a snapshot of the fleet asks. Raises GateRefusal when a monitor broke."""
-    routes.monitor(_engines(run), run.config.monitor, _say)
+    try:
+        routes.monitor(_engines(run), run.config.monitor, _say)
+    finally:
+        next_steps.show(next_steps.after_rollback(run.config))
 
 
 def _engines(run: Run) -> Engines:
@@ -251,3 +259,4 @@ def verify(run: Run) -> None:
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
     require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
+    next_steps.show(next_steps.after_verify())

@@ -6,8 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rich.markup import escape
-
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
@@ -20,7 +18,7 @@ from pipeline.core.records import Progress
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run import loading
 from pipeline.run.chain import Chain
-from pipeline.terminal import console
+from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 
 FOLDER = "tuned"
@@ -87,10 +85,8 @@ def tune(chain: Chain) -> None:
             "finer formats to tune.policies"
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
-    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}. Judge it:")
-    directory = f"--config-dir {folder} " if chosen.origin != "uniform" else ""
-    command = f"  python -m pipeline {directory}model.path={chain.config.model.path} stage=evaluate kv={report.chosen}"
-    console.say(escape(command), paste=True)
+    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
+    next_steps.show(next_steps.after_tuning(chain.config, report.chosen, folder if chosen.origin != "uniform" else None))
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:

@@ -18,8 +18,8 @@ from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Spec
 
-MIN_SPLIT_TOKENS = 512
-"""Tokens below which a split costs more in the reduce than it gains."""
+MIN_SPLIT_TOKENS = 128
+"""Tokens that the kernel gives a split at least, by a sequence's real length; more splits would be empty."""
 
 ALIGNMENT = 16
 """Bytes. Kernels load pools in words of this size; the compiler is told that pools begin at a multiple of it."""
@@ -265,7 +265,7 @@ def _check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tupl
         _check_shape(name, tensor, (*leading, *shape))
         _check_contiguous(name, tensor)
         _check_device(name, tensor, device)
-        if name in ("key_pool", "value_pool") and tensor.data_ptr() % ALIGNMENT:
+        if name.endswith("_pool") and tensor.data_ptr() % ALIGNMENT:
             raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes, got {tensor.data_ptr():#x}: clone() it")
 
 

@@ -9,6 +9,7 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.p
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from pipeline.artifacts.files import store_of
+from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, Sample
-from pipeline.run.identity import read_bundle
+from pipeline.run.identity import BUNDLE_FILE, read_bundle
 from pipeline.run.loading import open_backend
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.batches import Step
@@ -74,6 +77,10 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 known = "bundle, max_length, max_gen_toks, backend.KEY, and --batch_size"
                 raise UserError(f"{key}={value}: the model kvgate does not know this argument; it takes {known}")
         directory = Path(bundle)
+        store = store_of(directory.resolve() / BUNDLE_FILE)
+        self._in_use = ExitStack()  # held until the process ends: stage=prune waits for it
+        if store is not None:
+            self._in_use.enter_context(used(store, make=False))
         backend = read_bundle(directory).get("backend")
         overrides = [f"backend={backend}", *(f"{key}={value}" for key, value in options.items())]
         self.batch_size = _at_least(1, "batch_size", batch_size)

@@ -35,16 +35,17 @@ def judged_engine(
     gguf: str | None = None,
     measured: Mapping[str, object] | None = None,
     keys: Keys | None = None,
+    kv: str = "int8",
     **lost: int,
 ) -> Path:
     """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
 
     `gguf` is the digest of a GGUF that the checkpoint was converted from.
-    `measured` is what the report says besides, and `keys` sign.
+    `measured` is what the report says besides, and `keys` sign. A store may hold engines of several policies, `kv`.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
     config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
-    policy = plan(["kv=int8"], multirun=False).jobs[0].kv
+    policy = plan([f"kv={kv}"], multirun=False).jobs[0].kv
     store, chain = Store(root), []
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
@@ -60,21 +61,21 @@ def judged_engine(
     inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
     weights = {"checkpoint/model.safetensors": "weights"}
     exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}), weights="none")
-    coded = make("quantize", "quantize int8", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}), weights="none")
+    coded = make("quantize", f"quantize {kv}", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}), weights="none")
     baseline, engine = _bundle(make, exact, FP16_POLICY), _bundle(make, coded, policy)
     read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
     rows = every_class(**lost)
-    cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest}
+    cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     judged = report(rows, **cited, workloads_digest=samples_digest(config.workloads, engine.path), **(measured or {}))
     evidence = {
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
     compared = {"engine": engine.digest, "answers": answers.digest, **read}
-    ran = make("round", "round int8 1/1", compared, _write({"statistics.safetensors": "rows"}))
+    ran = make("round", f"round {kv} 1/1", compared, _write({"statistics.safetensors": "rows"}))
     inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
-    evaluation = make("evaluate", "evaluate int8", inputs, _write(evidence), workloads=config.workloads.model_dump())
+    evaluation = make("evaluate", f"evaluate {kv}", inputs, _write(evidence), workloads=config.workloads.model_dump())
     roles: dict[Role, str] = {
         "calibration": texts.key,
         "quantized": coded.key,
@@ -87,7 +88,8 @@ def judged_engine(
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
     return store.get(
-        Recipe("identity", (), {}, {}), lambda out: write_identity(identity, evaluation.path, jsonl, out, keys)
+        Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
+        lambda out: write_identity(identity, evaluation.path, jsonl, out, keys),
     ).path
 
 

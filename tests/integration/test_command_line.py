@@ -1,5 +1,6 @@
 """The command line as a user meets it: one line an error, exit 2, quickly, and nothing written."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -82,10 +83,21 @@ def test_a_password_in_an_override_is_not_repeated(tmp_path: Path) -> None:
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "work").write_text("")
-    for stage in ("build", "promote"):
+    for stage in ("build", "promote", "status"):
         result = run([f"stage={stage}"], tmp_path)
         assert (result.returncode, result.stderr.count("pipeline: error: ")) == (2, 1)
         assert "workdir=work: is not a directory" in result.stderr
+
+
+def test_a_status_before_any_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    result = run(["stage=status", "workdir=here"], tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("here: nothing was built or judged here yet\n")
+    assert "python -m pipeline workdir=here stage=all kv=fp8" in result.stdout
+    as_json = run(["stage=status", "--json", "workdir=here", "tracking=none"], tmp_path)
+    assert (as_json.returncode, as_json.stderr) == (0, "")
+    assert json.loads(as_json.stdout)["kinds"] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_named_conf_where_the_user_stands_is_not_ours(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("exact_slots", lambda x: x.repeat(2), r"exact_slots must be \(2,\), got \(4,\)"),
     ("value_pool", shifted, r"value_pool must begin at a multiple of 16 bytes, got 0x\w+: clone\(\) it"),
     ("key_pool", shifted, r"key_pool must begin at a multiple of 16 bytes"),
+    ("value_scale_pool", shifted, r"value_scale_pool must begin at a multiple of 16 bytes"),
     ("key_pool", Tensor.float, r"key_pool must be one of .*, got torch\.float32"),
     ("value_scale_pool", Tensor.bfloat16, r"value_scale_pool must be torch\.float16, got torch\.bfloat16"),
     ("value_pool", lambda x: x[..., :2, :, :, :].contiguous(), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*2, 2, 64"),

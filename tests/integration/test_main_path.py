@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Sw
     work, result = swept
     page = work / "report.html"
     text = page.read_text(encoding="utf-8")
-    assert f"report: {page}" in result.stdout
+    assert "report: work/report.html" in result.stdout
     assert page.stat().st_size < 3_000_000
     for candidate in summary(work)["candidates"]:
         assert candidate["engine"]["digest"] in text
@@ -131,10 +132,17 @@ def test_a_build_in_between_leaves_the_candidates_of_the_last_sweep(swept: Swept
 def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:
-    work, _ = swept
-    result = pipeline(work, "stage=promote")
+    """By the command that the sweep ended with, as it is pasted."""
+    work, sweep = swept
+    (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
+    program, *arguments = shlex.split(printed)
+    assert program == "python"
+    result = subprocess.run(
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=work.parent, timeout=400
+    )
     assert result.returncode == 0, result.stderr
     assert summary(work)["champion"] == "fp8"
+    assert "-m pipeline stage=verify bundle=" in result.stdout
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
     page = (work / "report.html").read_text(encoding="utf-8")
@@ -264,6 +272,13 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        process.send_signal(signal.SIGSTOP)
+        before = sorted(artifacts.rglob("*"))
+        refused = pipeline(work, "stage=prune", "tracking=none", "prune.keep_sweeps=0", "prune.apply=true")
+        assert refused.returncode == 4, refused.stdout
+        assert f"stage=prune: process {process.pid} (workdir=" in refused.stderr
+        assert sorted(artifacts.rglob("*")) == before, "nothing that a running job may use is removed"
+        process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=400)
     finally:

@@ -205,7 +205,7 @@ def test_the_cache_outweighs_the_weights_from_a_length_on(tmp_path: Path) -> Non
 
 def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> None:
     window = "kv.window={tokens: 64, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: uncalibrated}}"
-    for changes in (["kv.sink_tokens=4"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
+    for changes in (["kv.sink_tokens=1"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
         changed = plan(["kv=fp8k_int4v", *changes], multirun=False).jobs[0].kv
         (label,) = (name for name, policy in labelled(shipped_policies(), [changed]) if policy == changed)
         assert plan(overrides_of(label), multirun=False).jobs[0].kv == changed

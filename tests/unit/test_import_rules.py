@@ -25,6 +25,7 @@ ROOMS = (
     "pipeline.routing",
     "pipeline.config",
     "pipeline.terminal",
+    "pipeline.upkeep",
     "stages.checkpoints",
     "stages.gguf",
     "stages.workloads",

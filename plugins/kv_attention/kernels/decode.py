@@ -73,20 +73,18 @@ def _attend_tile(
     W: tl.constexpr = D // STREAMS
     C: tl.constexpr = W // CHUNKS
     t = tl.arange(0, T)
-    # All loads come first, so that their latencies overlap.
     codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), visible, T, D, MASKED)
     stored = load_values(values, block, visible, T, D, VALUE, CHUNKS, MASKED)
     scales = ()
     if VALUE_SCALE == "group":
-        for g in tl.static_range(GROUPS):
-            scales = scales + (load_scales(value_scales + block * (T * GROUPS) + (t * GROUPS + g), visible, MASKED),)
+        scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
     if PARTS == 2:
         scores = tl.dot(decoded, queries[1], scores)
     if KEY_SCALE == "token":
-        scores *= load_scales(key_scales + block * T + t, visible, MASKED)[:, None]
+        scores *= load_scales(key_scales, block, visible, T, 1, MASKED)[0][:, None]
     if MASKED:
         scores = tl.where(visible[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
@@ -172,7 +170,7 @@ def _exact_split(
     queries = _query_parts(scaled, PARTS, "fp16", PTX)
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-    for first in range(0, SINK + RECENT, T):
+    for first in tl.range(0, SINK + RECENT, T, num_stages=1):
         slot = first + tl.arange(0, T)
         visible = slot < tl.minimum(length, SINK)
         if RECENT > 0:
@@ -187,15 +185,30 @@ def _exact_split(
 
 
 @triton.jit
+def _tiles(length, split, splits, heads, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """Return the first tile of a split and the one after its last, of the tiles of positions SINK to length - RECENT.
+
+    A split has 128 tokens at least, and 256 where there are enough `heads` (of KV, of all sequences) to fill a GPU: writing and
+    reading its result takes as much traffic as some 40 tokens.
+    """
+    FIRST: tl.constexpr = SINK // T
+    end = length - RECENT
+    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
+    least = tl.where(heads < 64, 128 // T, 256 // T)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), least)
+    return FIRST + tl.minimum(split * tiles_per_split, tiles), FIRST + tl.minimum((split + 1) * tiles_per_split, tiles)
+
+
+@triton.jit
 def _pool_split(
-    key_pool, value_pool, key_scale, value_scale, table, value_new, length, split, splits, h, row, rows, scaled, per_column,
+    key_pool, value_pool, key_scale, value_scale, table, value_new, length, low, high, split, h, row, rows, scaled, per_column,
     score_new, partial_acc, partial_ml,
     H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions SINK to length - RECENT, from the pages, and in split 0 to the current token if no split is exact."""
+    """Attend to tiles [low, high), from the pages, and in split 0 to the current token if no split is exact."""
     queries = _query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
@@ -211,14 +224,9 @@ def _pool_split(
         factor = unit.to(tl.float32, bitcast=True)
     m, l, sums = _seed((SINK + RECENT == 0) & (split == 0), score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
-    # This split has the tiles [low, high). Those in [whole_low, whole_high) are whole; at most one before and one after is not.
+    # Of the split's tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
     PER: tl.constexpr = 64 // T  # tiles of a page
-    FIRST: tl.constexpr = SINK // T
     end = length - RECENT
-    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
-    tiles_per_split = tl.cdiv(tiles, splits)
-    low = FIRST + tl.minimum(split * tiles_per_split, tiles)
-    high = FIRST + tl.minimum((split + 1) * tiles_per_split, tiles)
     whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
     whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
     for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
@@ -267,8 +275,8 @@ def decode_partial(
         lengths: (B) int32, tokens before the current one.
         key_exact, value_exact: (buffers, H, E, D) float16.
         exact_slots: (B) int32, exact buffer of each sequence.
-        partial_acc: Output (B, Hq, S, D) float32, sums of weighted values.
-        partial_ml: Output (B, Hq, S, 2) float32, m and l.
+        partial_acc: Output (B, Hq, S, D) float32, sums of weighted values; those of an empty split are not written.
+        partial_ml: Output (B, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
     """
     split = tl.program_id(0)
     h = tl.program_id(1)
@@ -283,6 +291,15 @@ def decode_partial(
     table = page_table + b.to(tl.int64) * table_width
     row = (head * G + n).to(tl.int64) * splits + split
 
+    low, high = _tiles(
+        length, split, splits - (1 if EXACT > 0 else 0), tl.num_programs(1) * tl.num_programs(2), T, SINK, RECENT
+    )
+    if (low == high) & (split != (splits - 1 if EXACT > 0 else 0)):
+        # This split is empty: its sums are not read, since m says so.
+        tl.store(partial_ml + row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
+        tl.store(partial_ml + row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
+        return
+
     # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
     query_columns = tl.load(
         query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0
@@ -296,7 +313,7 @@ def decode_partial(
 
     if EXACT == 0:
         _pool_split(
-            key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, split, splits, h, row, rows,
+            key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, low, high, split, h, row, rows,
             scaled, per_column, score_new, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
         )  # fmt: skip
@@ -310,7 +327,7 @@ def decode_partial(
             )  # fmt: skip
         else:
             _pool_split(
-                key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, split, splits - 1, h, row,
+                key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, low, high, split, h, row,
                 rows, scaled, per_column, score_new, partial_acc, partial_ml,
                 H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
             )  # fmt: skip

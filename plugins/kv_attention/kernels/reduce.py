@@ -14,7 +14,7 @@ def decode_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK: 
     """Join the splits of one query head. Grid (B * Hq).
 
     Args:
-        partial_acc: (B, Hq, S, D) float32, sums of weighted values.
+        partial_acc: (B, Hq, S, D) float32, sums of weighted values; those of empty splits are not read.
         partial_ml: (B, Hq, S, 2) float32, m and l; an empty split has l = 0 and m = -inf.
         splits: S.
         out: (B, Hq, D).
@@ -30,11 +30,11 @@ def decode_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK: 
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, splits, CHUNK):
         part = first + tl.arange(0, CHUNK)
-        weight = tl.load(partial_ml + (row * splits + part) * 2, mask=part < splits, other=float("-inf"))
-        weight = tl.math.exp2(weight - largest)
+        scale = tl.load(partial_ml + (row * splits + part) * 2, mask=part < splits, other=float("-inf"))
+        weight = tl.math.exp2(scale - largest)
         sums = tl.load(
             partial_acc + (row * splits + part)[:, None] * D + d[None, :],
-            mask=tl.broadcast_to((part < splits)[:, None], (CHUNK, D)),
+            mask=tl.broadcast_to((scale > float("-inf"))[:, None], (CHUNK, D)),
             other=0.0,
         )
         acc += tl.sum(sums * weight[:, None], 0)

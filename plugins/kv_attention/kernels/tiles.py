@@ -21,13 +21,37 @@ def load_rows(pointers, visible, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED:
 
 
 @triton.jit
-def load_scales(pointers, visible, MASKED: tl.constexpr):
-    """Load the scales of a tile's tokens as float32. MASKED: as in load_rows."""
+def load_scales(scales, block, visible, T: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr):
+    """Load the float16 scales of a tile's tokens, GROUPS each, as a tuple of float32 (T). MASKED: as in load_rows.
+
+    Whole tiles are read in words of two scales, the narrowest load that Triton makes asynchronous.
+    """
+    loaded = ()
     if MASKED:
-        scales = tl.load(pointers, mask=visible, other=0.0)
+        pointers = scales + block * (T * GROUPS) + tl.arange(0, T) * GROUPS
+        for g in tl.static_range(GROUPS):
+            loaded = loaded + (tl.load(pointers + g, mask=visible, other=0.0).to(tl.float32),)
     else:
-        scales = tl.load(pointers)
-    return scales.to(tl.float32)
+        # The cast drops the alignment that Triton knows of the pointer.
+        words = tl.multiple_of(scales.to(tl.pointer_type(tl.int32)), 16) + block * (T * GROUPS // 2)
+        if GROUPS == 1:
+            even, odd = _halves(tl.load(words + tl.arange(0, T // 2)))
+            loaded = (tl.interleave(even, odd),)
+        else:
+            W: tl.constexpr = GROUPS // 2
+            tile = tl.load(words + (tl.arange(0, T)[:, None] * W + tl.arange(0, W)[None, :]))
+            columns = _cut(tile, T, W, W)
+            for w in tl.static_range(W):
+                loaded = loaded + _halves(tl.reshape(columns[w], (T,)))
+    return loaded
+
+
+@triton.jit
+def _halves(words):
+    """Return the float16 in the low and in the high half of each word, as float32."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit

@@ -20,11 +20,15 @@ APPEND_TILE = 512
 WIDE = ("fp16", "bf16")
 """Dtypes of 16 bits."""
 
-WIDE_STAGES = 5
-"""Software pipeline stages for 16-bit values, with which Triton copies two tiles ahead: the page number, the copy, its use.
+STAGES = 5
+"""Software pipeline stages of the loop over tiles: the page number, the copy of a tile to shared memory, its use.
 
-Narrower values have 1 stage: Triton would copy the words, by which bytes are transposed, four bytes at a time.
+Five is the first number with which Triton holds two tiles, so that one is copied while the other is used. The largest query,
+16 heads of 256 channels in two terms, leaves neither registers nor shared memory for that, and has 1 stage.
 """
+
+SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
+"""Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB beyond what it asks for."""
 
 MAX_REGISTERS = 255
 """Registers per thread of decode_partial. Without it ptxas stays at 168 and spills a few bytes, for an occupancy that decoding
@@ -40,11 +44,15 @@ class Variant:
     num_stages: int
     maxnreg: int | None = None
     """Largest number of registers per thread; None leaves it to ptxas."""
+    shared_bytes: int = 0
+    """Shared memory of a program at most."""
+    sm_shared: int = 100 * 1024
+    """Shared memory of an SM."""
 
     @property
     def resident(self) -> int:
-        """Programs that one SM of 65536 registers runs at once when every thread has 256 registers: 8 of one warp."""
-        return 65536 // (32 * self.num_warps * 256)
+        """Programs that one SM runs at once, of its 65536 registers 256 a thread: 8 of one warp, or what its memory holds."""
+        return min(65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
 
     @property
     def options(self) -> dict[str, int]:
@@ -75,27 +83,12 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p.
     chunk = min(width, dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
-    wide = any(side.dtype in WIDE for side in (layout.key, value))
     parts = _query_parts(layout.key, query_dtype, sm)
     # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions.
     software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
-    # Two tiles in flight must fit 48 KB of shared memory, and a thread's part of them its registers.
-    halved = wide or software or (value.dtype != "int4" and columns * dim == 1024)
-    warps = 1
-    if wide or columns * dim > 1024 or parts > 1 or software:
-        warps = 4 if value.dtype in WIDE and columns * dim * parts > 2048 else 2
-    if warps > 1 and chunk < width:
-        # Chunks that are split between warps cost more than a second warp hides. Use one warp where the sums and the query
-        # leave its threads enough registers.
-        crowded = software or (wide and (dim, columns) == (128, 16)) or (layout.key.dtype == "int8" and dim == 256)
-        if parts == 1 and not crowded and columns * dim <= 2048:
-            warps = 1
-        halved = True
-    if columns * dim * parts == 8192 and chunk >= 64:
-        # This is the largest query, split into two terms. A tile may be halved only if each thread still loads 16 bytes of it.
-        warps, halved = 4, halved and value.dtype != "int4"
-    tile = min(64, (4096 if halved else 8192) // dim)
-    stages = WIDE_STAGES if value.dtype in WIDE and warps < 4 else 1
+    size = columns * dim * parts
+    tile, warps = _tile_and_warps(layout, size, software=software)
+    stages = STAGES if size < 8192 else 1
     constants = {
         "H": layout.kv_heads,
         "G": group,
@@ -116,7 +109,38 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         "FP8": sm is not None and sm >= FP8_SM,
         "STAGES": stages,
     }
-    return Variant(constants, num_warps=warps, num_stages=stages, maxnreg=MAX_REGISTERS)
+    # Two tiles, and a query or its sums while their layout changes.
+    shared = 2 * tile * layout.token_bytes // layout.kv_heads + 4 * size + 64
+    return Variant(
+        constants,
+        num_warps=warps,
+        num_stages=stages,
+        maxnreg=MAX_REGISTERS,
+        shared_bytes=shared,
+        sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
+    )
+
+
+def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[int, int]:
+    """Return the tokens of a tile and the warps of a program: one warp, which waits for no other, where its registers allow.
+
+    Args:
+        layout: Format of the cache.
+        size: Numbers that a program's query takes, all terms of it, padding included.
+        software: Whether fp8_e4m3 is decoded by integer instructions.
+    """
+    dim, value = layout.head_dim, layout.value
+    if any(side.dtype in WIDE for side in (layout.key, value)):
+        halvings = 2
+    else:
+        halvings = 1 if value.dtype != "int4" or size > 1024 or software else 0
+    tile = min(64, 8192 // dim >> halvings)
+    if size <= 2048 and tile >= 16 and not software:
+        return tile, 1
+    if size < 8192:
+        return max(16, tile), 2
+    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of int4, or of 16 of wider values.
+    return 32 if value.dtype == "int4" else 16, 4
 
 
 def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:

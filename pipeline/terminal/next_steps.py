@@ -1,0 +1,363 @@
+"""What to type next: every ending of a command names it, whole, so that it can be pasted.
+
+Stages that work on checkpoints repeat what was typed, with what changes. Stages that work on what others left are given what
+differs from the defaults, wherever it came from (an `experiment=` would sweep again).
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from rich.markup import escape
+
+from pipeline.config.compose import CONF
+from pipeline.config.config import Config
+from pipeline.config.policies import load_policies
+from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.redaction import holds_secret
+from pipeline.core.strict import StrictModel
+from pipeline.core.workloads import Workload
+from pipeline.planning.labels import written
+from pipeline.registry.promotion import Move
+from pipeline.registry.proof import PASS
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import ENVIRONMENT, locate
+from pipeline.terminal import console
+from pipeline.terminal.planning_tables import command_line
+
+MOST_SAMPLES = 100_000
+"""Of a workload (`workloads.samples`)."""
+MOST_ATTEMPTS = 20
+"""`gates.attempt`."""
+BFCL = "bfcl_"
+"""How workloads of BFCL begin."""
+FINER = {
+    "onnxruntime": ("int4_g32", "fp8k_int4v", "fp8", "int8"),
+    "torch": ("int4_g32", "fp8k_int4v", "fp8", "int8"),
+    "trtllm": ("fp8", "int8_tensor"),
+}
+"""Backend -> policies to try in place of one that failed, from few bytes to many; others hold `fp8` at least."""
+SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
+"""By whose bytes policies are compared."""
+DISTANCES = (
+    "max_mean_kl",
+    "max_ruined_share",
+    "max_p999_kl",
+    "min_top10_overlap",
+    "max_ppl_ratio",
+    "max_rms_delta_p",
+    "max_acceptance_loss",
+)
+"""Gates that more samples decide, besides those on answers."""
+
+
+class Step(StrictModel):
+    """What to do next."""
+
+    why: str
+    command: str | None = None
+    """To be pasted into a shell; null where no command does it."""
+
+
+def show(steps: Sequence[Step]) -> None:
+    """Print what to do next."""
+    if not steps:
+        return
+    lines = ["", "[bold]Next[/]"]
+    for step in steps:
+        lines.append(f"  {escape(step.why)}{':' if step.command is not None else ''}")
+        if step.command is not None:
+            lines.append(f"    {escape(step.command)}")
+    console.result("next", *lines, paste=True, steps=[step.model_dump() for step in steps])
+
+
+def typed() -> list[str]:
+    """Return the arguments of this job's command, with the folder of the user's own options; nothing outside of a command."""
+    if not HydraConfig.initialized():
+        return []
+    hydra = HydraConfig.get()
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return [*(part for folder in folders for part in ("--config-dir", folder)), *hydra.overrides.task]
+
+
+def carried(config: Config, *groups: str) -> list[str]:
+    """Return the arguments by which a stage that works on what others left finds it: what differs from the defaults."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    defaults = _defaults()
+    arguments: list[str] = []
+    for group in ("model", "workdir", "tracking", "signing", *groups):
+        arguments += _differing(group, values[group], defaults[group])
+    return arguments
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    files = {"model": "model/tiny", "tracking": "tracking/mlflow", "gates": "gates/default"}
+    loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
+    return {**_load("config.yaml"), **loaded}
+
+
+def _load(name: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / name), resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _differing(key: str, value: Any, default: Any) -> list[str]:
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return [part for name, inner in value.items() for part in _differing(f"{key}.{name}", inner, default.get(name))]
+    return [] if value == default else [f"{'' if default is not None else '++'}{key}={_quoted(value)}"]
+
+
+def _quoted(value: Any) -> str:
+    """Write a value as Hydra reads it, quoting texts that its grammar would take apart."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_quoted, value)) + "]"
+    if isinstance(value, str) and not all(char.isalnum() or char in "/._-+@%:" for char in value):
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    return written(value)
+
+
+def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
+    """Return the command of a stage that works on a checkpoint: what was typed, with changes."""
+    if any(change.startswith("kv=") for change in changes):
+        base = [part for part in base if not part.lstrip("+~").startswith("kv.")]
+    return command_line(base, changes, sweep=sweep)
+
+
+def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
+    """Return the command of a stage that works on what others left."""
+    return command_line(carried(config, *groups), [f"stage={stage}", *changes])
+
+
+def promoting(config: Config, *changes: str) -> str:
+    """Return the command that promotes what a command judged: by its gates, and with its backend."""
+    backend = config.backend
+    opened = [f"backend={backend.name}"] if isinstance(backend, TorchConfig) else []
+    if isinstance(backend, TorchConfig | OnnxRuntimeConfig) and backend.threads is not None:
+        opened.append(f"backend.threads={backend.threads}")
+    return standing(config, "promote", *opened, *changes, groups=("gates",))
+
+
+def after_quantize(base: Sequence[str]) -> list[Step]:
+    return [Step(why="build the engine", command=judging(base, "stage=build"))]
+
+
+def after_build(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
+    return [Step(why="judge it against the FP16-KV engine", command=judging(base, "stage=evaluate", sweep=sweep))]
+
+
+def after_judging(
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    promotes: bool = False,
+    unfinished: bool = False,
+) -> list[Step]:
+    """Say what to do after an evaluation, or after a sweep.
+
+    Args:
+        config: Of the command; of a sweep, its first job's.
+        candidates: What it judged.
+        base: What was typed.
+        swept: Keys that differ between the jobs.
+        promotes: Whether the command promotes what passed by itself.
+        unfinished: Whether jobs of the sweep are missing.
+    """
+    if unfinished:
+        return [Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))]
+    by_verdict: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_verdict.setdefault(candidate.verdict, []).append(candidate)
+    steps = []
+    passed = by_verdict.get(PASS, [])
+    if passed and not promotes:
+        if config.tracking.enabled:
+            which = "the best that passed" if len(candidates) > 1 else "it"
+            steps.append(Step(why=f"make {which} the champion", command=promoting(config)))
+        else:
+            without = [part for part in base if not part.lstrip("+").startswith("tracking")]
+            why = "register what passed, without which nothing is promoted (what was made is reused)"
+            steps.append(Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept))))
+    undecided = by_verdict.get("INCONCLUSIVE", [])
+    if undecided:
+        steps += _ask_more(config, undecided, base, swept)
+    if not passed:
+        failed = by_verdict.get("FAIL", [])
+        steps += [Step(why=f"see where {one.name} lost: {one.report.path}, samples.jsonl beside it") for one in failed[:1]]
+        if failed and not undecided:
+            steps.append(_finer(config, [one.policy for one in failed], base))
+    return steps
+
+
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> list[Step]:
+    """Say by what another evaluation of these candidates would be decided."""
+    needed: dict[str, int] = {}
+    for workload, count in (item for one in undecided for item in one.samples_needed.items()):
+        needed[workload] = max(count, needed.get(workload, 0))
+    open_gates = {check.gate for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"}
+    counts = _generated(config.workloads.samples, needed, by_distance=bool(open_gates & set(DISTANCES)))
+    names = ", ".join(one.name for one in undecided)
+    hopeless = [name for name, count in counts.items() if count > MOST_SAMPLES]
+    if hopeless:
+        why = f"{names}: in {', '.join(hopeless)} so close to the margin that no number of samples decides it"
+        return [Step(why=why), _finer(config, [one.policy for one in undecided], base)]
+    changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
+    bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
+    if bfcl:
+        changes.append(f"workloads.bfcl.samples={min(max(bfcl), MOST_SAMPLES)}")
+    given = {name: count for name, count in needed.items() if name not in (*counts, "all") and not name.startswith(BFCL)}
+    if not changes and not given:
+        reason = undecided[0].reasons[0] if undecided[0].reasons else "no reason was recorded"
+        return [Step(why=f"{names}: more samples would not decide: {reason}; docs/trust.md says what each gate asks for")]
+    steps = []
+    if given:
+        asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
+        steps.append(Step(why=f"add questions to {config.workloads.jsonl}, so that there are about {asking}"))
+    changes.append(f"gates.attempt={min(MOST_ATTEMPTS, config.gates.attempt + 1)}")
+    only_policies = all(key == "kv" for key in swept)
+    if swept and only_policies:
+        changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
+    sweep = len(undecided) > 1 or not only_policies
+    why = f"{names}: ask so many samples that it is decided"
+    return [*steps, Step(why=why, command=judging(base, *changes, sweep=sweep))]
+
+
+def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], *, by_distance: bool) -> dict[str, int]:
+    """Return how many generated samples of each workload to ask.
+
+    Args:
+        asked: How many there were.
+        needed: How many answers take, by workload; "all" is the least of every one.
+        by_distance: Whether distances are open, which say no number: twice as many are asked then.
+    """
+    counts = {name: count for name, count in needed.items() if name in get_args(Workload)}
+    least = needed.get("all", 0)
+    for name, count in asked.items():
+        if 0 < count < least:
+            counts[name] = max(least, counts.get(name, 0))
+        elif count and not needed and by_distance:
+            counts[name] = 2 * count
+    return counts
+
+
+def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
+    """Return the next finer policy than the largest that failed, or the search by layer where there is none."""
+    ladder = load_policies("kv", FINER.get(config.backend.name, ("fp8",)))
+    tried = [config.kv, *_shipped(failed)]
+    least = max(policy.bytes_per_token(SHAPE) for policy in tried)
+    finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
+    if finer is not None:
+        return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}"))
+    why = "no uniform policy that keeps more is left: search formats by layer and side"
+    return Step(why=why, command=standing(config, "tune"))
+
+
+def _shipped(names: Sequence[str]) -> list[KVPolicy]:
+    known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
+    return load_policies("kv", [name for name in names if name in known])
+
+
+def after_promotion(config: Config, move: Move, engine: Path) -> list[Step]:
+    """Say how the champion is verified, loaded, and taken back."""
+    location = locate(config.tracking, config.work, config.model.label)
+    uri = f'"${ENVIRONMENT}"' if holds_secret(location.uri) else shlex.quote(location.uri)
+    download = f"mlflow artifacts download --artifact-uri models:/{location.model_name}@champion --dst-path champion"
+    steps = [
+        _verifying(config, engine),
+        Step(why="fetch it with its evidence; README.md shows how it is loaded", command=f"{ENVIRONMENT}={uri} {download}"),
+    ]
+    if move.previous is not None:
+        steps.append(Step(why=f"take it back: version {move.previous} serves again", command=standing(config, "rollback")))
+    return steps
+
+
+def _verifying(config: Config, engine: Path) -> Step:
+    trusted = _differing("signing.trusted", list(config.signing.trusted), [])
+    bundle = f"bundle={_quoted(str(engine))}"
+    return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
+
+
+def after_rollback(config: Config) -> list[Step]:
+    return [Step(why="see what serves now", command=standing(config, "status"))]
+
+
+def after_route(config: Config, workloads: Sequence[str]) -> list[Step]:
+    """Say how a route goes back, and how to see all of them."""
+    back = [Step(why=f"take {one} back", command=standing(config, "route", f"routing.rollback={one}")) for one in workloads[:1]]
+    return [*back, *after_rollback(config)]
+
+
+def after_capacity(base: Sequence[str]) -> list[Step]:
+    return [Step(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))]
+
+
+def after_tuning(config: Config, chosen: str, folder: Path | None) -> list[Step]:
+    """Say how the policy that a search chose is judged.
+
+    Args:
+        config: Of the search.
+        chosen: The policy's name.
+        folder: The configuration folder that it is in; None for one of conf/.
+    """
+    base = typed() or carried(config)
+    if folder is not None:
+        base = ["--config-dir", str(folder), *(base[2:] if base[:1] == ["--config-dir"] else base)]
+    base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
+    return [Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))]
+
+
+def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> list[Step]:
+    """Say what to do with what a work directory holds.
+
+    Args:
+        config: Of the command.
+        judged: Whether anything was judged.
+        promotable: Whether a candidate of the last sweep passed that was not looked at by a promotion since.
+        champion: The bundle of the engine that serves; None where it is not here.
+        prunable: Whether there are artifacts that nothing needs.
+    """
+    steps = []
+    if not judged:
+        steps.append(Step(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8")))
+    if promotable:
+        steps.append(
+            Step(
+                why="make the best of the last sweep the champion, by its gates (repeat those that it was given)",
+                command=promoting(config),
+            )
+        )
+    if champion is not None:
+        steps.append(_verifying(config, champion))
+    if prunable:
+        steps.append(Step(why="see what nothing needs any more", command=standing(config, "prune")))
+    return steps
+
+
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> list[Step]:
+    """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
+    if any(one.name == chosen and one.registration is not None for one in candidates):
+        return [Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={_quoted(chosen)}"))]
+    return [Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))]
+
+
+def after_verify() -> list[Step]:
+    return [Step(why="it is the engine that was judged; README.md shows how such a directory is loaded")]
+
+
+def after_prune(config: Config, *, would_free: bool) -> list[Step]:
+    """Say how what was shown is removed, or how to see what is left."""
+    keep = _differing("prune.keep_sweeps", config.prune.keep_sweeps, _defaults()["prune"]["keep_sweeps"])
+    if would_free:
+        return [Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))]
+    return [Step(why="see what is left", command=standing(config, "status"))]

@@ -1,0 +1,320 @@
+"""A work directory of several sweeps with its registry: what stage=status shows, and what a prune removes and leaves usable."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from interruptions import FORK, attempt
+from judged_engine import config_of, judged_engine
+
+from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.locks import LIMIT
+from pipeline.artifacts.store import MANIFEST, Recipe, Store, used
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.registry import summary
+from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.runs import track
+from pipeline.registry.summary import Candidate, Cited, evidence_digest
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.run import runner
+from pipeline.run.identity import read_identity
+from pipeline.upkeep.disk import Piece, distinct_bytes, read_disk
+from pipeline.upkeep.prune import Plan, alone
+from pipeline.upkeep.prune import apply as remove
+from pipeline.upkeep.stages import plan_prune
+
+MODEL = "model.path=/models/some-llm"
+SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
+LAST = "20260104-000000-1-d"
+"""The sweep of fp8k_int4v, which nobody promoted yet."""
+
+
+@pytest.fixture(autouse=True)
+def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
+    """Judge and register an engine, as `stage=evaluate` leaves it."""
+    artifacts = work / "artifacts"
+    evidence = judged_engine(artifacts, kv=kv)
+    identity = read_identity(evidence / "identity.json")
+    engine, baseline, evaluation = (artifacts / link.place for link in identity.reads)
+    with track(store, sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
+        candidate = Candidate(
+            name=kv,
+            policy=kv,
+            model="some-llm",
+            backend="onnxruntime",
+            **Candidate.decided(identity.verdict),
+            metrics={"quality/kl_mean": 0.01, "memory/max_live_tokens": 1.0},
+            engine=Cited(path=engine, digest=files_digest(tree_files(engine))),
+            baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
+            report=Cited(path=evaluation / "report.json", digest=evidence_digest(evaluation / "report.json")),
+            identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
+        )
+        done = run.conclude(candidate)
+    summary.begin(work, sweep, 1)
+    summary.record(work, sweep, done)
+    summary.finish(work, sweep, 0)
+
+
+def command(work: Path, *overrides: str, as_json: bool = False) -> None:
+    """Run a stage in this process."""
+    config = config_of(f"workdir={work}", MODEL, "promote.decode_again=0", *overrides)
+    runner.run(config, "20260105-000000-1-e", False, [], as_json=as_json)
+
+
+def write_one(out: Path) -> None:
+    (out / "one.txt").write_text("one")
+
+
+@dataclass
+class Ground:
+    """A work directory: int8_tensor is of an old sweep, int8 the previous champion, fp8 the champion, fp8k_int4v newer."""
+
+    work: Path
+    store: MlflowStore
+
+    @property
+    def artifacts(self) -> Path:
+        return self.work / "artifacts"
+
+    def alias(self, name: str) -> str | None:
+        version = self.store.alias(name)
+        return None if version is None else (self.store.tags(version) or {})["kv"]
+
+    def plan(self, *overrides: str) -> Plan:
+        return plan_prune(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides), read_identity)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ENVIRONMENT, raising=False)
+        work = tmp_path_factory.mktemp("upkeep") / "work"
+        store = MlflowStore(locate(Tracking(log_bundle=False), work, "some-llm", {}))
+        for sweep, kv in SWEEPS.items():
+            judge(work, store, sweep, kv)
+            if kv != "int8_tensor":
+                command(work, "stage=promote", f"promote.sweep={sweep}")
+        judge(work, store, LAST, "fp8k_int4v")
+        Store(work / "artifacts").get(Recipe("tune", (), {}, {}), write_one)
+    return Ground(work, store)
+
+
+@pytest.fixture
+def copied(ground: Ground, tmp_path: Path) -> Path:
+    """A copy of its artifacts, to do anything to."""
+    return Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, str]]:
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, file_digest(p)) for p in folder.rglob("*") if p.is_file()}
+
+
+def broken(artifacts: Path) -> list[str]:
+    """Artifacts that lack a file, or have an altered one."""
+    found = []
+    for manifest in artifacts.glob(f"[!.]*/[!.]*/{MANIFEST}"):
+        if tree_files(manifest.parent) != json.loads(manifest.read_text())["files"]:
+            found.append(str(manifest.parent))
+    return found
+
+
+def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(ground.work)
+    command(ground.work, "stage=status", as_json=True)
+    status = json.loads(capsys.readouterr().out)
+    assert contents(ground.work) == before, "it writes nothing"
+    assert status["schema_version"] == 1
+    (model,) = status["models"]
+    aliases = {one["alias"]: one for one in model["aliases"]}
+    assert {name: one["name"] for name, one in aliases.items()} == {
+        "champion": "fp8",
+        "previous": "int8",
+        "candidate": "fp8k_int4v",
+    }
+    assert aliases["champion"]["verdict"] == "PASS"
+    assert "@" in aliases["champion"]["moved_by"]
+    assert aliases["champion"]["moved_why"].startswith("best of sweep 20260103")
+    assert [sweep["sweep"] for sweep in status["sweeps"]] == [LAST, *list(SWEEPS)[:0:-1]]
+    assert status["sweeps_in_all"] == 4
+    assert status["sweeps"][0]["candidates"][0]["version"] == "4"
+    kinds = {kind["kind"]: kind for kind in status["kinds"]}
+    assert (kinds["build"]["count"], kinds["identity"]["count"]) == (5, 4)
+    files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
+    assert status["store_bytes"] == sum(size for _, size in files)
+    assert any("/models/some-llm is no longer there" in one["why"] for one in status["stale"])
+    commands = [step["command"] for step in status["next"]]
+    assert any("stage=promote" in command for command in commands), "the last sweep passed and nobody promoted it"
+
+    command(ground.work, "stage=status")
+    shown = capsys.readouterr().out
+    assert "champion" in shown
+    assert "fp8k_int4v" in shown
+
+
+def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(ground.work)
+    command(ground.work, "stage=prune", "prune.keep_sweeps=1")
+    said = capsys.readouterr().out
+    assert contents(ground.work) == before
+    assert "prune.keep_sweeps=1 prune.apply=true" in said
+    assert "version 1 of kvgate-some-llm (int8_tensor) can be promoted no more" in said
+
+
+def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground) -> None:
+    kinds = [kind for kind, _, _ in ground.plan("prune.keep_sweeps=0").kinds]
+    assert kinds[:4] == ["baseline", "round", "identity", "evaluate"]
+    assert "tune" in kinds
+
+
+def test_the_bytes_that_are_said_are_those_that_are_freed(copied: Path) -> None:
+    shared = next(copied.glob("build/*/weights.bin"))
+    linked = next(path for path in copied.glob("quantize/*/checkpoint/model.safetensors"))
+    shared.write_bytes(b"x" * 1000)
+    linked.unlink()
+    os.link(shared, linked)
+    disk = read_disk(copied)
+    (one,) = [piece for piece in disk.artifacts.values() if linked.is_relative_to(piece.path)]
+    both = [piece for piece in disk.artifacts.values() if shared.is_relative_to(piece.path)] + [one]
+    for gone in ([one], both):
+        before = distinct_bytes(read_disk(copied).pieces)
+        said = Plan(tuple(gone), {}, ()).freed_bytes
+        assert (said >= 1000) == (gone is both)
+        if gone is both:
+            remove(gone)
+            assert before - distinct_bytes(read_disk(copied).pieces) == said
+
+
+def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, copied: Path) -> None:
+    needed = {one.place for one in read_disk(ground.artifacts).artifacts.values()}
+    needed -= {one.place for one in ground.plan("prune.keep_sweeps=1").gone}
+    whole = ground.plan("prune.keep_sweeps=1").gone
+
+    def gone(artifacts: Path) -> list[Piece]:
+        left = {piece.place: piece for piece in read_disk(artifacts).pieces}
+        return [left[piece.place] for piece in whole if piece.place in left]
+
+    operations = attempt(partial(remove, gone(copied)), copied).operations
+    assert operations > len(whole)
+    for at in range(2, operations, operations // 4):
+        shutil.rmtree(copied)
+        shutil.copytree(ground.artifacts, copied)
+        assert attempt(partial(remove, gone(copied)), copied, at).code == -signal.SIGKILL
+        assert broken(copied) == []
+        assert needed <= set(read_disk(copied).artifacts)
+        Store(copied).get(Recipe("demo", (), {"at": at}, {}), write_one)
+        assert read_disk(copied).scratch == (), "the next command that makes something removes what was left"
+
+
+@contextmanager
+def running(artifacts: Path) -> Iterator[int]:
+    """A process that uses artifacts; yields its number."""
+    receive, send = FORK.Pipe(duplex=False)
+
+    def use() -> None:
+        with used(artifacts, make=True):
+            send.send("uses")
+            signal.pause()
+
+    process = FORK.Process(target=use)
+    process.start()
+    assert process.pid is not None
+    assert receive.recv() == "uses"
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_holds_nothing(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(ground.artifacts)
+    with running(ground.artifacts) as pid:
+        with pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
+            command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
+        command(ground.work, "stage=prune")
+        assert f"process {pid}" in capsys.readouterr().out
+    assert contents(ground.artifacts) == before
+    # The other way round: a command that begins while artifacts are removed waits, and says for what.
+    monkeypatch.setenv(LIMIT, "0.2")
+    with alone(ground.artifacts), pytest.raises(MissingRequirement, match=r"of which some are being removed: process \d+ held"):
+        command(ground.work, "stage=recommend")
+
+
+def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
+    other = f"tracking.uri=sqlite:///{tmp_path / 'other.db'}"
+    for overrides in (["tracking=none"], [other]):
+        with pytest.raises(UserError, match="what serves is not known"):
+            ground.plan(*overrides)
+    damaged = ground.work / "summaries" / "20250101-000000-1-z.json"
+    damaged.write_text("{")
+    try:
+        with pytest.raises(UserError, match="is damaged"):
+            ground.plan()
+    finally:
+        damaged.unlink()
+    unreadable = ground.artifacts / "identity" / ("f" * 32)
+    unreadable.mkdir()
+    try:
+        for name in (MANIFEST, "identity.json"):
+            (unreadable / name).write_text("{}")
+        with pytest.raises(UserError, match=r"identity.json: .* what it names may be needed"):
+            ground.plan()
+    finally:
+        shutil.rmtree(unreadable)
+
+
+def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(time.time() - 3600))}-1-f"
+    assert any(piece.kind == "tune" for piece in ground.plan().gone)
+    summary.begin(ground.work, name, 2)
+    try:
+        assert ground.plan().gone == (), "all of it was made within this hour"
+        assert any(piece.kind == "tune" for piece in ground.plan("prune.keep_sweeps=0").gone)
+    finally:
+        (ground.work / "summaries" / f"{name}.json").unlink()
+        shutil.copyfile(ground.work / "summaries" / f"{LAST}.json", ground.work / "summary.json")
+
+
+def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last test of the module: it removes, promotes and rolls back."""
+    routes = ground.work.parent / "routes.yaml"
+    routes.write_text("routes: {copy: {policy: int8}}")
+    command(ground.work, "stage=route", f"routing.file={routes}")
+    plan = ground.plan("prune.keep_sweeps=1")
+    command(ground.work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
+    assert not any(piece.path.exists() for piece in plan.gone)
+    assert broken(ground.artifacts) == []
+    assert len(list(ground.artifacts.glob("baseline/[!.]*"))) == 1, "that of the last sweep"
+    assert len(list(ground.artifacts.glob("identity/[!.]*"))) == 3
+    assert ground.plan("prune.keep_sweeps=1").gone == ()
+
+    (champion,) = [
+        one for one in ground.artifacts.glob("identity/[!.]*") if read_identity(one / "identity.json").policy == "fp8"
+    ]
+    command(ground.work, "stage=verify", f"bundle={champion}")
+    command(ground.work, "stage=route", f"routing.file={routes}")
+    command(ground.work, "stage=rollback")
+    assert ground.alias("champion") == "int8"
+    command(ground.work, "stage=promote")
+    assert ground.alias("champion") == "fp8k_int4v"
+    with pytest.raises(GateRefusal, match="has no evidence"):
+        command(ground.work, "stage=promote", "promote.sweep=20260101-000000-1-a")
+    capsys.readouterr()
+    command(ground.work, "stage=status")
+    assert "version 1 of kvgate-some-llm: no evidence in this work directory" in capsys.readouterr().out
