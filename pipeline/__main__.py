@@ -4,13 +4,11 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import NoReturn, get_args
 
 import hydra
@@ -28,6 +26,7 @@ from pipeline.config.overrides import LAUNCHER
 from pipeline.config.showing import configurations
 from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import redact_output
+from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import check_inputs
 from pipeline.terminal import console
 
@@ -188,8 +187,7 @@ def _dispatch(argv: list[str]) -> int:
     with console.doing("checking the inputs"):
         for job in planned.jobs:
             check_inputs(job)
-    # The first processes of two containers have the same number.
-    sweep = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
+    sweep = new_sweep()
     # Hydra sets them around each job, on whatever machine it runs.
     for variable, value in (
         (SWEEP_VARIABLE, sweep),

@@ -1,4 +1,4 @@
-"""The console script `kvgate`. A shell that completes a command line waits for nothing that only a run needs."""
+"""What the command `kvgate` runs. A shell that completes a command line waits for nothing that only a run needs."""
 
 import sys
 

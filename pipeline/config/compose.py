@@ -1,7 +1,9 @@
 """From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice, product
@@ -16,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -197,7 +200,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         if key.lstrip("+") != TRACKING_URI:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _beside_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
             parsed = parser.parse_overrides(list(overrides))
             check_overrides(parsed, _options)
@@ -237,6 +240,20 @@ def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return configs
+
+
+@contextmanager
+def _beside_other_hydra() -> Iterator[None]:
+    """Compose as if nobody else used Hydra in this process: an application may be one of Hydra's, and stays what it was."""
+    state = GlobalHydra.instance()
+    theirs, base = state.hydra, copy(VersionBase.instance())
+    state.clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.set_instance(state)
+        state.hydra = theirs
+        VersionBase.set_instance(base)
 
 
 def _is_hydras(override: Override) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 # MLflow reads these when it is imported or first used.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
 
 from alembic.util import CommandError
@@ -108,13 +109,15 @@ def process_wide(uri: str) -> Iterator[None]:
     """Make `uri` the process's store while the block runs.
 
     create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
-    that store into the environment, from where the next work directory of this process would take it.
+    that store into the environment, from where the next work directory of this process would take it, and whoever uses
+    MLflow beside kvgate. What `set_tracking_uri` set before was written there, too, so that the variable alone brings it back.
     """
     before = os.environ.get(ENVIRONMENT)
     set_tracking_uri(uri)
     try:
         yield
     finally:
+        set_tracking_uri(None)  # type: ignore[arg-type]  # which forgets it
         if before is None:
             os.environ.pop(ENVIRONMENT, None)
         else:

@@ -244,6 +244,51 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
     return fetched
 
 
+def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Registration, dict[str, str]] | None:
+    """Return the version that an alias points at, and its tags; None where there is no such alias. Nothing changes.
+
+    Args:
+        location: The store.
+        names: Registered models; the first that has the alias counts.
+        alias: The alias.
+
+    Raises:
+        UserError, MissingRequirement: when the store cannot be read.
+    """
+    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).exists():
+        raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
+    check_reachable(location)
+    client = Client(location)
+    for name in names:
+        try:
+            version = client.get_registered_model(name).aliases.get(alias)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            continue
+        if version is not None:
+            found = client.get_model_version(name, str(version))
+            return Registration(run_id=found.run_id or "", model_version=str(found.version)), dict(found.tags)
+    return None
+
+
+def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
+    """Download a registered engine's evidence, and the engine itself where the registry has it; return where they lie.
+
+    Args:
+        location: The store.
+        tags: Those of its version.
+        folder: An empty directory to fill.
+
+    Raises:
+        UserError, MissingRequirement: when the store cannot be read.
+    """
+    client = Client(location)
+    with translated(location):
+        place = client.get_logged_model(tags["logged_model"]).artifact_location
+        return Path(download_artifacts(place, dst_path=str(folder), tracking_uri=location.uri))
+
+
 class CandidateRun:
     """A candidate's open run."""
 

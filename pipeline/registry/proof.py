@@ -30,6 +30,24 @@ class Finding:
         return f"{self.name}: {self.status}, {self.detail}"
 
 
+def require_same(what: str, findings: Sequence[Finding]) -> None:
+    """Check that a replay found everything the same.
+
+    Args:
+        what: The engine, for the message.
+        findings: Those of the replay.
+
+    Raises:
+        GateRefusal: when something differs.
+        MissingRequirement: when nothing differs, but something is missing.
+    """
+    named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
+    if named["differs"]:
+        raise GateRefusal(f"{what} is not what was judged: {', '.join(named['differs'])}")
+    if named["missing"]:
+        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(named['missing'])}")
+
+
 @dataclass(frozen=True)
 class ReplayedEvidence:
     """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""

@@ -6,9 +6,12 @@ each other lose no candidate. A promotion takes from a summary which candidates 
 
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, ValidationError
@@ -149,6 +152,11 @@ class Summary(StrictModel):
         more = [f"{len(missing) - NAMED:,} more"] if len(missing) > NAMED else []
         which = f", not {', '.join(missing[:NAMED] + more)}" if missing else ""
         return f"sweep {self.sweep} did not finish: {self.ended} of {self.jobs} jobs ended{which}"
+
+
+def new_sweep() -> str:
+    """Return the id of a sweep that begins now. The first processes of two containers have the same number."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
 
 
 def evidence_digest(report: Path) -> str:

@@ -32,6 +32,7 @@ from pipeline.run.served import open_chain
 from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
+from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.tables import REPORT
 from pipeline.tracked.page import run_page
 from pipeline.upkeep.stages import prune, show_status
@@ -215,7 +216,9 @@ def run(
     finally:
         # Only an evaluation's sweep becomes the last one: other stages leave its candidates.
         if sweeping or judging:
-            summary.finish(config.work, sweep, code, number, said, latest=judging)
+            last = summary.finish(config.work, sweep, code, number, said, latest=judging)
+            if not sweeping:
+                write_junit(config.work / JUNIT, last)
         elif config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)
 
@@ -245,6 +248,8 @@ def conclude_sweep(
         name = console.Job(config.stage, last.names[number - 1], number, len(last.names)).name
         for line in error.splitlines():
             console.error(f"{name}{line}", exit_code=last.exit_codes[number])
+    if config.stage in JUDGING_STAGES:
+        write_junit(config.work / JUNIT, last)
     codes = [code, last.exit_code]
     if last.candidates:
         with console.written_to(config.work / REPORT):

@@ -14,12 +14,12 @@ from rich.markup import escape
 
 from pipeline import __version__
 from pipeline.config.config import Config
-from pipeline.core.errors import REFUSALS, GateRefusal, MissingRequirement, UserError
+from pipeline.core.errors import REFUSALS, GateRefusal, UserError
 from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.registry import promotion, summary
-from pipeline.registry.proof import ReplayedEvidence
+from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
@@ -312,12 +312,5 @@ def verify(run: Run) -> None:
         replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
-    names: dict[str, list[str]] = {"same": [], "differs": [], "missing": []}
-    for _, findings in replays:
-        for finding in findings:
-            names[finding.status].append(finding.name)
-    if names["differs"]:
-        raise GateRefusal(f"bundle={directory} is not what was judged: {', '.join(names['differs'])}")
-    if names["missing"]:
-        raise MissingRequirement(f"bundle={directory} could not be verified, missing: {', '.join(names['missing'])}")
+    require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
     next_steps.show(next_steps.after_verify())

@@ -271,6 +271,17 @@ def _named() -> str:
 
 
 @contextmanager
+def silent() -> Iterator[None]:
+    """Print neither results nor progress while the block runs."""
+    before = out.quiet, err.quiet
+    out.quiet = err.quiet = True
+    try:
+        yield
+    finally:
+        out.quiet, err.quiet = before
+
+
+@contextmanager
 def written_to(path: Path) -> Iterator[None]:
     """Write what the block prints for people into a text file as well, without colours; nothing where the block fails."""
     report = out if _speech.mode != "json" else Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH)

@@ -94,20 +94,20 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
     shown = [
         one
         for one in MEASURES
-        if one.always or any(_measured(engine.metrics, one.candidate) is not None for engine in candidates)
+        if one.always or any(measured(engine.metrics, one.candidate) is not None for engine in candidates)
     ]
     rows = []
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     for judged in reversed(baselines.values()):
         name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        rows.append(Row(name, ["baseline", *(_measured(judged.metrics, one.baseline) for one in shown)], style="dim"))
+        rows.append(Row(name, ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim"))
     for engine in candidates:
-        rows.append(Row(engine.name, [engine.verdict, *(_measured(engine.metrics, one.candidate) for one in shown)]))
+        rows.append(Row(engine.name, [engine.verdict, *(measured(engine.metrics, one.candidate) for one in shown)]))
     columns = (Column("verdict", "verdict", words=True), *(one.column for one in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
 
 
-def _measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
+def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
     """Return a metric, a range of two of them, or what is no metric's name as it is; None for what was not measured."""
     if isinstance(name, tuple):
         low, high = (metrics.get(one) for one in name)
@@ -179,7 +179,7 @@ def print_verdict(candidate: Candidate) -> None:
         covered=candidate.covered,
         engine=candidate.engine.digest,
         report=candidate.report.path,
-        metrics={one.column.key: _measured(candidate.metrics, one.candidate) for one in MEASURES},
+        metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
     )
 
 

@@ -1,97 +1,66 @@
-"""The examples do what they say, in one work directory: the CI job judges and promotes, the champion is served."""
+"""The examples are named, compose, and the CI workflow is pinned; tests/long/test_ci_workflow.py runs its steps."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from string import Template
 from typing import Any
 
-import pytest
 import yaml
+
+from pipeline.config.compose import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SMALL = [
-    "workloads.probe={max_tokens: 1088, decode_steps: 72, offset_steps: 4, max_batch: 9, requests: 100}",
-    "calibration.samples=1",
-    "backend.threads=1",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-]
-"""What makes a run short without changing what it judges."""
+WORKFLOW = (EXAMPLES / "ci" / "github-actions.yml").read_text(encoding="utf-8")
+JOB: dict[str, Any] = yaml.safe_load(WORKFLOW)
+STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
+NAMED = {step["name"]: step for step in STEPS if "name" in step}
 
 
-def steps() -> dict[str, dict[str, Any]]:
-    """Named steps of the CI example."""
-    workflow = yaml.safe_load((EXAMPLES / "ci" / "github-actions.yml").read_text(encoding="utf-8"))
-    return {step["name"]: step for step in workflow["jobs"]["judge"]["steps"] if "name" in step}
-
-
-def run(arguments: list[str], work: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{work / 'mlflow.db'}"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400)
-
-
-def run_step(name: str, work: Path) -> subprocess.CompletedProcess[str]:
-    """Run the one command of a step of the CI example, in another work directory and with less to time."""
-    program, *arguments = shlex.split(steps()[name]["run"].replace("\\\n", " "))
-    assert program == "python"
-    return run([*arguments, *SMALL, f"workdir={work}"], work)
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory in which the CI example has judged an own policy on own samples, and promoted it."""
-    work = tmp_path_factory.mktemp("examples") / "work"
-    for name in ("Judge", "Promote"):
-        result = run_step(name, work)
-        assert result.returncode == 0, result.stderr
-    return work
-
-
-def test_the_ci_job_judges_the_own_policy_on_the_own_samples_and_promotes_it(work: Path) -> None:
-    summary = json.loads((work / "summary.json").read_text())
-    (candidate,) = summary["candidates"]
-    assert (candidate["policy"], candidate["verdict"]) == ("fp8k_int4v_careful", "PASS"), candidate["reasons"]
-    assert (summary["champion"], summary["exit_code"]) == ("fp8k_int4v_careful", 0)
-    lines = [json.loads(line) for line in (EXAMPLES / "own_samples.jsonl").read_text().splitlines()]
-    (report,) = (work / "artifacts").glob("evaluate/*/samples.jsonl")
-    assert len(report.read_text().splitlines()) == len(lines)
-
-
-def test_the_champion_is_verified_and_generates_text(work: Path) -> None:
-    text = "Bremen 04 Bergen 14 Tartu Hanna 55 ladder 61 40 93 95 39 90 28 62 Vera"
-    result = run(["examples/serve_champion.py", f"Copy:\n{text}", "--samples", "examples/own_samples.jsonl"], work)
-    assert result.returncode == 0, result.stderr
-    assert "kvgate-tiny version 1: fp8k_int4v_careful, PASS" in result.stderr
-    assert result.stdout == f"{text}\n"
-
-
-def test_a_champion_with_another_identity_is_not_served(work: Path) -> None:
-    (identity,) = (work / "mlartifacts").rglob("identity.json")
-    kept = identity.read_bytes()
-    identity.write_bytes(kept + b"\n")
-    try:
-        result = run(["examples/serve_champion.py", "Copy:\n04"], work)
-    finally:
-        identity.write_bytes(kept)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "identity.json of version 1 is not the one that the registry cites" in result.stderr
+def test_every_command_of_the_ci_job_composes() -> None:
+    commands = re.findall(r"python -m pipeline ([^;\n]*)", "\n".join(step["run"] for step in NAMED.values()))
+    assert len(commands) == 4
+    variables = {**JOB["env"], "SIGNING": ""}
+    for command in commands:
+        given = shlex.split(Template(command).substitute(variables))
+        if "--config-dir" in given:
+            place = given.index("--config-dir")
+            given[place : place + 2] = [f"hydra.searchpath=[file://{ROOT / given[place + 1]}]"]
+        assert plan([argument for argument in given if argument != "-m"], "-m" in given).jobs
 
 
 def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
-    """GitHub runs `bash -e`, and a step without `if: always()` or `|| true` only after those before it succeeded."""
-    assert steps()["Promote"]["if"] == "github.event_name == 'push'"
-    assert list(steps()).index("Judge") < list(steps()).index("Promote")
-    for step in steps().values():
-        assert not re.search(r"\|\||set \+e|continue-on-error", json.dumps(step))
+    """GitHub runs `bash -e`, and a step without `always()` only after those before it succeeded."""
+    names = list(NAMED)
+    assert names.index("Judge") < names.index("Promote") < names.index("Try the champion") < names.index("Step summary")
+    assert [name for name, step in NAMED.items() if "always()" in step.get("if", "")] == ["Step summary"]
+    assert "continue-on-error" not in WORKFLOW
+    for name in ("Judge", "Promote", "Roll back"):
+        assert not re.search(r"\|\||set \+e", NAMED[name]["run"])
+
+
+def test_the_ci_job_may_only_read_and_runs_actions_that_cannot_be_moved() -> None:
+    assert JOB["permissions"] == {"contents": "read"}
+    used = re.findall(r"uses: (\S+)(.*)", WORKFLOW)
+    assert len(used) == 4
+    for action, comment in used:
+        assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), "the release that the commit is of"
+    for step in STEPS:
+        assert "${{" not in step.get("run", ""), "an expression in a script runs as code"
 
 
 def test_the_readme_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name and name != "README.md"}
-    assert files == set(re.findall(r"\]\(([\w./-]+)\)", text))
+    assert files == set(re.findall(r"\]\((?!\.\.)([\w./-]+)\)", text))
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads((EXAMPLES / "kvgate.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -43,8 +43,17 @@ def test_a_wheel_composes_every_policy_and_finds_the_tiny_checkpoint(installed: 
 
 
 def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
-    packages = {path.name for path in installed.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")}
+    packages = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix not in (".dist-info", ".data")}
     assert packages == {"pipeline", "stages", "plugins", "conf"}
+
+
+def test_a_wheel_brings_the_command_kvgate(installed: Path, tmp_path: Path) -> None:
+    (script,) = installed.glob("*.data/scripts/kvgate")
+    assert script.read_text().startswith("#!python\n"), "pip writes the interpreter there"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, str(script), "--version"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (result.returncode, result.stdout[:7]) == (0, "kvgate "), result.stderr
 
 
 def test_a_wheel_carries_its_license_and_says_that_it_is_typed(installed: Path) -> None:

@@ -84,7 +84,8 @@ def test_every_option_of_the_command_line_is_offered_and_no_other() -> None:
 
 @pytest.mark.parametrize("line", ["kvgate ", "kvgate kv.", "kvgate kv.value.", "kvgate tracking.", "kvgate workloads.load."])
 def test_every_key_that_is_offered_is_one(line: str) -> None:
-    config = plan([], multirun=False).jobs[0].model_dump()
+    planned = plan([], multirun=False).jobs[0]
+    config = {**planned.model_dump(), "prune": planned.prune.model_dump()}
     for offered in candidates(line):
         node: object = config
         for part in offered.rstrip(".=").split("."):

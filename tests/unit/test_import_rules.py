@@ -48,6 +48,7 @@ ROOMS = (
     "stages.report",
     "pipeline.run",
     "pipeline.dry",
+    "pipeline.api",
     "pipeline.__main__",
     "pipeline.kvgate",
     "stages.selftest",
@@ -145,7 +146,7 @@ def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len(importers(library)) == 1, importers(library)
 
 
-def test_importing_the_command_line_loads_nothing_heavy() -> None:
-    program = "import sys, pipeline.__main__; print(*{name.split('.')[0] for name in sys.modules})"
+def test_importing_the_command_line_and_the_api_loads_nothing_heavy() -> None:
+    program = "import sys, pipeline.__main__, pipeline.api; print(*{name.split('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert HEAVY.isdisjoint(result.stdout.split())

@@ -1,0 +1,63 @@
+"""What every function of the API does alike: a configuration from Python's values, and errors as one exception each."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function raise what a person can act on as one exception, without those that it was made from.
+
+    What the machine or the tracking store did is such an exception too, as on the command line. Defects stay what they are.
+    """
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*arguments, **options)
+        except REFUSALS as error:
+            raise error.with_traceback(None) from None
+        except Exception as error:
+            kind = next((kind for kind, code in EXIT_CODES.items() if code == exit_code(error)), None)
+            if kind is None:
+                raise
+            raise kind(describe(error)) from error
+
+    return call
+
+
+def compose(values: Mapping[str, object]) -> Config:
+    """Compose and validate a configuration, as the command line does of `KEY=VALUE`.
+
+    Raises:
+        UserError: a line for each problem.
+    """
+    return plan([f"{key}={_written(key, value)}" for key, value in values.items()], multirun=False).jobs[0]
+
+
+def _written(key: str, value: object) -> str:
+    """Return a value as an override says it. Texts are quoted, so that none is taken for a number or for several values."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)  # of NumPy's floats, repr says the type as well
+        case str() | Path():
+            return QuotedString(str(value), Quote.single).with_quotes()
+        case Mapping():
+            return "{" + ", ".join(f"{name}: {_written(f'{key}.{name}', inner)}" for name, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(_written(key, inner) for inner in value) + "]"
+    raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")

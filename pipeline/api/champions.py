@@ -1,0 +1,111 @@
+"""`champion`: the engine that serves, found in the registry and verified."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.api.calls import compose, raises_refusals
+from pipeline.api.engines import LoadedEngine, load
+from pipeline.config.config import Config
+from pipeline.core.checkpoint import checkpoint_label
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.registry.tracking import locate
+from pipeline.run.inputs import check_file
+
+ALIAS = "champion"
+
+
+@raises_refusals
+def champion(
+    model: str,
+    *,
+    tracking_uri: str | None = None,
+    workdir: str | Path = "work",
+    samples: str | Path | None = None,
+    trusted: Sequence[str | Path] = (),
+    threads: int | None = None,
+) -> LoadedEngine:
+    """Fetch the engine that the registry's alias `champion` names, verify it as stage=verify does, and load it.
+
+    It is taken from the work directory where it still lies there, and else from the registry.
+
+    Args:
+        model: The registered model, or the checkpoint, from whose name the registered model has its own.
+        tracking_uri: MLflow's store; None is MLFLOW_TRACKING_URI, or the one of the work directory.
+        workdir: The work directory.
+        samples: The file of `workloads.jsonl` that it was judged on, where it comes from the registry, which keeps the
+            file's digest and not its prompts.
+        trusted: Public keys in PEM, of which one must have signed its evidence.
+        threads: CPU threads, as for `load`.
+
+    Raises:
+        UserError: There is no such model, or it has no champion.
+        GateRefusal: It is not what was judged.
+        MissingRequirement: Something that fetching, verifying or running it takes is missing.
+
+    Example:
+        >>> champion("tiny").generate("Copy:\\n04 Bergen 14 Tartu")  # doctest: +SKIP
+    """
+    # The configuration of a command that only reads.
+    config = compose(
+        {
+            "stage": "verify",
+            "bundle": workdir,
+            "workdir": workdir,
+            "tracking.uri": tracking_uri,
+            "signing.trusted": list(trusted),
+        }
+    )
+    copied = None if samples is None else Path(samples).expanduser()
+    if copied is not None:
+        check_file(copied, "samples")
+    scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
+    try:
+        engine = _verified(config, model, Path(scratch.name), copied)
+        loaded = load(engine, threads=threads)
+    except BaseException:
+        scratch.cleanup()
+        raise
+    loaded.downloaded = scratch
+    return loaded
+
+
+def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
+    """Return the bundle of the champion, in the work directory or downloaded into `scratch`, once it is verified."""
+    from pipeline.artifacts.digest import file_digest
+    from pipeline.registry.mlflow_store import aliased, download_engine
+    from pipeline.registry.proof import require_same
+    from pipeline.run.evidence import read_evidence, registered_candidate
+    from pipeline.run.identity import IDENTITY_FILE
+    from pipeline.run.verify import replay
+    from pipeline.trust.keys import load_keys
+
+    keys = load_keys(config.signing)
+    location = locate(config.tracking, config.work, checkpoint_label(model))
+    names = list(dict.fromkeys([model, location.model_name]))
+    found = aliased(location, names, ALIAS)
+    if found is None:
+        raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
+    registration, tags = found
+    champion_name = f"version {registration.model_version}, the champion of {model}"
+    try:
+        _, evidence = registered_candidate(config.work / "artifacts", registration, tags)
+    except GateRefusal:  # another work directory judged it
+        evidence = None
+    if evidence is None or evidence.engine is None:
+        copy = download_engine(location, tags, scratch)
+        if not (copy / "engine").is_dir():
+            raise MissingRequirement(
+                f"{champion_name}, has no engine in the registry and none in {config.work}: register it with "
+                "tracking.log_bundle=true, or give the workdir that judged it"
+            )
+        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != tags.get("identity_digest"):
+            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
+        if samples is not None:
+            (copy / "workloads").mkdir(exist_ok=True)
+            shutil.copyfile(samples, copy / "workloads" / samples.name)
+        evidence = read_evidence(copy)
+    require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
+    assert evidence.engine is not None, "a replay without the engine is missing something"
+    return evidence.engine

@@ -1,0 +1,187 @@
+"""`load`: an engine, of any backend that runs here, as something that answers."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pipeline.api.calls import compose, raises_refusals
+from pipeline.artifacts.backend import Backend
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Engine, MemoryReport, Sample
+
+THREADS = "OMP_NUM_THREADS"
+THREADED = ("onnxruntime", "torch")
+"""Backends that are told how many threads of this machine they may use."""
+
+
+class LoadedEngine:
+    """An engine with its tokenizer; as a context manager it is closed at the end of the block."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, bundle: Path, backend: str, longest: int | None) -> None:
+        self._engine: Engine | None = engine
+        self._longest = longest
+        self.downloaded: tempfile.TemporaryDirectory[str] | None = None
+        """Where `champion` put it, until it is closed."""
+        self.tokenizer = tokenizer
+        """`stages.evaluate.tokens.BundleTokenizer`."""
+        self.policy: KVPolicy = engine.policy
+        """What its cache stores."""
+        self.bundle = bundle
+        """The directory that it was loaded from."""
+        self.backend = backend
+
+    @property
+    def engine(self) -> Engine:
+        """Prefill and decode of token ids. Raises UserError once it is closed."""
+        if self._engine is None:
+            raise UserError(f"{self.bundle}: this engine was closed; load it again")
+        return self._engine
+
+    @raises_refusals
+    def generate(self, prompt: str | Sequence[Mapping[str, str]], max_new_tokens: int = 64) -> str:
+        """Return the greedy answer.
+
+        Args:
+            prompt: What the user says, or a conversation: `[{"role": "user", "content": "..."}]`. The model's chat template
+                renders it; a base model, which has none, reads lines `user: ...`.
+            max_new_tokens: Most tokens of the answer.
+
+        Raises:
+            UserError: The prompt is none, or the engine does not hold it.
+
+        Example:
+            >>> engine.generate("Copy:\\n04 Bergen 14 Tartu", max_new_tokens=16)  # doctest: +SKIP
+        """
+        sample = Sample(id="prompt", workload="custom", reference="", messages=_messages(prompt))
+        tokens = self.tokenizer.prompt_ids(sample)
+        if self._longest is not None and len(tokens) + max_new_tokens > self._longest:
+            raise UserError(
+                f"max_new_tokens={max_new_tokens}: after a prompt of {len(tokens):,} tokens that is more than the "
+                f"{self._longest:,} that the model was made for; shorten one of them"
+            )
+        (answer,) = self.engine.generate([tokens], max_new_tokens, self.tokenizer.eos_token_id)
+        return str(self.tokenizer.text(answer))
+
+    @raises_refusals
+    def memory(self) -> MemoryReport:
+        """Return the bytes of its cache, as allocated."""
+        return self.engine.memory()
+
+    def close(self) -> None:
+        """Free its memory, end its process where it has one, and remove what `champion` downloaded for it."""
+        engine, self._engine = self._engine, None
+        end = getattr(engine, "close", None)  # of backends that run in an interpreter of their own
+        if end is not None:
+            end()
+        if self.downloaded is not None:
+            self.downloaded.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._engine is not None else ", closed"
+        return f"LoadedEngine({self.policy.name} on {self.backend}{state}: {self.bundle})"
+
+    def _repr_html_(self) -> str:
+        """Return its policy, what it takes a token, and where it lies."""
+        if self._engine is None:
+            return f"<div>{escape(repr(self))}</div>"
+        kib = self.policy.bytes_per_token(self._engine.shape) / 1024
+        return (
+            f"<div><b>{escape(self.policy.name)}</b> on {escape(self.backend)}: {kib:.3f} KiB/token<br>"
+            f"<code>{escape(str(self.bundle))}</code></div>"
+        )
+
+
+def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
+    if isinstance(prompt, str):
+        return (("user", prompt),)
+    messages = []
+    for message in prompt:
+        if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise UserError(f'prompt: {message!r} is no message; give {{"role": "user", "content": "..."}}')
+        messages.append((message["role"], message["content"]))
+    if not messages:
+        raise UserError("prompt: holds no message; give a text, or a conversation")
+    return tuple(messages)
+
+
+@raises_refusals
+def load(bundle: str | Path, *, threads: int | None = None, **overrides: object) -> LoadedEngine:
+    """Load an engine that was built or judged, of whatever backend, if this machine can run it.
+
+    Args:
+        bundle: An engine's directory, as stage=build prints it, or a copy of one with its evidence.
+        threads: CPU threads; None is OMP_NUM_THREADS, or this machine's physical cores.
+        overrides: Other keys of `backend=`, as `**{"backend.attention": "graph"}`.
+
+    Raises:
+        UserError: The directory is none of an engine, or a file of it is missing or was altered.
+        MissingRequirement: This machine cannot run it.
+
+    Example:
+        >>> with load("work/artifacts/build/KEY") as engine:  # doctest: +SKIP
+        ...     print(engine.generate("What is 2 + 2?"))
+    """
+    strange = next((key for key in overrides if not key.startswith("backend.")), None)
+    if strange is not None:
+        raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
+    directory = _engine_directory(Path(bundle).expanduser())
+    from pipeline.run.identity import read_bundle
+    from pipeline.run.loading import evaluation, open_loader, required_libraries
+
+    record = read_bundle(directory)
+    name = record.get("backend")
+    values: dict[str, object] = {"stage": "build", "backend": name}
+    if threads is not None or name in THREADED:
+        values["backend.threads"] = threads if threads is not None else _threads_asked_for()
+    config = compose({**values, **overrides})
+    with required_libraries():
+        backend = open_loader(config.backend)
+        if not isinstance(backend, Backend):
+            raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
+        return LoadedEngine(
+            backend.load(directory), evaluation().open_tokenizer(directory), directory, str(name), _longest(directory, record)
+        )
+
+
+def _engine_directory(directory: Path) -> Path:
+    """Return the bundle in a directory: itself, beside its evidence, or in the store that its evidence is part of."""
+    from pipeline.run.evidence import read_evidence
+    from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE
+
+    if not directory.is_dir():
+        raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")
+    if (directory / BUNDLE_FILE).is_file():
+        return directory
+    if not (directory / IDENTITY_FILE).is_file():
+        raise UserError(f"bundle={directory}: holds neither {BUNDLE_FILE} nor {IDENTITY_FILE}; give an engine's directory")
+    engine = read_evidence(directory).engine
+    if engine is None:
+        raise MissingRequirement(f"bundle={directory}: holds the evidence without the engine; copy it to engine/ there")
+    return engine
+
+
+def _threads_asked_for() -> int | None:
+    """Return what OMP_NUM_THREADS says; None where it says no number of threads."""
+    text = os.environ.get(THREADS, "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+
+def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a sequence, where the bundle is of the model itself; other backends check their own limits."""
+    from pipeline.core.checkpoint import inspect_checkpoint
+
+    described = record.get("model")
+    if isinstance(described, dict):
+        return described.get("max_position_embeddings")
+    return inspect_checkpoint(directory).max_positions if record["backend"] == "torch" else None

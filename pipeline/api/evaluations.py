@@ -1,0 +1,161 @@
+"""`evaluate`: what `stage=evaluate` does, with the verdict and its report as objects."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import get_args
+
+from pipeline.api.calls import compose, raises_refusals
+from pipeline.config.compose import CONF
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.registry import summary
+from pipeline.registry.summary import Candidate
+from pipeline.run.inputs import check_inputs
+from pipeline.terminal import console
+from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.verdict.thresholds import Check, LineStatus, Status
+
+GIVEN = "given_from_python"
+"""File of a policy that is no option of conf/kv/, while the configuration is composed."""
+
+COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700", "WARNING": "#9a6700"}
+"""Readable on the light and on the dark page of a notebook."""
+
+
+@dataclass(frozen=True, repr=False)
+class Evaluation:
+    """An engine that was judged against the FP16-KV engine."""
+
+    candidate: Candidate
+    """What `summary.json` says of it: verdict, metrics by name, where its artifacts lie, its version in the registry."""
+    report: EvaluationReport
+    """Everything that was measured. KL and NLL are in nats per token, times in milliseconds."""
+    rows: tuple[SampleRow, ...]
+    """Each sample, baseline and candidate side by side."""
+
+    @property
+    def verdict(self) -> Status:
+        """PASS, FAIL or INCONCLUSIVE."""
+        return self.candidate.verdict
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Every line that the verdict was decided by."""
+        return self.candidate.checks
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What decided, in words; of an INCONCLUSIVE also how many samples would decide, where more would help."""
+        return self.candidate.reasons
+
+    @property
+    def bundle(self) -> Path:
+        """Directory of the engine, for `load`."""
+        return self.candidate.engine.path
+
+    def __repr__(self) -> str:
+        held = f" {self.candidate.covered}" if self.candidate.covered is not None else ""
+        cells = ", ".join(f"{name.replace('-', '')} {value}" for name, value, _ in self._metrics())
+        return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held}; {cells})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict, what was measured beside the baseline, and why it did not pass, for a notebook."""
+        from pipeline.terminal.tables import REASONS_SHOWN
+
+        candidate, metrics = self.candidate, self._metrics()
+        held = f"{candidate.covered} " if candidate.covered is not None else ""
+        table = _row("th", "", *(name for name, _, _ in metrics))
+        table += _row("td", candidate.policy, *(value for _, value, _ in metrics))
+        table += _row("td", "baseline", *(base for _, _, base in metrics))
+        shown = () if self.verdict == "PASS" else self.reasons[:REASONS_SHOWN]
+        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
+        counts = {status: sum(check.status == status for check in self.checks) for status in get_args(LineStatus)}
+        counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        return (
+            f'<div><b style="color: {COLOURS[self.verdict]}">{self.verdict}</b> '
+            f"{escape(f'{held}{candidate.name} of {candidate.model} on {candidate.backend}')}"
+            f"<table>{table}</table><ul>{reasons}</ul>{len(self.checks)} checks: {counted}</div>"
+        )
+
+    def _metrics(self) -> list[tuple[str, str, str]]:
+        """Return the columns of the console's table: name, the candidate's value, the baseline's."""
+        from pipeline.terminal.tables import MEASURES, measured  # which takes the gates, and they SciPy
+
+        shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
+        headings = [one.column.heading.replace("\n", " ") for one in shown]
+        texts = [one.column.text(measured(self.candidate.metrics, one.candidate)) for one in shown]
+        baseline = [one.column.text(measured(self.candidate.metrics, one.baseline)) for one in shown]
+        return list(zip(headings, texts, baseline, strict=True))
+
+
+def _row(cell: str, *texts: str) -> str:
+    return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
+
+
+@raises_refusals
+def evaluate(
+    model: str | Path = "tiny", kv: str | KVPolicy = "fp8", *, verbose: bool = False, **overrides: object
+) -> Evaluation:
+    """Judge an engine against the FP16-KV engine: `python -m pipeline stage=evaluate`, in this process.
+
+    Artifacts, gates, tracking and `summary.json` are those of the command line, so that either continues what the other made.
+    A verdict of FAIL is returned, not raised.
+
+    Args:
+        model: The directory of a checkpoint, a GGUF file, or an option of `model=`.
+        kv: An option of `kv=`, or a policy.
+        verbose: Whether to print what the command line prints.
+        overrides: Other keys of the configuration. Keys with a dot are given as `**{"gates.margin": 0.1}`, and keys that the
+            command line adds with a plus have it here, too.
+
+    Raises:
+        UserError: A line for each problem of what is given, before any work.
+        GateRefusal: The engine is refused before it is judged.
+        MissingRequirement: Something that is needed is missing on this machine.
+
+    Example:
+        >>> result = evaluate("/models/Qwen3-0.6B", kv="int8", workdir="/data/kvgate")  # doctest: +SKIP
+        >>> result.verdict, result.report.overall.fidelity.kl_mean  # doctest: +SKIP
+    """
+    if "stage" in overrides:
+        raise UserError(f"stage={overrides['stage']}: evaluate is stage=evaluate; leave it out")
+    with _option(kv) as chosen:
+        config = compose({"stage": "evaluate", **_model(model), **chosen, **overrides})
+    check_inputs(config)
+    from pipeline.run.runner import run  # which takes seconds: what is given wrongly is said before
+
+    sweep = summary.new_sweep()
+    changed = [f"{key}={value}" for key, value in overrides.items() if key.startswith("kv.")]
+    with nullcontext() if verbose else console.silent():
+        try:
+            run(config, sweep, False, changed)
+        except GateRefusal:
+            if not summary.load(config.work, sweep).candidates:
+                raise  # it was not judged
+    (candidate,) = summary.load(config.work, sweep).candidates
+    evidence = candidate.report.path.parent
+    return Evaluation(candidate, load_report(evidence), tuple(load_rows(evidence)))
+
+
+def _model(model: str | Path) -> dict[str, object]:
+    """Return the override of the model: an option of conf/model/, or a path."""
+    options = {path.stem for path in (CONF / "model").glob("*.yaml")}
+    return {"model": model} if isinstance(model, str) and model in options else {"model.path": model}
+
+
+@contextmanager
+def _option(kv: str | KVPolicy) -> Iterator[dict[str, object]]:
+    """Yield the override of the policy. One that is no option becomes one, as a file of `--config-dir` does."""
+    if not isinstance(kv, KVPolicy):
+        yield {"kv": kv}
+        return
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        folder = Path(scratch) / "kv"
+        folder.mkdir()
+        (folder / f"{GIVEN}.yaml").write_text(json.dumps(kv.model_dump(mode="json")), encoding="utf-8")
+        yield {"hydra.searchpath": [f"file://{scratch}"], "kv": GIVEN}

@@ -1,0 +1,358 @@
+"""kvgate from Python: a user's process runs evaluations and engines, and nothing else of it changes."""
+
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+import pipeline.__main__ as command
+import pipeline.api
+from pipeline.api import (
+    Evaluation,
+    GateRefusal,
+    LoadedEngine,
+    MissingRequirement,
+    UserError,
+    champion,
+    evaluate,
+    load,
+)
+from pipeline.api.calls import _written, compose
+from pipeline.api.evaluations import _option
+from pipeline.registry import summary
+from pipeline.terminal import console
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "examples" / "own_samples.jsonl"
+ASKS: dict[str, Any] = {
+    "workloads": "jsonl",
+    "workloads.jsonl": SAMPLES,
+    "workloads.probe": {"max_tokens": 1088, "decode_steps": 72, "offset_steps": 4, "max_batch": 9, "requests": 100},
+    "workloads.load": {
+        "batch": 2,
+        "context_tokens": 64,
+        "new_tokens": 8,
+        "warmup_steps": 1,
+        "budget_gib": 1.0,
+        "sequence_tokens": 1024,
+    },
+    "calibration.samples": 1,
+    "backend.threads": 1,
+    "+gates.margins.reminders": 0.1,
+    "gates.max_ruined_share": 0.1,
+}
+"""The example's own samples, and what makes a run short."""
+COPIED = "04 Bergen 14 Tartu"
+ASKED = f"Copy:\n{COPIED}"
+
+
+def arguments(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={_written(key, value)}" for key, value in values.items()]
+
+
+def run_command(*overrides: str) -> int:
+    """Run the command line in this process."""
+    command._exit_codes.clear()
+    try:
+        return command._dispatch(list(overrides))
+    finally:
+        console.close()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A work directory, where tests stand beside it; the store is its own."""
+    folder = tmp_path_factory.mktemp("api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr(sys, "argv", list(sys.argv))
+        yield folder / "work"
+
+
+@pytest.fixture(scope="module")
+def judged(work: Path) -> Evaluation:
+    """A candidate that the command line then promoted."""
+    result = evaluate("tiny", "int8", workdir=work, **ASKS)
+    assert result.verdict == "PASS", result.reasons
+    assert run_command("stage=promote", f"workdir={work}", *arguments(ASKS)) == 0
+    return result
+
+
+@pytest.fixture(scope="module")
+def promoted(judged: Evaluation, work: Path) -> Path:
+    """The work directory of a champion."""
+    assert judged.bundle.is_relative_to(work)
+    return work
+
+
+def test_an_evaluation_is_a_verdict_with_its_typed_report(judged: Evaluation, work: Path) -> None:
+    assert (judged.verdict, judged.candidate.policy) == ("PASS", "int8"), judged.reasons
+    assert {check.status for check in judged.checks} <= {"PASS", "WARNING"}
+    assert judged.report.engine_digest == judged.candidate.engine.digest
+    assert len(judged.rows) == judged.report.samples == 44
+    assert judged.report.overall.fidelity.kl_mean == judged.candidate.metrics["quality/kl_mean"]
+    assert judged.candidate.registration is not None, "it is tracked"
+    assert summary.load(work).candidates == (judged.candidate,)
+    assert repr(judged).startswith("Evaluation(int8 of tiny: PASS up to ")
+
+
+def test_the_command_line_finds_everything_made_and_the_same_verdict(judged: Evaluation, work: Path) -> None:
+    made = set((work / "artifacts").glob("*/*"))
+    assert run_command("stage=evaluate", "kv=int8", f"workdir={work}", *arguments(ASKS)) == 0
+    assert set((work / "artifacts").glob("*/*")) == made
+    (again,) = summary.load(work).candidates
+    assert (again.identity, again.registration and again.registration.model_version) == (judged.candidate.identity, "1")
+
+
+def test_what_fails_is_a_result_and_a_second_evaluation_works_in_the_same_process(
+    judged: Evaluation, work: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = evaluate("tiny", "int4_tensor", workdir=work, tracking="none", **ASKS)
+    assert capfd.readouterr() == ("", ""), "nothing is printed that was not asked for"
+    assert failed.verdict == "FAIL"
+    assert any(check.status == "FAIL" for check in failed.checks)
+    assert summary.load(work).exit_code == 3
+    assert judged.bundle != failed.bundle
+
+
+def test_a_policy_of_ones_own_counts_by_its_content_where_an_option_has_its_name() -> None:
+    own = compose({"stage": "build", "kv": "int8"}).kv.model_copy(update={"name": "fp8", "sink_tokens": 4})
+    with _option(own) as chosen:
+        assert compose({"stage": "build", **chosen}).kv == own
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "kv").glob("*.yaml"))[::6])
+def test_a_policy_survives_the_way_through_the_configuration(name: str) -> None:
+    policy = compose({"stage": "build", "kv": name}).kv
+    with _option(policy) as chosen:
+        assert compose({"stage": "build", **chosen}).kv == policy
+
+
+@pytest.mark.usefixtures("judged")
+def test_the_users_process_stays_as_it_was(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.yaml").write_text("own: 7\n")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "which MLflow overwrites")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/theirs.db")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    streams, argv, environment = (sys.stdout, sys.stderr), list(sys.argv), os.environ.get("MLFLOW_TRACKING_URI")
+    try:
+        with initialize_config_dir(str(tmp_path), version_base="1.2"):
+            theirs = GlobalHydra.instance().hydra
+            uri: dict[str, Any] = {"tracking.uri": f"sqlite:///{work}/mlflow.db"}
+            result = evaluate("tiny", "int8", workdir=work, verbose=True, **uri, **ASKS)
+            assert GlobalHydra.instance().hydra is theirs
+            assert hydra_compose("theirs").own == 7
+        assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/theirs.db"
+        assert os.environ.get("MLFLOW_TRACKING_URI") == environment
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+    assert result.verdict == "PASS"
+    assert "PASS up to" in capsys.readouterr().out, "as it was asked for"
+    assert handlers == {number: signal.getsignal(number) for number in handlers}
+    assert (streams, argv) == ((sys.stdout, sys.stderr), sys.argv)
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "expected"),
+    [
+        ("tiny", {"kv": "fp9"}, "kv=fp9: no such option, did you mean fp8?"),
+        ("tiny", {"kv": "int8,fp8"}, "kv=int8,fp8: is no option's name"),
+        ("tiny", {"seed": "1"}, "seed: input should be a valid integer (got '1')"),
+        ("tiny", {"seed": -1, "backend.threads": 0}, "\n"),
+        ("tiny", {"kv.grp": 3}, "kv.grp: unknown key"),
+        ("tiny", {"stage": "all"}, "stage=all: evaluate is stage=evaluate; leave it out"),
+        ("tiny", {"seed": {1}}, "seed: a set is no value of a configuration"),
+        ("tiny", {"tracking.uri": "postgresql://me:hunter2@host/db"}, "tracking.uri must not hold a password"),
+        ("nowhere/at all", {}, "nowhere/at all: no such directory"),
+        (Path("tiny"), {}, "/tiny: no such directory"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_exception_that_names_key_value_and_fix(
+    model: str | Path, given: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        evaluate(model, **given)
+    assert expected in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__suppress_context__
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(PermissionError(13, "Permission denied"), MissingRequirement), (KeyError("defect"), KeyError)]
+)
+def test_the_machines_errors_are_missing_requirements_and_defects_stay(
+    raised: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("pipeline.run.runner.run", broken)
+    with pytest.raises(expected):
+        evaluate("tiny", "int8", workdir=tmp_path / "work")
+
+
+def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: Any, sweep: str, *_: object) -> None:
+        summary.begin(config.work, sweep, ["fp8"])
+        raise GateRefusal("a scale does not arrive")
+
+    monkeypatch.setattr("pipeline.run.runner.run", refused)
+    with pytest.raises(GateRefusal, match="a scale does not arrive"):
+        evaluate("tiny", "int8", workdir=tmp_path / "work")
+
+
+def test_what_a_notebook_shows_is_escaped(judged: Evaluation) -> None:
+    hostile = "<script>alert(1)</script>"
+    update = {"name": hostile, "policy": hostile, "verdict": "FAIL", "reasons": (hostile,), "covered": hostile}
+    html = Evaluation(judged.candidate.model_copy(update=update), judged.report, judged.rows)._repr_html_()
+    assert "<script>" not in html
+    assert html.count("&lt;script&gt;") == 4
+    assert f"{len(judged.checks)} checks: " in judged._repr_html_()
+
+
+def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with load(judged.bundle) as engine:
+        assert engine.generate(ASKED) == COPIED
+        assert engine.generate([{"role": "user", "content": ASKED}]) == COPIED
+        assert len(engine.tokenizer.text_ids(engine.generate(ASKED, max_new_tokens=2))) <= 2
+        assert engine.memory().live_tokens == 0, "a finished answer leaves the cache"
+        assert engine.policy.name in repr(engine)
+        assert f"{judged.candidate.metrics['memory/kib_per_token']:.3f} KiB/token" in engine._repr_html_()
+    assert repr(engine).endswith(f"closed: {judged.bundle})")
+    with pytest.raises(UserError, match="was closed; load it again"):
+        engine.generate(ASKED)
+
+
+def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Evaluation) -> None:
+    """The oracle's bundle, which conformance took, and the engine by its evidence."""
+    bundles = {path: path.parent for path in judged.bundle.parent.glob("*/bundle.json")}
+    oracle = next(folder for path, folder in bundles.items() if '"torch"' in path.read_text() and "int8" in _policy(folder))
+    for place, backend in ((oracle, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):
+        with load(str(place), threads=1) as engine:
+            assert (engine.backend, engine.policy.name) == (backend, "int8")
+            assert engine.generate(ASKED) == COPIED
+
+
+def _policy(bundle: Path) -> str:
+    return (bundle / "kv_policy.json").read_text()
+
+
+def test_a_prompt_that_cannot_be_answered_is_refused(judged: Evaluation) -> None:
+    refused: list[tuple[Any, int, str]] = [
+        ([], 64, "prompt: holds no message"),
+        ([{"role": "user"}], 64, "is no message; give {"),
+        (["Copy"], 64, "prompt: 'Copy' is no message"),
+        (ASKED, 0, "max_new_tokens must be at least 1"),
+        (ASKED, 40_000, "that the model was made for"),
+    ]
+    with load(judged.bundle, threads=1) as engine:
+        for prompt, tokens, expected in refused:
+            with pytest.raises(UserError, match=re.escape(expected)):
+                engine.generate(prompt, tokens)
+
+
+def test_what_is_no_engine_is_refused(judged: Evaluation, tmp_path: Path) -> None:
+    for place, options, expected in (
+        (tmp_path / "none", {}, "no such directory"),
+        (tmp_path, {}, "holds neither bundle.json nor identity.json"),
+        (judged.bundle, {"kv": "fp8"}, "give keys of backend.* alone"),
+        (judged.bundle, {"backend.treads": 2}, "backend.treads: unknown key, did you mean threads?"),
+        (judged.bundle, {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
+    ):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            load(place, **options)
+    altered = shutil.copytree(judged.bundle, tmp_path / "altered")
+    (altered / "weights.bin").unlink()
+    (altered / "weights.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="is not the file that was built"):
+        load(altered)
+    (altered / "bundle.json").unlink()
+    (altered / "bundle.json").write_text('{"backend": "openai"}')
+    with pytest.raises(UserError, match="records a server, and has no engine"):
+        load(altered)
+
+
+@pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])
+def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(promoted: Path, name: str) -> None:
+    with champion(name, workdir=promoted) as engine:
+        assert isinstance(engine, LoadedEngine)
+        assert engine.bundle.is_relative_to(promoted), "it still lies where it was judged"
+        assert engine.generate(ASKED) == COPIED
+
+
+def test_a_champion_of_another_machine_is_downloaded_verified_and_removed_when_it_is_closed(
+    promoted: Path, tmp_path: Path
+) -> None:
+    store = f"sqlite:///{promoted}/mlflow.db"
+    with pytest.raises(MissingRequirement, match="missing: samples, made again"):
+        champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere")
+    with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=SAMPLES) as engine:
+        assert not engine.bundle.is_relative_to(promoted)
+        assert engine.generate(ASKED) == COPIED
+    assert not engine.bundle.exists()
+    assert list(tmp_path.iterdir()) == [], "fetching writes nothing"
+
+
+def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
+    (identity,) = (promoted / "mlartifacts").rglob("identity.json")
+    weights = identity.parent / "engine" / "weights.bin"
+    fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{promoted}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
+    wrong = {weights: "is not what was judged: engine: weights.bin", identity: "is not the one that the registry cites"}
+    for file, expected in wrong.items():
+        kept = file.read_bytes()
+        file.write_bytes(kept + b"\n")
+        try:
+            with pytest.raises(GateRefusal, match=expected):
+                fetch()
+        finally:
+            file.write_bytes(kept)
+
+
+def test_without_a_champion_the_names_that_were_looked_for_are_said(promoted: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="model=fp16: fp16 and kvgate-fp16 of the registry have no champion"):
+        champion("fp16", workdir=promoted)
+    with pytest.raises(UserError, match="there is no such file"):
+        champion("tiny", workdir=tmp_path / "empty")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_serves_the_champion(
+    promoted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert promoted.name == "work", "where the example looks"
+    monkeypatch.setattr(sys, "argv", ["serve_champion.py", ASKED])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "serve_champion.py"), run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{COPIED}\n")
+
+
+@pytest.mark.usefixtures("promoted")
+def test_every_block_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) >= 6
+    monkeypatch.setattr(pipeline.api, "evaluate", lambda *given, **options: evaluate(*given, **{**ASKS, **options}))
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert names["mine"].candidate.policy == "int8_sinks"
+    assert COPIED in capsys.readouterr().out
