@@ -36,7 +36,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class RunPage:
-    """What a candidate's run shows; `pipeline.tracked` makes it."""
+    """What a candidate's run shows; `pipeline.pages` makes it."""
 
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """In the order in which they are logged; one that is null or not finite is only named."""

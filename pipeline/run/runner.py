@@ -19,6 +19,7 @@ from pipeline.artifacts.store import Store, used
 from pipeline.config.config import Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
+from pipeline.pages.page import run_page
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
@@ -34,7 +35,6 @@ from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.tables import REPORT
-from pipeline.tracked.page import run_page
 from pipeline.upkeep.stages import prune, show_status
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Gates

@@ -18,6 +18,7 @@ from pipeline.core.errors import REFUSALS, GateRefusal, UserError
 from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.pages.comparison import saved_view
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -30,7 +31,6 @@ from pipeline.run.loading import evaluation, plots, reports, required_libraries
 from pipeline.run.verify import replay, requested_workloads
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
-from pipeline.tracked.comparison import saved_view
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow

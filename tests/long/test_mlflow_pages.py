@@ -13,13 +13,13 @@ from gate_reports import answered, sliced, verdict
 from judged_candidates import decide_pass, judged_candidate, replay_without_findings
 from postgres import mlflow_server
 
+from pipeline.pages.page import run_page
 from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run.serving import compare_in_mlflow
-from pipeline.tracked.page import run_page
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.tracked import flat_metrics
 

@@ -21,7 +21,7 @@ ROOMS = (
     "pipeline.verdict",
     "pipeline.trust",
     "pipeline.registry",
-    "pipeline.tracked",
+    "pipeline.pages",
     "pipeline.planning",
     "pipeline.routing",
     "pipeline.config",

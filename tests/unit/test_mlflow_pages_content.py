@@ -10,13 +10,13 @@ import pytest
 from gate_reports import answered, report, row, sliced, verdict
 from judged_candidates import judged_candidate
 
+from pipeline.pages.comparison import saved_view
+from pipeline.pages.description import LIMIT as DESCRIPTION_LIMIT
+from pipeline.pages.description import description
+from pipeline.pages.metrics import FIRST, LIMIT, chosen
+from pipeline.pages.page import run_page
+from pipeline.pages.tables import tables
 from pipeline.registry.summary import Candidate
-from pipeline.tracked.comparison import saved_view
-from pipeline.tracked.description import LIMIT as DESCRIPTION_LIMIT
-from pipeline.tracked.description import description
-from pipeline.tracked.metrics import FIRST, LIMIT, chosen
-from pipeline.tracked.page import run_page
-from pipeline.tracked.tables import tables
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.pages.description import description
+from pipeline.pages.metrics import chosen
+from pipeline.pages.tables import tables
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.summary import Candidate
-from pipeline.tracked.description import description
-from pipeline.tracked.metrics import chosen
-from pipeline.tracked.tables import tables
 from pipeline.verdict.report import EvaluationReport, SampleRow
 
 

@@ -9,7 +9,7 @@ import json
 import zlib
 from typing import Any
 
-from pipeline.tracked.metrics import FIRST, KL
+from pipeline.pages.metrics import FIRST, KL
 
 SECTION = "kvgate"
 """Id of the section of charts that the page opens on; MLflow adds the other metrics below it."""

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.pages.metrics import with_losses
 from pipeline.registry.summary import Candidate
-from pipeline.tracked.metrics import with_losses
 from pipeline.verdict.report import EvaluationReport, SampleRow, Slice
 from pipeline.verdict.thresholds import Check
 
