@@ -56,9 +56,10 @@ real: $(VENV)/for-real
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# What takes minutes: thousands of requests to one engine, faults at every write, many processes over one store.
+# What takes minutes: thousands of requests to one engine, faults at every write, many processes over one store, every KV policy.
+EVERY := tests/integration/test_onnx_policies.py tests/integration/test_native_attention.py
 test-long: $(VENV)/for-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long
+	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm

@@ -198,7 +198,9 @@ def _dispatch(argv: list[str]) -> int:
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    typed = [*arguments.overrides]
+    from pipeline.terminal.next_steps import repeated
+
+    typed = repeated(arguments.overrides)
     if arguments.config_dir:
         typed = ["--config-dir", str(arguments.config_dir), *typed]
     return _sweep(planned, sweep, typed)

@@ -10,6 +10,7 @@ import torch
 from bad_input.case import Commands
 
 if TYPE_CHECKING:
+    from main_path import Swept
     from recovery import Trials
 
 # Tables are as wide as where there is no terminal, whoever runs the tests: xdist sets a width.
@@ -62,3 +63,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> "Trials":
     from recovery import Trials
 
     return Trials(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> "Swept":
+    """A work directory after a sweep over a sound and a broken cache, and what the sweep said."""
+    from main_path import sweep
+
+    return sweep(tmp_path_factory.mktemp("main") / "work")

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, Literal
@@ -304,6 +305,8 @@ def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
 def forget(workdir: Path, sweep: str) -> None:
     """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
     (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
+    with suppress(OSError):  # that of other sweeps stays
+        (workdir / FOLDER).rmdir()
 
 
 def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:

@@ -82,7 +82,12 @@ def typed() -> list[str]:
         return []
     hydra = HydraConfig.get()
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return [*(part for folder in folders for part in ("--config-dir", folder)), *hydra.overrides.task]
+    return [*(part for folder in folders for part in ("--config-dir", folder)), *repeated(hydra.overrides.task)]
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return what a next command repeats of what was typed: not in which form this one spoke."""
+    return [override for override in overrides if not override.startswith("log=")]
 
 
 def carried(config: Config, *groups: str) -> list[str]:

@@ -1,6 +1,7 @@
 """A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the oracle that engines must equal."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,10 @@ COMBINED = [
              window=Window(tokens=64, value=FP8), eviction=Eviction(window_tokens=64, sink_tokens=64)),
 ]  # fmt: skip
 
-POLICIES = [*SHIPPED, *COMBINED]
-BY_NAME = {policy.name: policy for policy in POLICIES}
+EVERY_POLICY = [*SHIPPED, *COMBINED]
+POLICIES = EVERY_POLICY if os.environ.get("EVERY_POLICY") == "1" else EVERY_POLICY[::4]
+"""What tests of each policy take: all of them in `make test-long`, every fourth one in `make test`."""
+BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 
 def nothing(*_: object) -> None:

@@ -1,59 +1,19 @@
 """The whole path on the trained tiny model, through the command line: sweep, verdicts, promotion, refusals, rollback."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from evaluations import evaluate
+from main_path import Swept, pipeline, summary
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.sbom import SBOM_FILE
-
-Swept = tuple[Path, subprocess.CompletedProcess[str]]
-
-FEW = [
-    "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
-    "workloads.max_scored_tokens=48",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "workloads.probe={max_tokens: 1088, decode_steps: 72, offset_steps: 4, max_batch: 9, requests: 100}",
-    "gates.margin=0.45",  # so few samples show little
-    "gates.max_ruined_share=0.1",
-    "gates.min_samples=8",
-    "calibration.samples=8",
-    "backend.threads=1",
-]
-
-
-SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
-
-
-def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    environment = {**os.environ, **SECRETS}
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
-
-
-def summary(work: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((work / "summary.json").read_text())
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """A work directory after a sweep over a sound and a broken cache, and what the sweep said."""
-    work = tmp_path_factory.mktemp("main") / "work"
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
-    assert result.returncode == 0, result.stderr
-    return work, result
 
 
 def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(
@@ -159,38 +119,6 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert "fp8 (version" in page
 
 
-def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
-    work, _ = swept
-    routes, snapshot = work.parent / "routes.yaml", work.parent / "snapshot.json"
-
-    def route(text: str) -> subprocess.CompletedProcess[str]:
-        routes.write_text(text)
-        return pipeline(work, "stage=route", f"routing.file={routes}")
-
-    result = route("default: {policy: fp8}\nroutes: {copy: {policy: fp8}}")
-    assert result.returncode == 0, result.stderr
-    version = re.search(r"route-copy: version (\d+) \(fp8\)", result.stdout)
-    assert version is not None
-    refused = route("routes: {copy: {policy: int4_tensor}}")
-    assert refused.returncode == 3
-    assert "routes.copy.policy=int4_tensor: version" in refused.stderr
-    assert "is FAIL" in refused.stderr
-    unknown = route("routes: {copi: {policy: fp8}}")
-    assert unknown.returncode == 2
-    assert "routes.copi: no such class" in unknown.stderr
-    counted = {
-        "version": version[1],
-        "latency": {"good": 900, "of": 900, "limit_ms": 800},
-        "json_validity": None,
-        "memory": {"live_tokens": 1, "max_tokens": 2},
-    }
-    for canaries, code in (({"good": 88, "of": 90}, 0), ({"good": 10, "of": 90}, 3), ({"good": 10}, 2)):
-        snapshot.write_text(json.dumps({"classes": {"copy": {**counted, "canaries": canaries}}}))
-        result = pipeline(work, "stage=monitor", f"monitor.snapshot={snapshot}")
-        assert result.returncode == code, result.stderr
-    assert "copy.canaries.of: Field required" in result.stderr
-
-
 def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it(swept: Swept) -> None:
     """MLflow's directory of a model version is an engine with its evidence, outside the artifact store."""
     work, _ = swept
@@ -267,40 +195,6 @@ def test_promote_refuses_an_engine_that_is_not_the_one_that_was_judged(
     assert summary(work)["exit_code"] == 3
 
 
-def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
-    artifacts = swept[0] / "artifacts"
-    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
-    work.mkdir()
-    (work / "artifacts").symlink_to(artifacts)
-    arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 400
-        while not list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGSTOP)
-        before = sorted(artifacts.rglob("*"))
-        refused = pipeline(work, "stage=prune", "tracking=none", "prune.keep_sweeps=0", "prune.apply=true")
-        assert refused.returncode == 4, refused.stdout
-        assert f"stage=prune: process {process.pid} (workdir=" in refused.stderr
-        assert sorted(artifacts.rglob("*")) == before, "nothing that a running job may use is removed"
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
-    assert summary(work)["exit_code"] == 130
-    left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
-    assert 0 < len(left) < 94
-    assert pipeline(work, *arguments).returncode == 0
-    assert not list(artifacts.glob(".partial/*/*"))
-
-
 def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
     from pipeline.core.kv import KVPolicy
@@ -366,20 +260,3 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     engine = Path(summary(swept[0])["candidates"][0]["engine"]["path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, None)[0]
-
-
-def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
-    work, _ = swept
-    by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu")
-    assert result.returncode == 0, result.stderr
-    by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
-    for kv, candidate in by_oracle.items():
-        assert (candidate["backend"], by_engine[kv]["backend"]) == ("torch", "onnxruntime")
-        assert candidate["verdict"] == by_engine[kv]["verdict"]
-        found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
-        assert found == pytest.approx(expected, rel=0.02)
-    assert 0 < by_oracle["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
-    promoted = pipeline(work, "stage=promote", "backend=torch", "backend.device=cpu")
-    assert promoted.returncode == 0, promoted.stderr
-    assert summary(work)["champion"] == "fp8"

@@ -9,6 +9,7 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from pipeline.core.errors import MissingRequirement, UserError
 
@@ -173,7 +174,8 @@ class Client:
         with sent:
             content = bytearray()
             try:
-                for chunk in sent.iter_content(1 << 16):
+                # What has arrived, at once: iter_content waits for whole chunks, however slowly a server drips.
+                while chunk := sent.raw.read1(1 << 16, decode_content=True):
                     content += chunk
                     if time.monotonic() > deadline:  # the library's own limit is between two reads
                         raise requests.Timeout
@@ -181,10 +183,10 @@ class Client:
                         raise UserError(
                             f"{self.setting}={self.url}: answers {method} {path} with more than {ANSWER_BYTES >> 20} MiB"
                         )
-            except requests.ConnectionError as error:
-                if "timed out" in str(error):  # which it does not tell from a broken connection here
-                    raise requests.Timeout from error
-                raise
+            except ReadTimeoutError as error:
+                raise requests.Timeout from error
+            except HTTPError as error:
+                raise requests.ConnectionError(error) from error
             headers = sent.headers
             return _Answer(sent.status_code, headers.get("Content-Type", ""), headers.get("Retry-After", ""), bytes(content))
 

@@ -27,7 +27,7 @@ from pipeline.verdict.thresholds import Gates
 from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm import settings
 
-FACTS = Path(__file__).resolve().parent / "facts"
+FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts"
 FEW = [
     "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
     "workloads.max_scored_tokens=24",

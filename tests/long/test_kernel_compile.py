@@ -98,7 +98,7 @@ from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.sass import disassemble, loop_cost, main_loop
 from plugins.kv_attention.scoreboard import cycles_per_iteration
-from tests.integration.test_kernel_compile import CASES, HEADLINE, TARGETED
+from tests.long.test_kernel_compile import CASES, HEADLINE, TARGETED
 
 def described(kernel, **more):
     return {"name": kernel.name, "ptx": kernel.ptx, "cubin": len(kernel.cubin), "shared_bytes": kernel.shared_bytes,

@@ -1,0 +1,43 @@
+"""The command line over the trained tiny model with few samples, and a sweep over a sound and a broken cache."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+Swept = tuple[Path, subprocess.CompletedProcess[str]]
+
+FEW = [
+    "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
+    "workloads.max_scored_tokens=48",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.probe={max_tokens: 1088, decode_steps: 72, offset_steps: 4, max_batch: 9, requests: 100}",
+    "gates.margin=0.45",  # so few samples show little
+    "gates.max_ruined_share=0.1",
+    "gates.min_samples=8",
+    "calibration.samples=8",
+    "backend.threads=1",
+]
+
+
+SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
+
+
+def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+    environment = {**os.environ, **SECRETS}
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
+
+
+def summary(work: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((work / "summary.json").read_text())
+    return loaded
+
+
+def sweep(work: Path) -> Swept:
+    """Sweep into a work directory, and return it with what the sweep said."""
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
+    assert result.returncode == 0, result.stderr
+    return work, result
