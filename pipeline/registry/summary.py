@@ -304,9 +304,10 @@ def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
 
 def forget(workdir: Path, sweep: str) -> None:
     """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
-    (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
-    with suppress(OSError):  # that of other sweeps stays
-        (workdir / FOLDER).rmdir()
+    with locked(workdir / f".{FILE}.lock", FILE):
+        (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
+        with suppress(OSError):  # the folder of other sweeps stays
+            (workdir / FOLDER).rmdir()
 
 
 def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
