@@ -151,7 +151,9 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
 def _tensors(path: Path, config: dict[str, Any], shape: KVShape, q_heads: int) -> tuple[tuple[str, Shape], ...] | None:
     """The model's tensors; None for other families than the engines', and for weights that are quantized already."""
     classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or ARCHITECTURES.get(str(classes[0])) != config.get("model_type"):
+    if not isinstance(classes, list) or len(classes) != 1 or str(classes[0]) not in ARCHITECTURES:
+        return None
+    if ARCHITECTURES[str(classes[0])] != config.get("model_type"):
         return None
     if config.get("quantization_config") is not None:
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -53,6 +53,7 @@ def refuses_or_reads(read: Callable[[], object]) -> None:
 
 
 @FUZZED
+@example(changes={"architectures": [None], "model_type": None})
 @given(changes=nested(list(CONFIG)))
 def test_config_json(changes: dict[str, Any], tmp_path: Path) -> None:
     model = tmp_path / "model"
