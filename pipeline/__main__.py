@@ -18,8 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline import __version__
+from pipeline.config import CONF
 from pipeline.config.completion import complete
-from pipeline.config.compose import CONF, Plan, named, plan, to_config
+from pipeline.config.compose import Plan, named, plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LAUNCHERS, end_workers, lost_worker
 from pipeline.config.overrides import LAUNCHER

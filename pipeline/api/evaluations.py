@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.api.calls import compose, raises_refusals
-from pipeline.config.compose import CONF
+from pipeline.config import CONF
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.registry import summary

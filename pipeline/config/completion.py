@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.core.formats import CODES
 from pipeline.core.strict import PathText
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--help": (),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice, product
 from math import prod
-from pathlib import Path
 from typing import Any, get_args
 
 from hydra import compose, initialize_config_dir
@@ -20,9 +19,10 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
@@ -30,9 +30,6 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
 
 TRACKING_URI = "tracking.uri"
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The folder conf/ beside the packages, in a checkout and in a wheel. A folder `conf` in the current directory is not it."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -133,20 +130,27 @@ def suggest(value: str, choices: Sequence[str]) -> str:
     return f"; choose one of {', '.join(choices)}" if choices else ""
 
 
+def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
+    """Return one line for an override of a key that takes no such value, or that does not exist."""
+    parent, _, name = key.rpartition(".")
+    siblings = _siblings(tuple(key.split(".")))
+    if key.startswith("hydra.launcher."):  # one that may be set, and that the launcher's configuration has no place for
+        return f"{key}: is not set yet; write +{key}=..."
+    if isinstance(cause, ConfigTypeError):
+        return f"{key}: write {'a list, in brackets' if cause.object_type is list else 'keys with values, in braces'}"
+    if name in siblings:  # Hydra sets no key below null
+        below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
+        whole = ", ".join(field.replace("=", ": ", 1) for field in below)
+        return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
+    return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
+
+
 def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     """Return one line for what Hydra could not compose: its own texts are written for its developers."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:
-        parent, _, name = key.rpartition(".")
-        siblings = _siblings(tuple(key.split(".")))
-        if key.startswith("hydra.launcher."):  # one that may be set, and that the launcher's configuration has no place for
-            return f"{key}: is not set yet; write +{key}=..."
-        if name in siblings:  # Hydra sets no key below null
-            below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
-            whole = ", ".join(field.replace("=", ": ", 1) for field in below)
-            return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
-        return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
+        return _explain_key(key, cause, overrides)
     text = str(error)
     option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
     available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)

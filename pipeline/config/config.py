@@ -37,6 +37,10 @@ Stage = Literal[
 ]
 
 
+JUDGING = ("evaluate", "all")
+"""Stages that judge an engine."""
+MAKING = ("quantize", "build", "tune", *JUDGING)
+"""Stages that make artifacts."""
 MOVING = ("promote", "rollback", "all", "route", "monitor")
 """Stages that move aliases."""
 

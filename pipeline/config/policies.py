@@ -5,7 +5,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from pipeline.config.compose import CONF, suggest
+from pipeline.config import CONF
+from pipeline.config.compose import suggest
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.core.exports import read_layer_algorithms

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config.compose import CONF, Plan
+from pipeline.config import CONF
+from pipeline.config.compose import Plan
 from pipeline.core.errors import UserError
 
 

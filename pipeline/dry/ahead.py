@@ -1,6 +1,5 @@
 """What is found only in the middle of a run: the tracking store, libraries for the end of it, GPUs, memory, the disk."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -9,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from pipeline.artifacts.workdir import lacks
-from pipeline.config.config import Config
+from pipeline.artifacts.workdir import all_memory, free_bytes, lacks
+from pipeline.config.config import JUDGING, Config
 from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
@@ -19,10 +18,8 @@ from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, wei
 from pipeline.run.loading import open_loader
 from pipeline.terminal.dry import Row, size, total
 
-JUDGING = ("evaluate", "all")
 PLOTTING = (*JUDGING, "tune", "promote", "capacity")
 """Stages that draw."""
-MOVING = ("promote", "rollback", "route", "monitor")
 
 
 def checks_ahead(config: Config) -> list[Callable[[], object]]:
@@ -73,7 +70,7 @@ def least_memory(config: Config) -> tuple[int, int]:
 
 def _check_memory(config: Config) -> None:
     weights, cache = least_memory(config)
-    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    memory = all_memory()
     if weights + cache > memory:
         raise MissingRequirement(
             lacks("the weights and the cache of workloads.load take", weights + cache, "this machine has", memory, "of memory")
@@ -87,15 +84,10 @@ def check_disk(config: Config, rows: Sequence[Row]) -> None:
     Raises:
         MissingRequirement: with the number of bytes that are missing.
     """
-    needed, free = round(total(rows, "written").least), free_bytes(config)
+    needed, free = round(total(rows, "written").least), free_bytes(config.work)
     if needed > free:
         problem = lacks("the artifacts of this command take", needed, "its disk has", free, "free")
         raise MissingRequirement(f"workdir={config.workdir}: {problem}; free some, or give another workdir")
-
-
-def free_bytes(config: Config) -> int:
-    """Return the bytes that are free on the disk of the work directory, which need not exist yet."""
-    return shutil.disk_usage(next(place for place in (config.work, *config.work.parents) if place.is_dir())).free
 
 
 def notes(config: Config) -> list[str]:

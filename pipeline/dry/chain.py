@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Fill
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
-from pipeline.config.config import Config
+from pipeline.config.config import JUDGING, Config
 from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.kv import KVPolicy, KVShape
@@ -19,8 +19,6 @@ from pipeline.run.tuning import search
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
-
-JUDGING = ("evaluate", "all")
 
 
 class ForeseenChain(Chain):

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
+from pipeline.artifacts.workdir import free_bytes
 from pipeline.config.compose import Plan, named
+from pipeline.config.config import JUDGING, MAKING
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
-from pipeline.dry.ahead import check_disk, checks_ahead, free_bytes, notes
-from pipeline.dry.chain import JUDGING, ForeseenChain, open_foreseen
+from pipeline.dry.ahead import check_disk, checks_ahead, notes
+from pipeline.dry.chain import ForeseenChain, open_foreseen
 from pipeline.dry.costs import Costs
 from pipeline.dry.rehearsal import rehearse
 from pipeline.dry.rows import rows_of
@@ -21,9 +23,6 @@ from pipeline.registry.proof import PASS
 from pipeline.run.inputs import checks
 from pipeline.terminal import console
 from pipeline.terminal.dry import Row, print_rows, print_sum, size
-
-MAKING = ("quantize", "build", "evaluate", "all", "tune")
-"""Stages that make artifacts; the others are rehearsed."""
 
 
 @dataclass
@@ -97,7 +96,7 @@ def foretell(planned: Plan) -> int:
 def _print(chains: list[ForeseenChain], rows: list[Row]) -> None:
     print_rows(rows)
     print_sum(rows)
-    console.say(f"free on the disk of workdir: {size(free_bytes(chains[0].config))}")
+    console.say(f"free on the disk of workdir: {size(free_bytes(chains[0].config.work))}")
     for line in dict.fromkeys(line for chain in chains for line in notes(chain.config)):
         console.say(escape(line))
 

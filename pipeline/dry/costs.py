@@ -91,8 +91,10 @@ class Costs:
         return self.known[recipe.key]
 
     def _expected(self, recipe: Recipe, subject: Subject, first: bool) -> Cost:
-        likes = [like for made in self._past.of(recipe.stage) if (like := self._like(made, recipe, subject)) is not None]
-        nearest = [like for like in likes if like.distance == min(one.distance for one in likes)]
+        wanted = json.loads(json.dumps(recipe.parts))  # as a manifest holds it
+        likes = [like for made in self._past.of(recipe.stage) if (like := self._like(made, wanted, subject)) is not None]
+        least = min((like.distance for like in likes), default=None)
+        nearest = [like for like in likes if like.distance == least]
         usable = [like for like in nearest if like.factor]
         if not usable:
             weights = subject.weight_bytes if first and recipe.stage in WEIGHTS else None
@@ -109,9 +111,9 @@ class Costs:
             _words(usable),
         )
 
-    def _like(self, made: Made, recipe: Recipe, subject: Subject) -> _Like | None:
+    def _like(self, made: Made, wanted: dict[str, Any], subject: Subject) -> _Like | None:
         """Return how an earlier artifact differs; None for one of another backend, other hardware, or another kind of round."""
-        parts, wanted = made.parts, json.loads(json.dumps(recipe.parts))
+        parts = made.parts
         of, config = parts["config"], wanted["config"]
         if parts["hardware"] != wanted["hardware"] or parts["code"].keys() != wanted["code"].keys():
             return None
@@ -121,9 +123,9 @@ class Costs:
         other_model = model != subject.model
         settings = _settings(of) != _settings(config)
         factor = self._by_bytes(model, subject) if other_model else 1.0
-        if recipe.stage in MEASURED:
+        if wanted["stage"] in MEASURED:
             factor *= _by_answers(made, subject)
-        elif recipe.stage == "tune" and settings:
+        elif wanted["stage"] == "tune" and settings:
             factor = 0.0
         other_policy = subject.policy is not None and policy != json_digest(subject.policy)
         return _Like(made, other_model, settings, other_policy, factor)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.artifacts.store import Recipe
+from pipeline.config.config import JUDGING
 from pipeline.core.kv import FP16_POLICY
-from pipeline.dry.chain import JUDGING, ForeseenChain
+from pipeline.dry.chain import ForeseenChain
 from pipeline.dry.costs import Costs, Subject
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import inspect_model, weight_bytes

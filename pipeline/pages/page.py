@@ -33,9 +33,8 @@ def run_page(
 
 
 def _workloads(report: EvaluationReport) -> list[Workload]:
-    whole = [part for part in report.slices if (part.context, part.depth, part.difficulty) == (None, None, None)]
     return [
         Workload(part.workload, report.workloads_digest, part.samples, part.documents, part.fidelity.tokens)
-        for part in whole
-        if part.workload is not None
+        for part in report.slices
+        if part.whole and part.workload is not None
     ]

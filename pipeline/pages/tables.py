@@ -68,11 +68,6 @@ def _slice(part: Slice) -> dict[str, Any]:
     accuracy = part.accuracy
     answers: Mapping[str, Any] = {} if accuracy is None else accuracy.model_dump()
     loss = None if accuracy is None else accuracy.baseline - accuracy.candidate
-    drafted = {
-        f"acceptance_{drafter}_{engine}": length
-        for drafter, counts in part.acceptance.items()
-        for engine, length in zip(("baseline", "candidate"), counts.lengths, strict=True)
-    }
     return {
         "workload": part.workload or "all",
         "context_from": low,
@@ -84,7 +79,7 @@ def _slice(part: Slice) -> dict[str, Any]:
         "accuracy_loss": loss,
         **{f"accuracy_{name}": value for name, value in answers.items()},
         **part.fidelity.model_dump(exclude={"divergence"}),
-        **drafted,
+        **part.acceptance_lengths,
     }
 
 

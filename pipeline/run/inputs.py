@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
-from pipeline.config.config import Config
+from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
@@ -34,7 +34,7 @@ WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "stat
 UNRECORDED = ("verify", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
 
-TRACKED = ("evaluate", "all", "promote", "rollback", "route", "monitor", "status", "prune")
+TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
 """Stages that open the tracking store."""
 
 MOST_TEXT_BYTES = 1 << 30
@@ -95,7 +95,7 @@ def _check_model(config: Config) -> None:
     config.kv.check_shape(checkpoint.shape)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
-    if config.stage in ("evaluate", "all"):
+    if config.stage in JUDGING:
         _check_load(config, checkpoint)
     if config.stage != "tune":
         check_room(config.work, config.workdir, weight_bytes(checkpoint))

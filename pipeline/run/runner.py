@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import Store, used
-from pipeline.config.config import Config
+from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
 from pipeline.pages.page import run_page
@@ -154,11 +154,6 @@ STAGES: dict[str, Callable[[Run], None]] = {
 }
 
 
-JUDGING_STAGES = ("evaluate", "all")
-MAKING_STAGES = ("quantize", "build", "tune", *JUDGING_STAGES)
-"""Stages that make artifacts."""
-
-
 def holding(config: Config) -> AbstractContextManager[None]:
     """Keep stage=prune from the artifacts that a command uses, while its block runs."""
     if config.stage in ("status", "prune"):  # one looks alone, the other holds them for itself
@@ -167,7 +162,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
     if config.stage == "verify":  # it may be of another work directory, or of none
         found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
         return used(found, make=False) if found is not None else nullcontext()
-    return used(root, make=config.stage in MAKING_STAGES or root.is_dir())
+    return used(root, make=config.stage in MAKING or root.is_dir())
 
 
 def run(
@@ -196,7 +191,7 @@ def run(
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
-    label, judging = " ".join([config.kv.name, *changed]), config.stage in JUDGING_STAGES
+    label, judging = " ".join([config.kv.name, *changed]), config.stage in JUDGING
     if judging and not sweeping:
         summary.begin(config.work, sweep, [label])
     code, said = DEFECT, None
@@ -225,7 +220,7 @@ def run(
 
 def begin_sweep(config: Config, sweep: str, names: Sequence[str]) -> None:
     """Note the jobs of a sweep, before the first of them runs. They may run in processes of their own, on other machines."""
-    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING_STAGES)
+    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING)
 
 
 def conclude_sweep(
@@ -248,7 +243,7 @@ def conclude_sweep(
         name = console.Job(config.stage, last.names[number - 1], number, len(last.names)).name
         for line in error.splitlines():
             console.error(f"{name}{line}", exit_code=last.exit_codes[number])
-    if config.stage in JUDGING_STAGES:
+    if config.stage in JUDGING:
         write_junit(config.work / JUNIT, last)
     codes = [code, last.exit_code]
     if last.candidates:
@@ -270,7 +265,7 @@ def conclude_sweep(
         console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
         codes.append(GATE_EXIT)
     worst = max(codes, key=SEVERITY.index)
-    if config.stage in JUDGING_STAGES:
+    if config.stage in JUDGING:
         summary.fail(config.work, sweep, worst)
     else:
         summary.forget(config.work, sweep)

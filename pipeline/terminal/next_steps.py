@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.markup import escape
 
-from pipeline.config.compose import CONF
+from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
 from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig

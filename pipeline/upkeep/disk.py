@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -97,10 +98,21 @@ def distinct_bytes(pieces: Iterable[Piece]) -> int:
 def freed_bytes(gone: Iterable[Piece]) -> int:
     """Return the bytes that are free once these pieces are gone: those of files that have no other name."""
     gone = list(gone)
-    names: dict[tuple[int, int], int] = {}
-    for file in (file for piece in gone for file in piece.files):
-        names[file.number] = names.get(file.number, 0) + 1
+    names = names_held(gone)
     return sum(file.size for file in _distinct(gone).values() if names[file.number] >= file.links)
+
+
+def names_held(pieces: Iterable[Piece]) -> Counter[tuple[int, int]]:
+    """Return how many names pieces hold of each file."""
+    return Counter(file.number for piece in pieces for file in piece.files)
+
+
+def by_kind(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Return pieces by their kind, the kinds in the order in which they come."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.kind, []).append(piece)
+    return found
 
 
 def is_being_made(piece: Piece) -> bool:

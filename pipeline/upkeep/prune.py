@@ -16,7 +16,18 @@ from pipeline.artifacts.locks import alone_at_once, holders
 from pipeline.artifacts.store import USE_LOCK
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.redaction import redact_text
-from pipeline.upkeep.disk import POOL_KIND, SCRATCH_KIND, UNFINISHED, Disk, Piece, distinct_bytes, freed_bytes, is_being_made
+from pipeline.upkeep.disk import (
+    POOL_KIND,
+    SCRATCH_KIND,
+    UNFINISHED,
+    Disk,
+    Piece,
+    by_kind,
+    distinct_bytes,
+    freed_bytes,
+    is_being_made,
+    names_held,
+)
 from pipeline.upkeep.needs import Evidence, Needs
 from pipeline.upkeep.registered import Registered
 
@@ -44,10 +55,7 @@ class Plan:
     @property
     def kinds(self) -> list[tuple[str, list[Piece], int]]:
         """Kind, pieces, and their bytes, in the order in which they go."""
-        by_kind: dict[str, list[Piece]] = {}
-        for piece in self.gone:
-            by_kind.setdefault(piece.kind, []).append(piece)
-        return [(kind, pieces, distinct_bytes(pieces)) for kind, pieces in by_kind.items()]
+        return [(kind, pieces, distinct_bytes(pieces)) for kind, pieces in by_kind(self.gone).items()]
 
 
 def make_plan(disk: Disk, needs: Needs, evidence: Evidence, registered: Registered) -> Plan:
@@ -63,11 +71,9 @@ def make_plan(disk: Disk, needs: Needs, evidence: Evidence, registered: Register
     order = {kind: number for number, kind in enumerate(FIRST)}
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
     gone += [piece for piece in disk.scratch if not is_being_made(piece)]
-    names: dict[tuple[int, int], int] = {}
-    for file in (file for piece in gone for file in piece.files):
-        names[file.number] = names.get(file.number, 0) + 1
+    names = names_held(gone)
     # A file of the pool has one name of its own.
-    gone += [piece for piece in disk.pool if all(file.links <= names.get(file.number, 0) + 1 for file in piece.files)]
+    gone += [piece for piece in disk.pool if all(file.links <= names[file.number] + 1 for file in piece.files)]
     places = {piece.place for piece in gone}
     lost = {digest for digest, (_, held) in evidence.identities.items() if places.issuperset(held)}
     behind = [

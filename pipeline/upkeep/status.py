@@ -11,7 +11,7 @@ from pipeline.core.strict import StrictModel
 from pipeline.registry.summary import Candidate
 from pipeline.terminal.next_steps import Step
 from pipeline.trust.history import History
-from pipeline.upkeep.disk import Disk, Piece, distinct_bytes, freed_bytes
+from pipeline.upkeep.disk import Disk, by_kind, distinct_bytes, freed_bytes
 from pipeline.upkeep.needs import Evidence, Needs, Sweep
 from pipeline.upkeep.prune import in_use_by
 from pipeline.upkeep.registered import Model, Registered, Version
@@ -223,19 +223,11 @@ def _place(evidence: Evidence, digest: str) -> str | None:
 
 
 def _kinds(disk: Disk) -> list[Kind]:
-    by_kind: dict[str, list[Piece]] = {}
-    for piece in disk.pieces:
-        by_kind.setdefault(piece.kind, []).append(piece)
+    found = by_kind(disk.pieces)
     order = {kind: number for number, kind in enumerate(KINDS)}
-    names = sorted(by_kind, key=lambda kind: (order.get(kind, len(order)), kind))
     return [
-        Kind(
-            kind=kind,
-            count=len(by_kind[kind]),
-            size_bytes=distinct_bytes(by_kind[kind]),
-            alone_bytes=freed_bytes(by_kind[kind]),
-        )
-        for kind in names
+        Kind(kind=kind, count=len(pieces), size_bytes=distinct_bytes(pieces), alone_bytes=freed_bytes(pieces))
+        for kind, pieces in sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
     ]
 
 

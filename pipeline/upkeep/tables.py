@@ -6,11 +6,11 @@ from rich.markup import escape
 
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.terminal.tables import COLOURS
 from pipeline.upkeep.prune import Plan
 from pipeline.upkeep.stale import Stale
 from pipeline.upkeep.status import RegisteredModel, Status, SweepStatus
 
-COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 SHOWN = 6
 """Artifacts of a kind that are named."""
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

@@ -189,7 +189,7 @@ def accuracy_by_context(report: EvaluationReport, rows: Sequence[SampleRow], gat
         of_workload = [row for row in rows if row.judged and row.workload == part.workload]
         inside = [row for row in of_workload if low <= row.context_tokens and (high is None or row.context_tokens < high)]
         if inside and len(inside) < len(of_workload):  # else the bin is the whole workload, which `accuracy` judges
-            bins.append(_PairedAnswers.of(f"{part.workload} [{low}, {'' if high is None else high})", inside))
+            bins.append(_PairedAnswers.of(part.place, inside))
     p_values = [st.inferiority_p(group.pairs, gates.margin_of(group.workload)) for group in bins]
     levels = st.holm_levels(p_values, gates.alpha, look.fail_level)
     return [

@@ -136,6 +136,26 @@ class Slice(Record):
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is of all samples of its workload, or of everything."""
+        return (self.context, self.depth, self.difficulty) == (None, None, None)
+
+    @property
+    def place(self) -> str:
+        """Where a line of a verdict on its context bin stands: `copy [0, 256)`."""
+        low, high = self.context or (0, None)
+        return f"{self.workload} [{low}, {'' if high is None else high})"
+
+    @property
+    def acceptance_lengths(self) -> dict[str, float]:
+        """Tokens a pass by drafter and engine: `acceptance_lookup_baseline`."""
+        return {
+            f"acceptance_{drafter}_{engine}": length
+            for drafter, counts in self.acceptance.items()
+            for engine, length in zip(("baseline", "candidate"), counts.lengths, strict=True)
+        }
+
 
 class Slope(Record):
     """Growth of the mean KL per 1,000 tokens of context, within workloads, with one-sided 95 % bounds by document."""
@@ -277,8 +297,7 @@ class EvaluationReport(Record):
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of everything; None when it has no samples."""
-        whole = (workload, None, None, None)
-        return next((s for s in self.slices if (s.workload, s.context, s.depth, s.difficulty) == whole), None)
+        return next((s for s in self.slices if s.whole and s.workload == workload), None)
 
     @property
     def overall(self) -> Slice:

@@ -41,9 +41,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
-        for drafter, counts in part.acceptance.items():
-            for engine, length in zip(("baseline", "candidate"), counts.lengths, strict=True):
-                yield f"{prefix}acceptance_{drafter}_{engine}", length
+        yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
     yield "quality/samples", float(report.samples)
     yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("quality/kl_slope_", report.kl_slope)

@@ -83,7 +83,7 @@ def quality(exhibits: Sequence[Exhibit]) -> list[Datum]:
             continue
         limits = {check.gate: check.threshold for check in candidate.checks}
         for part in report.slices:
-            if (part.context, part.depth, part.difficulty) != (None, None, None):
+            if not part.whole:
                 continue
             for measure, (_, gate) in MEASURES.items():
                 distance = _distance(measure, getattr(part.fidelity, measure))

@@ -167,8 +167,7 @@ def _bins(exhibit: Exhibit) -> Iterator[tuple[tuple[str, int, int | None], Bin]]
         if part.workload is None or part.context is None:
             continue
         low, high = part.context
-        name = f"{part.workload} [{low}, {'' if high is None else high})"
-        status = next((c.status for c in exhibit.candidate.checks if (c.gate, c.where) == ("accuracy", name)), None)
+        status = next((c.status for c in exhibit.candidate.checks if (c.gate, c.where) == ("accuracy", part.place)), None)
         yield (part.workload, low, high), Bin(_answers(part), quantity(part.fidelity.kl_mean), part.samples, status)
 
 

@@ -201,7 +201,6 @@ STAGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--config-path", "/nowhere"), ("--config-path",)),
     (("--config-path", "."), ("--config-path",)),
     (("--config-dir", "nowhere"), ("--config-dir=nowhere", "no such directory")),
-    (("--cfg", "job", "-m"), ("--cfg", "-m")),
     (("--cfg", "nothing"), ("--cfg",)),
     (("--package", "kv"), ("--package",)),
     (("--resolve",), ("--resolve",)),

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
 
+from pipeline.config import CONF
 from pipeline.config.completion import records
-from pipeline.config.compose import CONF, plan
+from pipeline.config.compose import plan
 from pipeline.config.config import Config, Stage
 from pipeline.core.errors import UserError
 

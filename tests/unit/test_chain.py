@@ -17,7 +17,8 @@ from pipeline.artifacts.digest import reachable_modules, tree_files
 from pipeline.artifacts.sbom import SBOM_LIBRARY
 from pipeline.artifacts.server import Server
 from pipeline.artifacts.store import Artifact, Recipe, Store
-from pipeline.config.compose import CONF, plan
+from pipeline.config import CONF
+from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement, exit_code

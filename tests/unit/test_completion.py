@@ -10,8 +10,9 @@ from typing import get_args
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from pipeline.config import CONF
 from pipeline.config.completion import BASH, INSTALL, OPTIONS, PYTHON, candidates, complete
-from pipeline.config.compose import CONF, plan
+from pipeline.config.compose import plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import UserError
 

@@ -8,7 +8,8 @@ from gate_reports import every_class, report
 from hydra import compose, initialize_config_dir
 
 from pipeline.artifacts.store import Artifact, Recipe, Store
-from pipeline.config.compose import CONF, to_config
+from pipeline.config import CONF
+from pipeline.config.compose import to_config
 from pipeline.core.backends import PlanConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy

@@ -27,19 +27,19 @@ class Storage:
 FLOAT16 = Storage("FLOAT16", np.float16)
 """The type of stored scales and zeros, but those of NVFP4, and of the exact copies of sinks and recent tokens."""
 
+PACKED = Storage("INT8", np.int8)
+"""Storage of integer codes, n = 8 / bits of them in a byte: number j of byte i, from the lowest bits up, is the code of
+channel j * D / n + i. The topmost number is signed; the others are stored plus half their range, 2 ** (bits - 1). The type
+is int8 because TensorRT takes no uint8."""
+
 STORAGE: dict[str, Storage] = {
     "fp16": FLOAT16,
     "bf16": Storage("BFLOAT16", ml_dtypes.bfloat16),
     "fp8_e4m3": Storage("FLOAT8E4M3FN", np.uint8),
     "fp8_e5m2": Storage("FLOAT8E5M2", np.uint8),
-    "nvfp4": Storage("INT8", np.int8),
+    "nvfp4": PACKED,
 }
 """Of codes that are no integers. Byte i of NVFP4 holds the codes of channel i, in its lower four bits, and of D / 2 + i."""
-
-PACKED = Storage("INT8", np.int8)
-"""Storage of integer codes, n = 8 / bits of them in a byte: number j of byte i, from the lowest bits up, is the code of
-channel j * D / n + i. The topmost number is signed; the others are stored plus half their range, 2 ** (bits - 1). The type
-is int8 because TensorRT takes no uint8."""
 
 
 @dataclass(frozen=True)
