@@ -81,6 +81,7 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         "value_pool": POINTERS[layout.value.storage],
         "key_scale": _scale_pointer(layout.key),
         "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
         "page_table": "*i32",
         "lengths": "*i32",
         "key_exact": exact,
@@ -190,8 +191,8 @@ def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledK
         "page_table": "*i32",
         "lengths": "*i32",
         "exact_slots": "*i32" if exact else None,
-        "key_scale": "*fp32" if layout.key.static else None,
-        "value_scale": "*fp32" if layout.value.static else None,
+        "key_scale": "*fp32" if layout.key.has_static_scales else None,
+        "value_scale": "*fp32" if layout.value.has_static_scales else None,
         "pages": "i32",
         "table_width": "i32",
         "buffers": "i32" if exact else None,
@@ -281,4 +282,4 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
 def _scale_pointer(side: SideLayout) -> str | None:
     if side.exact:
         return None
-    return "*fp32" if side.static else "*fp16"
+    return "*fp32" if side.has_static_scales else "*fp16"

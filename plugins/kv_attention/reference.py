@@ -12,9 +12,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.layout import MAX_SCALE, MIN_SCALE, PAGE_TOKENS, CacheLayout, SideLayout
+from plugins.kv_attention.layout import (
+    LARGEST_BLOCK_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    NVFP4_GROUP,
+    PAGE_TOKENS,
+    SMALLEST_BLOCK_SCALE,
+    CacheLayout,
+    SideLayout,
+)
 
 Cache = Mapping[str, Tensor]
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of nvfp4's codes by their lower three bits; the fourth one is the sign."""
 
 
 def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -26,15 +38,18 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     Args:
         x: (..., H, D), any floating-point type.
         side: Format of the codes.
-        static_scale: (1) or (H), required for a static side.
+        static_scale: (1) or (H), required for a side that has static scales.
 
     Returns:
-        Codes (..., H, W), and the scales (..., H, g) float16 of a dynamic side or None.
+        Codes (..., H, W), and the scales (..., H, g) of a dynamic side or None: float16, or float8_e4m3fn of nvfp4.
     """
     nan, negative = x.isnan(), x.signbit()
     x = x.float()
     if side.exact:
         return x.to(getattr(torch, side.storage)), None
+    if side.in_blocks:
+        assert static_scale is not None
+        return _in_blocks(x, side, static_scale)
     scale = None
     if side.static:
         assert static_scale is not None
@@ -56,6 +71,20 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
         low, high = codes.chunk(2, dim=-1)
         codes = 16 * high + low + 8
     return codes.to(torch.int8), scale
+
+
+def _in_blocks(x: Tensor, side: SideLayout, layer_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., D) to nvfp4: packed E2M1 codes (..., D / 2) int8 and scales (..., g) float8_e4m3fn."""
+    blocks = x.reshape(*x.shape[:-1], side.groups(x.shape[-1]), NVFP4_GROUP)
+    amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(-1)
+    scale = (amax / (side.limit * layer_scale)).clamp(SMALLEST_BLOCK_SCALE, LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
+    steps = (blocks / (scale.float() * layer_scale).unsqueeze(-1)).flatten(-2).nan_to_num(nan=0.0)
+    magnitude = steps.abs().clamp(max=side.limit)
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    codes = (magnitude / unit).round() + 2 * (unit.log2() + 1) + 8 * (steps < 0)
+    low, high = codes.chunk(2, dim=-1)
+    return (16 * high + low).to(torch.uint8).view(torch.int8), scale
 
 
 def append(
@@ -113,6 +142,12 @@ def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) ->
         codes = rows(f"{name}_pool")
         if form.dtype == "int4":
             codes = torch.cat([(codes & 15) - 8, codes >> 4], -1)
+        if form.in_blocks:
+            byte = codes.view(torch.uint8)
+            code = torch.cat([byte & 15, byte >> 4], -1)
+            magnitude = torch.tensor(E2M1, device=code.device)[(code % 8).long()]
+            steps = rows(f"{name}_scale_pool").float() * cache[f"{name}_scale"]
+            return torch.where(code >= 8, -magnitude, magnitude) * steps.repeat_interleave(NVFP4_GROUP, -1)
         if form.static:
             return codes.float() * cache[f"{name}_scale"][:, None, None]
         if form.dynamic:

@@ -105,11 +105,11 @@ class Call:
 
     def _side(self, name: str, group: int | None) -> SideLayout:
         granularity: Granularity = "none"
-        if f"{name}_scale" in self.tensors:
+        if f"{name}_scale_pool" in self.tensors:
+            granularity = "per_group" if group else "per_token"
+        elif f"{name}_scale" in self.tensors:
             several = self.fixed(f"{name}_scale", 1, f"the number of scales of {name}") > 1
             granularity = "per_head" if several else "per_tensor"
-        elif f"{name}_scale_pool" in self.tensors:
-            granularity = "per_group" if group else "per_token"
         return SideLayout(self.format(f"{name}_format"), granularity, group)
 
     @property

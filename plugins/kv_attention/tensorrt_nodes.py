@@ -15,7 +15,8 @@ tokens of each sequence.
                         value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)]; static scales are (L, 1 or H)
                         -> the pools, scale pools and exact buffers, each aliased to its input
 
-Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. Inputs have the
+Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
+`value_scale` (1, 1, 1, 1) and `value_scale_pool` (N, H, 64, g) float8. Inputs have the
 names and shapes of the inputs of the ONNX graphs' local function kv.PagedAttention, whose node decode_partial and
 decode_reduce replace. Their order is the order of the kernels' parameters, because TensorRT passes them in that order.
 
@@ -37,15 +38,21 @@ NAMESPACE = "kv"
 Operation = Literal["decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
 Layered = Literal["decode_partial", "context_partial", "append"]
 """Operations on a cache: which tensors they take depends on its layout."""
-Scales = Literal["none", "static", "dynamic"]
-POOL: dict[Scales, str] = {"static": "", "dynamic": "_pool"}
+Scales = Literal["none", "static", "dynamic", "blocks"]
+SCALES: dict[Scales, tuple[str, ...]] = {
+    "none": (),
+    "static": ("scale",),
+    "dynamic": ("scale_pool",),
+    "blocks": ("scale", "scale_pool"),
+}
+"""The tensors of a side's scales, without the side."""
 Compute = Literal["fp32", "fp16", "bf16"]
 Spec = tuple[str, tuple[int | str, ...]]
 """Name of a trt.DataType and dimensions of a tensor; a dimension that may vary is its letter."""
 
-FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9}
-"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 is the format
-of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes no INT4."""
+FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9, "nvfp4": 10}
+"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 and nvfp4 are
+formats of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes neither INT4 nor FP4."""
 
 DATA_TYPES: dict[Dtype | Compute, str] = {
     "fp32": "FLOAT",
@@ -54,6 +61,7 @@ DATA_TYPES: dict[Dtype | Compute, str] = {
     "fp8_e4m3": "FP8",
     "int8": "INT8",
     "int4": "INT8",
+    "nvfp4": "INT8",
 }
 
 _CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
@@ -96,7 +104,7 @@ CONTEXT_REDUCE = Node("context_reduce", "context_reduce", ("partial_acc", "parti
 
 def scales_of(side: SideLayout) -> Scales:
     """Return which scales a side has."""
-    return "static" if side.static else "dynamic" if side.dynamic else "none"
+    return "blocks" if side.in_blocks else "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
 def node_of(operation: Layered, layout: CacheLayout) -> Node:
@@ -106,25 +114,25 @@ def node_of(operation: Layered, layout: CacheLayout) -> Node:
 
 def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
-    scales: tuple[Scales, ...] = ("none", "static", "dynamic")
+    keys: tuple[Scales, ...] = ("none", "static", "dynamic")
     operations: tuple[Layered, ...] = ("decode_partial", "context_partial", "append")
-    return [REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, scales, scales, (False, True)))]
+    return [REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
 def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     sides: dict[str, Scales] = {"key": key, "value": value}
     tables = ["page_table", "lengths"]
     buffers, slots = (["key_exact", "value_exact"], ["exact_slots"]) if exact else ([], [])
-    scales = [f"{name}_scale{POOL[kind]}" for name, kind in sides.items() if kind != "none"]
+    scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
     # Tensors stand in the order of the kernels' parameters.
     if operation != "append":
-        inputs = ["query", *sides, "key_pool", "value_pool", *scales, *tables, *buffers, *slots]
+        inputs = ["query", *sides, "key_pool", "value_pool", *scales["key"], *scales["value"], *tables, *buffers, *slots]
         outputs = ["partial_acc", "partial_ml"]
     else:
-        cache = ["key_pool", *scales[: key != "none"], "value_pool", *scales[key != "none" :], *buffers]
+        cache = ["key_pool", *scales["key"], "value_pool", *scales["value"], *buffers]
         inputs = [*sides, *tables, *slots, *cache]
         outputs = [name for name in cache if name not in ("key_scale", "value_scale")]
-    suffix = [f"{name[0]}{scales}" for name, scales in sides.items() if scales != "none"] + (["exact"] if exact else [])
+    suffix = [f"{name[0]}{kind}" for name, kind in sides.items() if kind != "none"] + (["exact"] if exact else [])
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), tuple(outputs))
 
 
@@ -159,11 +167,11 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
     several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
     rows = (*layers, "N", heads, PAGE_TOKENS)
     for name, side in sides.items():
-        scales = 1 if side.granularity == "per_tensor" else heads
+        scales = heads if side.granularity == "per_head" else 1
         specs |= {
             name: (activation, ("L", "B", heads, dim) if layers else several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
-            f"{name}_scale_pool": ("HALF", (*rows, side.groups(dim))),
+            f"{name}_scale_pool": ("FP8" if side.in_blocks else "HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
             f"{name}_exact": ("HALF", (*layers, "M", heads, layout.exact_tokens, dim)),
         }

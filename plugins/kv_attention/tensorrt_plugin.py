@@ -130,7 +130,7 @@ def _tensor_name(name: str) -> str:
 
     Kernels have separate names for a pool as an input and as an output, and one name for static and dynamic scales.
     """
-    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale")
+    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 
 def integer_argument(call: Call, name: str) -> Any:

@@ -110,6 +110,10 @@ CASES = {
         CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
         group=4, compute="bf16", splits=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
     ),
+    "fp8k_nvfp4v": Case(
+        CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
+        group=8, compute="fp16", splits=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
+    ),
     "int8": Case(
         CacheLayout(2, 256, SideLayout("int8", "per_head"), SideLayout("int8", "per_head")),
         group=1, compute="fp32", splits=1, sm=80, sizes=VARYING, suffix="_kstatic_vstatic",
@@ -232,7 +236,8 @@ def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt
 
 
 @pytest.mark.parametrize(
-    ("name", "sinks", "recent"), [("fp8k_int4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)]
+    ("name", "sinks", "recent"),
+    [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
 )
 def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: str, sinks: int, recent: int) -> None:
     policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
