@@ -1,7 +1,7 @@
 """The quantized cache on a GPU: pools of all layers, and one append for all layers of a layout.
 
 Shapes: l layers of one format, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
-token, B sequences, P pages of a row of the table, S new tokens of one sequence, T tokens in its cache.
+token, B sequences, P pages of a row of the table, S new tokens of one sequence.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
 from pipeline.core.records import MemoryReport, StoredCopy
-from plugins.kv_attention import ops, reference
+from plugins.kv_attention import ops
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.groups import LayerGroup, multiply
 from stages.engines.paged.allocator import PageAllocator
@@ -122,19 +122,6 @@ class KernelCache(SequencePages):
         for group in self.groups:
             group.apply_faults(self._indices(pages), self._indices(slots))
         sequence.length += tokens
-
-    def read(self, handle: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that a token after the cached ones attends to, (H, T, D) float32."""
-        sequence = self.sequences[handle]
-        group, i = self.places[layer]
-        tensors = group.to_read(i)
-        key, value = reference.dequantize(group.layout, tensors, self._indices(sequence.pages), sequence.length)
-        positions, slots = reference.exact_places(group.layout, sequence.length)
-        if positions:
-            columns, rows = self._indices(positions), self._indices(slots)
-            for states, name in ((key, "key_exact"), (value, "value_exact")):
-                states[:, columns] = tensors[name][sequence.buffer][:, rows].float()
-        return key, value
 
     def stored(self, handle: int, layer: int) -> dict[Side, StoredCopy]:
         """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""

@@ -1,6 +1,6 @@
 """The two forward passes of backend=torch on a GPU, and transformers' attention interface that leads to them.
 
-Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of a chunk, T cached tokens, D head_dim, P pages
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of a chunk, D head_dim, P pages
 of a row of the table.
 """
 
@@ -11,20 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.core.kv import KVShape
 from plugins.kv_attention import ops
+from plugins.kv_attention.context_ops import context_attention
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import hidden_states, refuse_options
 from stages.engines.staging import StagedInputs, StepResults
 
 ATTENTION = "kvgate_kernels"
-
-SCORE_BYTES = 1 << 28
-"""Bound of the scores of one block of rows in prefill."""
 
 WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
@@ -148,10 +145,16 @@ class DecodePass:
 
 
 class PrefillPass:
-    """A chunk of one sequence: exact causal attention within it, over the dequantized cache of the tokens before."""
+    """A chunk of one sequence: exact causal attention within it, and over the quantized cache of the tokens before."""
 
     def __init__(self, model: Any, cache: KernelCache, handle: int) -> None:
         self.model, self.cache, self.handle = model, cache, handle
+        sequence = cache.sequences[handle]
+        self.start = sequence.length
+        self.page_table, self.length, self.exact_slot = (
+            torch.tensor(numbers, dtype=torch.int32, device=cache.device)
+            for numbers in ([sequence.pages], [sequence.length], [sequence.buffer])
+        )
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
         """(S, H, D) of each layer, by its row in the order of the cache's groups."""
 
@@ -160,7 +163,7 @@ class PrefillPass:
 
         Raises UserError, and appends nothing, for keys or values that are not finite.
         """
-        start = self.cache.length(self.handle)
+        start = self.start
         ids = torch.tensor([list(tokens)], device=self.cache.device)
         positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
         hidden = hidden_states(self.model, ATTENTION, ids, positions, step=self)
@@ -173,26 +176,21 @@ class PrefillPass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         group, i = self.cache.places[layer]
-        self.new[group.first + i] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        past_key, past_value = self.cache.read(self.handle, layer)
-        keys, values = torch.cat([past_key, key[0]], 1)[None], torch.cat([past_value, value[0]], 1)[None]
-        heads, tokens = query.shape[1:3]
-        start, total = past_key.shape[1], keys.shape[2]
-        rows = max(1, SCORE_BYTES // (4 * heads * total))
-        out = torch.empty_like(query)
-        for low in range(0, tokens, rows):
-            high = min(low + rows, tokens)
-            column = torch.arange(start + high, device=query.device)
-            mask = column <= torch.arange(start + low, start + high, device=query.device)[:, None]
-            out[:, :, low:high] = scaled_dot_product_attention(
-                query[:, :, low:high],
-                keys[:, :, : start + high],
-                values[:, :, : start + high],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=True,
-            )
-        return out.transpose(1, 2)
+        rows, keys, values = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        self.new[group.first + i] = keys, values
+        out: Tensor = context_attention(
+            rows,
+            keys,
+            values,
+            page_table=self.page_table,
+            lengths=self.length,
+            query_starts=None,
+            exact_slots=self.exact_slot if group.exact else None,
+            sink_tokens=group.layout.sink_tokens,
+            scaling=scaling,
+            **group.to_read(i),
+        )
+        return out[None]
 
 
 def _attention(
