@@ -47,7 +47,8 @@ class Pair:
         sessions = {
             mode: open_session(LIBRARY, engines[mode], device, self.record, mode, cuda_graphs=cuda_graphs) for mode in PLANS
         }
-        return PlanEngine(self.record, self.record.limits(self.policy), self.scales, sessions, device), device, engines
+        limits = self.record.limits(self.policy)
+        return PlanEngine(self.plans, self.record, limits, self.scales, sessions, device), device, engines
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +250,16 @@ def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair])
     for fake in fakes.values():
         for context in fake.contexts:
             assert {name: context.addresses[name] for name in before} == before
+
+
+def test_both_plans_read_the_same_weights(pairs: dict[str, Pair]) -> None:
+    engine, _, fakes = pairs["ages"].tensorrt()
+    handles, _ = engine.prefill([[7] * 20])
+    engine.decode(handles, [1])
+    names = [weight.name for weight in pairs["ages"].record.weights]
+    decode, prefill = ({name: fakes[mode].contexts[0].addresses[name] for name in names} for mode in PLANS)
+    assert decode == prefill
+    assert len(set(decode.values())) == len(names) > 10
 
 
 def test_memory_is_what_the_policy_says_of_the_whole_pool(pairs: dict[str, Pair]) -> None:

@@ -21,6 +21,7 @@ from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession
 from stages.engines.tensorrt.shapes import Limits, bucket
+from stages.engines.tensorrt.weights import load_weights
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
@@ -46,8 +47,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
         if engine is None:
             raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
         sessions[mode] = open_session(trt, engine, device, described, mode, cuda_graphs=cuda_graphs)
-    limits = described.limits(policy)
-    return PlanEngine(described, limits, scales, sessions, device)
+    return PlanEngine(bundle, described, described.limits(policy), scales, sessions, device)
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
@@ -84,17 +84,19 @@ class PlanEngine(PagedEngine):
 
     def __init__(
         self,
+        directory: Path,
         bundle: PlanRecord,
         limits: Limits,
         scales: KVScales,
         sessions: Mapping[Mode, PlanSession],
         device: Device,
     ) -> None:
-        """Raises UserError when the GPU has no room for the pool and the plans' activations."""
+        """Raises UserError when the GPU has no room for the weights, the pool and the plans' activations."""
         self._device, self._limits, self._sessions = device, limits, sessions
         activations = max(session.memory_bytes for session in sessions.values())
         with device.running():
             try:
+                weights = load_weights(directory, bundle.weights, device.torch_device)
                 pool = TorchPool(limits, bundle.model.shape, device.torch_device)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
@@ -104,7 +106,7 @@ class PlanEngine(PagedEngine):
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
             for session in sessions.values():
-                session.use(memory, {**pool.tensors, **self._constants}, pool)
+                session.use(memory, {**pool.tensors, **self._constants, **weights}, pool)
 
     def fork(self, sequence: int) -> int:
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
