@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.kv_attention.kernels.variants import partial_splits
-from plugins.kv_attention.layout import CacheLayout, Granularity, SideLayout
+from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, Granularity, SideLayout
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
 
 COMPUTE: dict[Compute, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -80,9 +79,11 @@ class Call:
     @property
     def layout(self) -> CacheLayout:
         """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation == "decode_reduce":
-            # Partial sums have one format for every cache: any sides of this head_dim will do.
-            return CacheLayout(1, self.fixed("partial_acc", 3, "head_dim"), SideLayout("fp16"), SideLayout("fp16"))
+        if self.node.operation in ("plan_work", "decode_reduce"):
+            # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
+            dim = self.fixed("partial_acc", 2, "head_dim") if self.node.operation == "decode_reduce" else HEAD_DIMS[0]
+            exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
+            return CacheLayout(1, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
         heads = self.fixed("key", 2 if self.node.operation == "append" else 1, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
@@ -102,7 +103,9 @@ class Call:
 
     @property
     def q_heads(self) -> int:
-        """Hq, query heads."""
+        """Hq, query heads; 1 for a work list, which is the same for any number."""
+        if self.node.operation == "plan_work":
+            return 1
         return self.fixed(self.node.inputs[0], 2 if self.node.operation == "append" else 1, "the number of heads")
 
     @property
@@ -110,29 +113,23 @@ class Call:
         """Factor of the scores before the softmax."""
         return bits_float(self.attributes["scaling_bits"])
 
-    @property
-    def splits(self) -> int:
-        """S, splits of the partial results; 0 for an append, which has none."""
-        if self.node.operation == "decode_partial":
-            return partial_splits(self.layout, self.attributes["splits"])
-        return self.fixed("partial_acc", 2, "the number of splits") if "partial_acc" in self.tensors else 0
-
     def check(self) -> None:
         """Check the types and shapes of all inputs, and the attributes.
 
         Raises:
             ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
         """
-        layout, compute = self.layout, "fp32" if self.node.operation == "decode_reduce" else self.compute
+        layout = self.layout
+        compute: Compute = self.compute if "key" in self.tensors else "fp32"
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
-        for name, minimum in (("splits", 1), ("sm", 80)):
+        for name, minimum in (("programs", 1), ("sm", 80)):
             if self.attributes.get(name, minimum) < minimum:
                 raise ValueError(f"{self.node.plugin_id}: {name} must be at least {minimum}, got {self.attributes[name]}")
         if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:
             raise ValueError(f"{self.node.plugin_id}: scaling_bits must be those of a float32 above 0, got {self.scaling}")
         sizes: dict[str, int] = {}
-        for name, (dtype, spec) in input_specs(self.node, layout, compute, self.q_heads, self.splits).items():
+        for name, (dtype, spec) in input_specs(self.node, layout, compute, self.q_heads).items():
             dims, tensor_type = self.dims(name), self.tensors[name].dtype.name
             if tensor_type != dtype:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""

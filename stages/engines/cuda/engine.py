@@ -16,6 +16,7 @@ from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from plugins.kv_attention import ops
+from plugins.kv_attention.layout import CacheLayout
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, check_positive, not_finite
 from stages.engines.cuda.cache import KernelCache
@@ -83,6 +84,8 @@ class DecodePass:
         self.finite: Tensor
         """(L, 2, batch): whether all new keys, and all new values, fit float16."""
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._plans: dict[int, dict[str, Tensor]] = {}
+        """The work list of this step, by the number of programs that fill the GPU with a layer's kernel."""
 
     def capture(self, pool: Any) -> None:
         """Capture `run` into a CUDA graph, which takes its memory from `pool`. The tables must be filled."""
@@ -117,11 +120,22 @@ class DecodePass:
             exact_slots=self.cache.exact_slots[: self.batch] if group.exact else None,
             sink_tokens=group.layout.sink_tokens,
             scaling=scaling,
+            **self._plan(group.layout, query[:, :, 0], scaling),
             **group.to_read(i),
         )
         return out.unsqueeze(1)
 
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> dict[str, Tensor]:
+        """The work list of this step, which the first layer of those that share it makes: exact tokens are the policy's."""
+        page_table, lengths = self.cache.page_table[: self.batch], self.cache.lengths[: self.batch]
+        programs = ops.default_programs(layout, query, page_table, scaling)
+        if programs not in self._plans:
+            work, sequences = ops.plan(lengths, programs, layout.sink_tokens, layout.recent_tokens)
+            self._plans[programs] = {"work": work, "sequences": sequences}
+        return self._plans[programs]
+
     def _forward(self) -> None:
+        self._plans = {}
         positions = self.cache.lengths[: self.batch, None].long()
         hidden = hidden_states(self.model, ATTENTION, self.ids, positions, step=self)
         self.logits = self.model.lm_head(hidden[:, -1])
