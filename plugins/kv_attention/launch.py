@@ -184,7 +184,7 @@ def decode_partials(
         key_new.contiguous(),
         value_new.contiguous(),
         *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-        *(cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value")),
+        *_scales(layout, cache),
         page_table,
         lengths,
         *plan,
@@ -201,6 +201,14 @@ def decode_partials(
             **variant.options,
         )
     return partial_acc, partial_ml
+
+
+def _scales(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """The kernel's key_scale, value_scale and value_block_scale."""
+    key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
+    if layout.value.in_blocks:
+        return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
+    return key, value, None
 
 
 def reduce_partials(partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:

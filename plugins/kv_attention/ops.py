@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT, decode_variant, work_rows
-from plugins.kv_attention.layout import CacheLayout, Dtype, SideLayout
+from plugins.kv_attention.layout import NVFP4_GROUP, CacheLayout, Dtype, SideLayout
 
 DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 
@@ -69,9 +69,9 @@ def decode_attention(
         key_pool: (N, H, 64, W).
         value_pool: (N, H, 64, W).
         key_scale: (1) or (H) float32, of static keys.
-        value_scale: (1) or (H) float32, of static values.
+        value_scale: (1) or (H) float32, of static values and of nvfp4's.
         key_scale_pool: (N, H, 64, 1) float16, of dynamic keys.
-        value_scale_pool: (N, H, 64, g) float16, of dynamic values.
+        value_scale_pool: (N, H, 64, g) float16, of dynamic values; float8_e4m3fn, of nvfp4's.
         key_exact: (M, H, E, D) float16, with exact tokens: the sinks, then the recent tokens.
         value_exact: (M, H, E, D) float16, with exact tokens.
         exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.
@@ -174,9 +174,9 @@ def append(
         key_pool: (L, N, H, 64, W), written.
         value_pool: (L, N, H, 64, W), written.
         key_scale: (L, 1) or (L, H) float32, of static keys.
-        value_scale: (L, 1) or (L, H) float32, of static values.
+        value_scale: (L, 1) or (L, H) float32, of static values and of nvfp4's.
         key_scale_pool: (L, N, H, 64, 1) float16, of dynamic keys, written.
-        value_scale_pool: (L, N, H, 64, g) float16, of dynamic values, written.
+        value_scale_pool: (L, N, H, 64, g) float16, of dynamic values, or float8_e4m3fn, of nvfp4's, written.
         key_exact: (L, M, H, E, D) float16, with exact tokens, written.
         value_exact: (L, M, H, E, D) float16, with exact tokens, written.
         exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.
@@ -246,7 +246,9 @@ def _side(head_dim: int, cache: Mapping[str, Tensor], side: str) -> SideLayout:
         raise ValueError(f"{side}_pool must be one of {', '.join(map(str, DTYPES))}, got {pool.dtype}")
     dtype = DTYPES[pool.dtype]
     if dtype == "int8" and pool.shape[-1] == head_dim // 2:
-        dtype = "int4"
+        dtype = "nvfp4" if scale_pool is not None and scale_pool.dtype == torch.float8_e4m3fn else "int4"
+    if dtype == "nvfp4":
+        return SideLayout(dtype, "per_group", NVFP4_GROUP)
     if scale is not None:
         return SideLayout(dtype, "per_tensor" if scale.numel() == 1 else "per_head")
     if scale_pool is None:

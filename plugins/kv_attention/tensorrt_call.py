@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.kv_attention.kernels.context_variants import context_splits
 from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, Granularity, SideLayout
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
 
@@ -79,12 +80,13 @@ class Call:
     @property
     def layout(self) -> CacheLayout:
         """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation in ("plan_work", "decode_reduce"):
+        if self.node.operation in ("plan_work", "decode_reduce", "context_reduce"):
             # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
-            dim = self.fixed("partial_acc", 2, "head_dim") if self.node.operation == "decode_reduce" else HEAD_DIMS[0]
+            partial = "partial_acc" in self.tensors
+            dim = self.fixed("partial_acc", self._dim_axis, "head_dim") if partial else HEAD_DIMS[0]
             exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
             return CacheLayout(1, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
-        heads = self.fixed("key", 2 if self.node.operation == "append" else 1, "the number of KV heads")
+        heads = self.fixed("key", self._heads_axis, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
         try:
@@ -94,11 +96,11 @@ class Call:
 
     def _side(self, name: str, group: int | None) -> SideLayout:
         granularity: Granularity = "none"
-        if f"{name}_scale" in self.tensors:
+        if f"{name}_scale_pool" in self.tensors:
+            granularity = "per_group" if group else "per_token"
+        elif f"{name}_scale" in self.tensors:
             several = self.fixed(f"{name}_scale", 1, f"the number of scales of {name}") > 1
             granularity = "per_head" if several else "per_tensor"
-        elif f"{name}_scale_pool" in self.tensors:
-            granularity = "per_group" if group else "per_token"
         return SideLayout(self.format(f"{name}_format"), granularity, group)
 
     @property
@@ -106,12 +108,29 @@ class Call:
         """Hq, query heads; 1 for a work list, which is the same for any number."""
         if self.node.operation == "plan_work":
             return 1
-        return self.fixed(self.node.inputs[0], 2 if self.node.operation == "append" else 1, "the number of heads")
+        return self.fixed(self.node.inputs[0], self._heads_axis, "the number of heads")
+
+    @property
+    def _heads_axis(self) -> int:
+        """Dimension of the heads in the first input."""
+        return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
+
+    @property
+    def _dim_axis(self) -> int:
+        """Dimension of head_dim in partial_acc."""
+        return 2 if self.node.operation == "decode_reduce" else 4
 
     @property
     def scaling(self) -> float:
         """Factor of the scores before the softmax."""
         return bits_float(self.attributes["scaling_bits"])
+
+    @property
+    def splits(self) -> int:
+        """S, splits of the partial results of context_partial and context_reduce; 0 for the others, which have none."""
+        if self.node.operation == "context_partial":
+            return context_splits(self.attributes["splits"])
+        return self.fixed("partial_acc", 3, "the number of splits") if self.node.operation == "context_reduce" else 0
 
     def check(self) -> None:
         """Check the types and shapes of all inputs, and the attributes.
@@ -123,13 +142,13 @@ class Call:
         compute: Compute = self.compute if "key" in self.tensors else "fp32"
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
-        for name, minimum in (("programs", 1), ("sm", 80)):
+        for name, minimum in (("programs", 1), ("splits", 1), ("sm", 80)):
             if self.attributes.get(name, minimum) < minimum:
                 raise ValueError(f"{self.node.plugin_id}: {name} must be at least {minimum}, got {self.attributes[name]}")
         if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:
             raise ValueError(f"{self.node.plugin_id}: scaling_bits must be those of a float32 above 0, got {self.scaling}")
         sizes: dict[str, int] = {}
-        for name, (dtype, spec) in input_specs(self.node, layout, compute, self.q_heads).items():
+        for name, (dtype, spec) in input_specs(self.node, layout, compute, self.q_heads, self.splits).items():
             dims, tensor_type = self.dims(name), self.tensors[name].dtype.name
             if tensor_type != dtype:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""

@@ -1,4 +1,5 @@
-"""TensorRT plugins of the Triton kernels, compiled ahead of time: kv::plan_work, decode_partial, decode_reduce and append.
+"""TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
+several new tokens, each with the join of its parts, and the append.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (>= 10.14) as a quickly deployable plugin, for
 nodes of an ONNX graph (domain `kv`) and for networks made in Python:
@@ -18,7 +19,7 @@ format is the same.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,12 +33,16 @@ except ImportError as error:
     ) from error
 
 from plugins.kv_attention import aot
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import COMPUTE, Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Node, all_nodes
 
 MINIMUM = (10, 14)
 """First release whose Python package the declarations were checked against. Ahead-of-time plugins exist since 10.9."""
+
+CHUNK_ROWS = WIDEST
+"""Query rows that the kernel of context_partial is chosen for: those of a chunk, which is prefilled."""
 
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
@@ -71,9 +76,22 @@ def output_descriptors(call: Call) -> Any:
         rows = work_rows(number(call.attributes["programs"]), shape[0], exact=call.layout.exact_tokens > 0)
         shapes = ((rows, number(5)), (shape[0], number(4)))
         return tuple(trtp.from_shape_expr(dims, trt.DataType.INT32) for dims in shapes)
+    if call.node.operation.startswith("context"):
+        return _context_descriptors(call, number)
     batch, heads, _, dim = shape
     parts = tensors["work"].shape_expr[0] + batch
     return tuple(trtp.from_shape_expr((parts, heads, last), trt.DataType.FLOAT) for last in (dim, number(2)))
+
+
+def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
+    """The descriptors of what context_partial and context_reduce return. number: makes a constant of an int."""
+    dims = call.tensors[call.node.inputs[0]].shape_expr
+    batch, tokens, heads = (dims[axis] for axis in range(3))
+    if call.node.operation == "context_reduce":
+        out_type = DATA_TYPES[call.format("out_format")]
+        return trtp.from_shape_expr((batch, tokens, heads, dims[4]), getattr(trt.DataType, out_type))
+    parts = number(context_splits(call.attributes["splits"]))
+    return tuple(trtp.from_shape_expr((batch, tokens, heads, parts, last), trt.DataType.FLOAT) for last in (dims[3], number(2)))
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:
@@ -117,7 +135,7 @@ def _tensor_name(name: str) -> str:
 
     Kernels have separate names for a pool as an input and as an output, and one name for static and dynamic scales.
     """
-    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale")
+    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 
 def integer_argument(call: Call, name: str) -> Any:
@@ -127,6 +145,8 @@ def integer_argument(call: Call, name: str) -> Any:
     dimensions = {
         "batch": ("lengths", 0),
         "table_width": ("page_table", 1),
+        "splits": ("partial_acc", 3),
+        "tokens": ("query", 1),
         "pages": ("key_pool", 1),
         "buffers": ("key_exact", 1),
     }
@@ -143,6 +163,21 @@ def compile_kernel(call: Call) -> tuple[aot.CompiledKernel, tuple[Any, Any, Any]
         out = COMPUTE[call.format("out_format")]
         kernel = _reduce_kernel(q_heads=call.q_heads, head_dim=layout.head_dim, out_dtype=out, sm=sm)
         return kernel, (call.q_heads, call.size("sequences", 0), 1)
+    if call.node.operation == "context_reduce":
+        kernel = _join_kernel(layout, splits=call.splits, out_dtype=COMPUTE[call.format("out_format")], sm=sm)
+        return kernel, (_product(call.size("partial_acc", 0), call.size("partial_acc", 1)) * call.q_heads, 1, 1)
+    if call.node.operation == "context_partial":
+        group = call.q_heads // layout.kv_heads
+        options: dict[str, Any] = {
+            "group": group,
+            "rows": CHUNK_ROWS,
+            "query_dtype": COMPUTE[call.compute],
+            "scaling": call.scaling,
+            "sm": sm,
+        }
+        columns = context_variant(layout, **options).constants["N"]
+        blocks = (call.size("query", 1) * group + (columns - 1)) // columns
+        return _context_kernel(layout, **options), (_product(call.size("query", 0), blocks), layout.kv_heads, call.splits)
     if call.node.operation == "append":
         kernel = _append_kernel(layout, new_dtype=COMPUTE[call.compute], sm=sm)
         programs = -(-layout.kv_heads // append_variant(layout, sm=sm).constants["R"])
@@ -157,11 +192,18 @@ def compile_kernel(call: Call) -> tuple[aot.CompiledKernel, tuple[Any, Any, Any]
     return kernel, (layout.kv_heads, call.size("work", 0), 1)
 
 
+def _product(first: Any, second: Any) -> Any:
+    """The product of two sizes, each an int or a symbolic expression, which takes an int on its right only."""
+    return second * first if isinstance(first, int) else first * second
+
+
 # Cached, because all layers of an engine use the same few kernels.
 _plan_kernel = cache(aot.compile_plan)
 _decode_kernel = cache(aot.compile_decode)
 _reduce_kernel = cache(aot.compile_reduce)
 _append_kernel = cache(aot.compile_append)
+_context_kernel = cache(aot.compile_context)
+_join_kernel = cache(aot.compile_join)
 
 
 def declare(node: Node) -> None:

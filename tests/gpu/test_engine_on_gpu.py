@@ -18,7 +18,7 @@ from benchmarks import benchlib
 from pipeline.core.backends import TorchConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import OnePassEngine
-from pipeline.run.loading import open_backend
+from pipeline.loading.load import open_backend
 from stages.engines.cuda.engine import DecodePass, KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.oracle.build import build_bundle

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
 POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]
@@ -103,7 +103,8 @@ def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("key", "value"), [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16")]
+    ("key", "value"),
+    [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16"), ("int8 head", "nvfp4 16")],
 )
 def test_numbers_of_every_size_are_stored_bit_for_bit(
     key: str, value: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +277,7 @@ for case in json.load(sys.stdin):
 FP8 = ["fp8_e4m3", "per_token"]
 FP8_INT4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["int4", "per_group", 64], "exact": [4, 64]}
 INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "per_token"], "exact": [0, 0]}
+FP8_NVFP4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["nvfp4", "per_group", 16], "exact": [0, 0]}
 BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
 # A thread has 16 numbers of keys and 16 of values. Narrow loads read tables and static scales, narrow stores write scales; the
 # 64 bytes of an int4 row are 8 bytes per thread.
@@ -284,6 +286,10 @@ COMPILED: list[tuple[dict[str, Any], dict[str, int]]] = [
     for sm in (80, 89, 90, 100)
 ] + [
     (INT8 | {"dtype": "float32", "sm": 90}, {"LDG.E": 3, "LDG.E.128": 8, "STG.E.128": 2, "STG.E.U16": 1}),
+    (
+        FP8_NVFP4 | {"dtype": "bfloat16", "sm": 90},
+        {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 1, "STG.E.64": 1, "STG.E.U16": 1, "STG.E.U8": 2},
+    ),
     (BF16_FP8 | {"dtype": "float16", "sm": 90}, {"LDG.E": 2, "LDG.E.128": 4, "STG.E.128": 3, "STG.E.U16": 1}),
 ]
 

@@ -68,7 +68,7 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
 
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
 RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
@@ -127,7 +127,12 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="addresses are recorded by the interpreter")
 @pytest.mark.parametrize(
     ("key", "value", "sink", "recent"),
-    [("fp8_e4m3 token", "int4 64", 3, 20), ("int8 token", "bf16", 0, 0), ("bf16", "fp8_e4m3 token", 65, 0)],
+    [
+        ("fp8_e4m3 token", "int4 64", 3, 20),
+        ("int8 token", "bf16", 0, 0),
+        ("bf16", "fp8_e4m3 token", 65, 0),
+        ("fp8_e4m3 tensor", "nvfp4 16", 2, 30),
+    ],
 )
 def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +153,8 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     plan = planned(case.layout, case.tables["lengths"], programs=3)
     launch.decode_partials(case.layout, *step, case.cache, plan=plan, scaling=0.1, **case.tables)
     addresses, sizes = np.concatenate(loads, axis=1)
-    for name, tensor in case.cache.items():
+    by_token = {name: tensor for name, tensor in case.cache.items() if name not in case.layout.static_scales()}
+    for name, tensor in by_token.items():
         # A row holds one token of one head; rows (pages or buffers, H, tokens) counts the bytes that are read of each.
         rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
         row_bytes = tensor.shape[3] * tensor.itemsize

@@ -109,9 +109,9 @@ def test_the_output_has_the_querys_shape_and_type_before_anything_runs() -> None
     assert (out.shape, out.dtype, out.device.type) == ((2, 4, 64), torch.bfloat16, DEVICE)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8 head", "fp8_e4m3 token", "int4 64"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8 head", "fp8_e4m3 token", "int4 64", "nvfp4 16"])
 def test_the_format_is_read_from_the_tensors(name: str) -> None:
-    key = side("fp16") if name.startswith("int4") else side(name)
+    key = side("fp16") if side(name).packed else side(name)
     layout = CacheLayout(2, 128, key, side(name), sink_tokens=2, recent_tokens=5)
     _, cache = arguments(layout)
     assert ops.layout_of(128, {n: x[0] for n, x in cache.items() if n not in ("exact_slots", "sink_tokens")}, 2) == layout

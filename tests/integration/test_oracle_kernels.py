@@ -30,7 +30,7 @@ from stages.engines.paged.kernel_layout import check_kernels
 torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token")), GUARDED]
+POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token", "fp8k_nvfp4v")), GUARDED]
 BY_NAME = {policy.name: policy for policy in POLICIES}
 LENGTHS = (127, 1, 64)
 """Decoding two tokens more ends a page, begins one, and has a sequence of one token. One policy takes all three, which are

@@ -23,9 +23,11 @@ import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
 from pipeline.core.kv import KVPolicy, KVShape
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
+    CONTEXT_REDUCE,
     PLAN,
     REDUCE,
     Compute,
@@ -33,6 +35,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     all_nodes,
     bits_float,
     cache_attributes,
+    context_attributes,
     decode_attributes,
     input_specs,
     node_of,
@@ -47,8 +50,15 @@ CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32}
-VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "L": (1, 1, 32)}
+FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32, "X": (1, 512, 1024)}
+VARYING: dict[str, int | Triple] = {
+    "B": (1, 8, 64),
+    "N": (1, 512, 4096),
+    "P": (1, 16, 512),
+    "M": (1, 8, 64),
+    "L": (1, 1, 32),
+    "X": (1, 64, 100),
+}
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
 """128 ** -0.5 as a float32."""
@@ -63,6 +73,7 @@ class Case:
     group: int
     compute: Compute
     programs: int
+    """W of a decode step; splits over the pages of several new tokens."""
     sm: int
     sizes: dict[str, int | Triple]
     suffix: str
@@ -87,7 +98,7 @@ class Case:
         return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
     def tensors(self, node: Node) -> dict[str, Tensor]:
-        specs = input_specs(node, self.layout, self.compute, self.q_heads)
+        specs = input_specs(node, self.layout, self.compute, self.q_heads, context_splits(self.programs))
         sizes = self.sizes | {letter: n[0] if len(set(n)) == 1 else n for letter, n in (("Y", self.rows), ("R", self.parts))}
         return {
             name: Tensor(dtype, tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
@@ -97,10 +108,12 @@ class Case:
     def attributes(self, node: Node) -> dict[str, int]:
         if node.operation == "plan_work":
             return plan_attributes(self.layout, programs=self.programs, sm=self.sm)
-        if node.operation == "decode_reduce":
+        if node in (REDUCE, CONTEXT_REDUCE):
             return reduce_attributes(self.compute, self.sm)
         if node.operation == "append":
             return cache_attributes(self.layout, self.sm)
+        if node.operation == "context_partial":
+            return context_attributes(self.layout, splits=self.programs, scaling=SCALING, sm=self.sm)
         return decode_attributes(self.layout, scaling=SCALING, sm=self.sm)
 
 
@@ -112,6 +125,10 @@ CASES = {
     "aged": Case(
         CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
         group=4, compute="bf16", programs=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
+    ),
+    "fp8k_nvfp4v": Case(
+        CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
+        group=8, compute="fp16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
     ),
     "int8": Case(
         CacheLayout(2, 256, SideLayout("int8", "per_head"), SideLayout("int8", "per_head")),
@@ -195,6 +212,34 @@ def test_the_parts_are_joined_for_every_sequence_and_query_head(name: str, tenso
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    node = node_of("context_partial", case.layout)
+    assert node.plugin_id == f"kv::context_partial{case.suffix}"
+    plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+    batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
+    fixed = tuple(map(triple, (case.q_heads, case.programs + 1)))
+    assert plan.outputs == [
+        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT", (batch, tokens, *fixed, triple(2))),
+    ]
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
+    variant = context_variant(case.layout, group=case.group, rows=WIDEST, query_dtype=dtype, scaling=SCALING, sm=case.sm)
+    blocks = tuple(b * -(-x * case.group // variant.constants["N"]) for b, x in zip(batch, tokens, strict=True))
+    assert plan.grid == (blocks, triple(case.layout.kv_heads), triple(case.programs + 1))
+    check_kernel(plan, node, case, [width, tokens])
+
+
+def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(tensorrt: Run) -> None:
+    case = CASES["aged"]
+    plan = tensorrt(builder.build, CONTEXT_REDUCE.plugin_id, case.tensors(CONTEXT_REDUCE), case.attributes(CONTEXT_REDUCE))
+    batch, tokens = triple(case.sizes["B"]), triple(case.sizes["X"])
+    assert plan.outputs == [("BF16", (batch, tokens, triple(case.q_heads), triple(case.layout.head_dim)))]
+    assert plan.grid == (tuple(b * x * case.q_heads for b, x in zip(batch, tokens, strict=True)), triple(1), triple(1))
+    check_kernel(plan, CONTEXT_REDUCE, case, [triple(case.programs + 1)])
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     node = node_of("append", case.layout)
@@ -211,7 +256,8 @@ def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt
 
 
 @pytest.mark.parametrize(
-    ("name", "sinks", "recent"), [("fp8k_int4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)]
+    ("name", "sinks", "recent"),
+    [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
 )
 def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_function(
     name: str, sinks: int, recent: int

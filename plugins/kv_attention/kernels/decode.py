@@ -10,14 +10,23 @@ instruction's N of 8 and nothing is computed for padding when G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
 precision down to 2^-29 of the largest. A value scale is folded into p, divided by the largest scale of this part so far
-rounded up to a power of two, so that neither tiny nor huge scales leave float16's range.
+rounded up to a power of two, so that neither tiny nor huge scales leave float16's range. Of nvfp4 the product of a code and its
+block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
 """
 
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode
-from plugins.kv_attention.kernels.tiles import channels, decode_values, load_rows, load_scales, load_values
+from plugins.kv_attention.kernels.codes import decode, streams_of
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
+from plugins.kv_attention.kernels.tiles import (
+    channels,
+    decode_values,
+    load_rows,
+    load_scales,
+    load_values,
+    with_block_scales,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(15.0)
@@ -69,7 +78,7 @@ def _attend_tile(
     MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
     into p, `sums` are in multiples of it.
     """
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    STREAMS: tl.constexpr = streams_of(VALUE)
     W: tl.constexpr = D // STREAMS
     C: tl.constexpr = W // CHUNKS
     t = tl.arange(0, T)
@@ -78,6 +87,8 @@ def _attend_tile(
     scales = ()
     if VALUE_SCALE == "group":
         scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
+    elif VALUE_SCALE == "block":
+        stored = with_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
@@ -128,7 +139,7 @@ def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constex
 @triton.jit
 def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
     """Return the initial m, l and sums, in multiples of `unit`: of the current token, or of no token if not `seeded`."""
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     m = tl.where(seeded, score - HEADROOM, float("-inf"))
     l = tl.where(seeded, P_MAX, 0.0) + tl.zeros((N,), tl.float32)
@@ -147,7 +158,7 @@ def _store(
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store the results of a part. row (N): number of the (part, query head); rows (N): query heads that exist."""
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     for c in tl.static_range(CHUNKS):
         for s in tl.static_range(STREAMS):
@@ -199,8 +210,8 @@ def _tiles(length, low_page, high_page, T: tl.constexpr, SINK: tl.constexpr, REC
 
 @triton.jit
 def _pool_part(
-    key_pool, value_pool, key_scale, value_scale, table, value_new, length, low, high, seeded, h, row, rows, scaled, per_column,
-    score_new, partial_acc, partial_ml,
+    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, value_new, length, low, high, seeded, h, row, rows,
+    scaled, per_column, score_new, partial_acc, partial_ml,
     H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
@@ -220,6 +231,9 @@ def _pool_part(
         factor = tl.load(value_scale + h)
     elif VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
+    elif VALUE_SCALE == "block":
+        factor = tl.load(value_scale) * NVFP4_GAIN
+        value_scale = value_block_scale
     m, l, sums = _seed(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
     # Of the part's tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
@@ -270,7 +284,8 @@ def _scaled_query(query, key_new, head, G: tl.constexpr, N: tl.constexpr, D: tl.
 
 @triton.jit(do_not_specialize=["table_width"])
 def decode_partial(
-    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, page_table, lengths, work, sequences,
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table, lengths, work,
+    sequences,
     key_exact, value_exact, exact_slots, table_width, partial_acc, partial_ml,
     H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     SCALING: tl.constexpr, PARTS: tl.constexpr,
@@ -288,7 +303,8 @@ def decode_partial(
         key_new, value_new: (B, H, D), the current token.
         key_pool, value_pool: (pages, H, 64, W).
         key_scale, value_scale: (1) or (H) float32 for KEY_SCALE, VALUE_SCALE "tensor" or "head"; (pages, H, 64, GROUPS)
-            float16 for "token" or "group"; None for "none".
+            float16 for "token" or "group"; None for "none". (1) float32 for "block".
+        value_block_scale: (pages, H, 64, GROUPS) bytes of E4M3 for VALUE_SCALE "block", else None.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the current one.
         work, sequences: (Y, 5) and (B, 4) int32, as plan_work writes them.
@@ -315,8 +331,8 @@ def decode_partial(
         low, high = _tiles(length, before, pages, T, SINK, RECENT)
         scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
         _pool_part(
-            key_pool, value_pool, key_scale, value_scale, page_table + b.to(tl.int64) * table_width, value_new + head * D,
-            length, low, high, (EXACT == 0) & (before == 0), h, (part.to(tl.int64) * H + h) * G + n, rows,
+            key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table + b.to(tl.int64) * table_width,
+            value_new + head * D, length, low, high, (EXACT == 0) & (before == 0), h, (part.to(tl.int64) * H + h) * G + n, rows,
             scaled, per_column, score_new, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
         )  # fmt: skip

@@ -86,8 +86,9 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         raise ValueError(f"scaling must be positive, got {scaling}")
     value, dim = layout.value, layout.head_dim
     width, groups = value.width(dim), value.groups(dim)
-    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p.
-    chunk = min(width, dim // groups) if groups else width
+    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. Of
+    # nvfp4, whose scales are multiplied into the codes, it is as many channels as a word of four scales covers.
+    chunk = min(width, 64 if value.in_blocks else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     parts = _query_parts(layout.key, query_dtype, sm)
     # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions.
@@ -139,14 +140,14 @@ def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[
     if any(side.dtype in WIDE for side in (layout.key, value)):
         halvings = 2
     else:
-        halvings = 1 if value.dtype != "int4" or size > 1024 or software else 0
+        halvings = 1 if not value.packed or size > 1024 or software else 0
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not software:
         return tile, 1
     if size < 8192:
         return max(16, tile), 2
-    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of int4, or of 16 of wider values.
-    return 32 if value.dtype == "int4" else 16, 4
+    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of 4 bits, or of 16 of wider values.
+    return 32 if value.packed else 16, 4
 
 
 def plan_variant(*, sink_tokens: int, recent_tokens: int) -> Variant:
@@ -182,6 +183,8 @@ def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | Non
 
 
 def _scale_kind(side: SideLayout, dynamic: str) -> str:
+    if side.in_blocks:
+        return "block"
     kinds = {"none": "none", "per_tensor": "tensor", "per_head": "head", "per_token": dynamic, "per_group": dynamic}
     return kinds[side.granularity]
 
@@ -202,15 +205,15 @@ def append_variant(layout: CacheLayout, *, sm: int | None) -> Variant:
         sm: Compute capability (90), or None for Triton's interpreter.
     """
     key, value, dim = layout.key, layout.value, layout.head_dim
-    static_scales = {"per_tensor": 1, "per_head": layout.kv_heads}
+    static_scales = {name: shape[0] for name, (_, shape) in layout.static_scales().items()}
     constants = {
         "H": layout.kv_heads,
         "D": dim,
         "R": min(1 << (layout.kv_heads - 1).bit_length(), APPEND_TILE // dim),
         "KEY": key.dtype,
-        "KEY_SCALES": static_scales.get(key.granularity, 0),
+        "KEY_SCALES": static_scales.get("key_scale", 0),
         "VALUE": value.dtype,
-        "VALUE_SCALES": static_scales.get(value.granularity, 0),
+        "VALUE_SCALES": static_scales.get("value_scale", 0),
         "GROUPS": max(1, value.groups(dim)),
         "SINK": layout.sink_tokens,
         "RECENT": layout.recent_tokens,

@@ -75,7 +75,7 @@ class KernelCache(SequencePages):
             static = {
                 f"{side}_scale": torch.tensor([scales.layers[n][side].scale for n in layers], device=device)
                 for side, stored in ((Side.KEY, layout.key), (Side.VALUE, layout.value))
-                if stored.static
+                if stored.has_static_scales
             }
             self.groups.append(LayerGroup(layout, layers, {}, {}, static))
         by_layer = {layer: (group, i) for group in self.groups for i, layer in enumerate(group.layers)}
@@ -181,12 +181,15 @@ class KernelCache(SequencePages):
             return rows
 
         def copy(side: Side) -> StoredCopy:
-            codes, scale, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
+            codes, bytes_, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
             assert codes is not None
+            scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None = bytes_
+            if bytes_ is not None and not (group.layout.key if side.is_key else group.layout.value).in_blocks:
+                scale = bytes_.view(np.float16)
             return StoredCopy(
                 0,
                 codes,
-                None if scale is None else scale.view(np.float16),
+                scale,
                 None,
                 None if static is None else static.cpu().numpy().reshape(-1, 1, 1),
                 None,
