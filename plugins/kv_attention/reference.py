@@ -107,12 +107,13 @@ def append(
         value_new: (B, H, D).
         cache: Tensors of the layer, written in place.
         page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new one.
+        lengths: (B) int32, tokens before the new one; nothing is written of a sequence where it is negative.
         exact_slots: (B) int32, required with exact tokens.
     """
+    stored = [(b, position) for b, position in enumerate(lengths.tolist()) if position >= 0]
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
         codes, scales = quantize(new, side, cache.get(f"{name}_scale"))
-        for b, position in enumerate(lengths.tolist()):
+        for b, position in stored:
             page, row = page_table[b, position // PAGE_TOKENS], position % PAGE_TOKENS
             cache[f"{name}_pool"][page, :, row] = codes[b]
             if scales is not None:

@@ -227,14 +227,13 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     cache = engine.cache
     handles = [cache.start()]
     cache.reserve(handles, 64)
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     before = engine._pass(1)
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     assert engine._pass(1) is before
     for move in (
-        lambda: cache.fill_tables(handles, 2),  # more rows of the tables
-        lambda: cache.reserve(handles, 64 * (len(cache.page_table[0]) + 1)),  # more pages
-        lambda: cache.fill_tables(handles, 1),  # more columns
+        lambda: cache.reserve(handles, 64 * (cache.columns + 1)),  # more pages
+        lambda: cache.widen(handles),  # more columns
         cache.start,  # more exact buffers
         lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
     ):
@@ -242,7 +241,7 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
         move()
         assert engine._pass(1) is not captured
     read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
 
 
