@@ -38,8 +38,9 @@ from plugins.kv_attention.kernels.variants import append_variant, plan_grid, wor
 from plugins.kv_attention.tensorrt_call import COMPUTE, Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Node, all_nodes
 
-MINIMUM = (10, 14)
-"""First release whose Python package the declarations were checked against. Ahead-of-time plugins exist since 10.9."""
+MINIMUM, BEYOND = (10, 14), (12, 0)
+"""First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
+has read them in 10.14, 10.16, 11.0 and 11.4. Ahead-of-time plugins exist since 10.9."""
 
 CHUNK_ROWS = WIDEST
 """Query rows that the kernel of context_partial is chosen for: those of a chunk, which is prefilled."""
@@ -47,8 +48,8 @@ CHUNK_ROWS = WIDEST
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
 
-if tuple(map(int, trt.__version__.split(".")[:2])) < MINIMUM:
-    raise ImportError(f"the TensorRT plugin needs TensorRT >= {MINIMUM[0]}.{MINIMUM[1]}, found {trt.__version__}")
+if not MINIMUM <= tuple(map(int, trt.__version__.split(".")[:2])) < BEYOND:
+    raise ImportError(f"the TensorRT plugin needs TensorRT >= 10.14 and < 12.0, found {trt.__version__}")
 
 
 def output_descriptors(call: Call) -> Any:
