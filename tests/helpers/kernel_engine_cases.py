@@ -46,7 +46,7 @@ def append_by_reference(
         reference.append(layout, key_new[layer], value_new[layer], one, **tables)
 
 
-def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, splits: int, **options: Any) -> Tensor:  # noqa: ARG001
+def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: launch.Plan, **options: Any) -> Tensor:  # noqa: ARG001
     """launch.decode_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 

@@ -1,7 +1,7 @@
 """backend=torch over the attention kernels against the oracle: on a GPU, or on a CPU in Triton's interpreter.
 
-The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts stored by
-the kernels' reference, which is bit for bit the same (tests/integration/test_kernel_append.py, and one test below).
+The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts, but in the
+test of prefill, attended to and stored by the kernels' reference (test_kernel_context.py, test_kernel_append.py beside this).
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, SHAPE, distance, prefill_by_reference
+from kernel_engine_cases import CLOSE, GUARDED, SHAPE, append_by_reference, distance, prefill_by_reference
 from onnx_fixtures import static_scales
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from benchmarks import benchlib
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import OnePassEngine
+from plugins.kv_attention import launch
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
@@ -99,6 +100,18 @@ def test_a_ragged_batch_decodes_like_the_oracle(
     for step in range(STEPS if policy.name in ("fp8k_int4v", "guarded") else 1):
         tokens = [text[step - STEPS] for text in batch]
         assert distance(kernels.decode(handles, tokens), oracle.decode(same, tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("policy", [BY_NAME["fp8k_int4v"], GUARDED], ids=lambda policy: policy.name)
+def test_a_prompt_is_prefilled_in_chunks_like_the_oracle(
+    policy: KVPolicy, model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second chunk reads a whole page, and a part of one, of what was stored of the first."""
+    kernels, oracle = (make(model, policy, prefill_chunk=70) for make in (make_engine, make_oracle))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "append", append_by_reference)
+    (_, logits), (_, expected) = kernels.prefill([texts[0][:80]]), oracle.prefill([texts[0][:80]])
+    assert distance(logits, expected) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
