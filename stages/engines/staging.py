@@ -20,6 +20,13 @@ Section = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of one of the tensors."""
 
 
+def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros (count, *shape), each of which begins at a multiple of ALIGNMENT."""
+    inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
+    stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
+
+
 class StagedInputs:
     """Arrays that the host fills, and tensors that hold the same after `upload`. Their addresses never change."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, on_device, side
+from kernel_cases import DEVICE, Case, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import context, launch, reference
@@ -131,7 +131,8 @@ def test_one_token_of_each_sequence_is_a_decode_step() -> None:
     case, arguments = chunk.case, chunk.arguments
     del arguments["query_starts"]
     out = context.context_attention(case.layout, **arguments, scaling=0.1)
-    step = launch.decode_attention(case.layout, **arguments, scaling=0.1, splits=1)
+    plan = planned(case.layout, arguments["lengths"], programs=1)
+    step = launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
     assert (out - step).norm() < 1e-3 * step.norm()
 
 

@@ -15,7 +15,7 @@ import torch
 from kernel_engine_cases import GUARDED
 from onnx_fixtures import static_scales
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from transfers import counted_transfers
 
 from benchmarks import benchlib
 from pipeline.core.errors import UserError
@@ -24,28 +24,8 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.passes import DecodePass
-from stages.engines.staging import StagedInputs, StepResults
 
 torch.set_num_threads(1)
-
-WAITS = ("cpu", "numpy", "item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
-"""What waits for the device, were the tensor there."""
-UPLOADS = ("tensor", "as_tensor")
-"""What makes a tensor of the host's numbers, from memory that is not pinned; torch.from_numpy is counted apart."""
-
-
-class Transfers(TorchFunctionMode):
-    """Collects the names of torch's functions that move numbers between host and device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in (*WAITS, *UPLOADS):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def layer_by_layer(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any) -> None:
@@ -86,46 +66,22 @@ def changed(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Count a step's uploads and reads by stages.engines.staging, other transfers, and appends in and out of the graph."""
-    counts: dict[str, Any] = {"uploads": 0, "reads": 0, "captured": 0, "eager": 0}
-    transfers, inside = Transfers(), [False]
-    counts["transfers"] = transfers.seen
-    owners = (("__init__", StagedInputs), ("upload", StagedInputs), ("read", StepResults), ("run", DecodePass))
-    real = {name: getattr(owner, name) for name, owner in owners}
-    append, from_numpy = launch.append, torch.from_numpy
+    """Count a step's transfers, and its appends in and out of what a GPU captures."""
+    inside, run, append = [False], DecodePass.run, launch.append
 
-    def allocate(self: StagedInputs, *args: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            real["__init__"](self, *args)
-
-    def upload(self: StagedInputs, last: str | None = None) -> None:
-        counts["uploads"] += 1
-        real["upload"](self, last)
-
-    def read(self: StepResults) -> Any:
-        counts["reads"] += 1
-        with torch._C.DisableTorchFunction():
-            return real["read"](self)
-
-    def run(self: DecodePass) -> None:
+    def captured_run(self: DecodePass) -> None:
         inside[0] = True
-        real["run"](self)
+        run(self)
         inside[0] = False
 
-    def counted_append(*args: Any, **options: Any) -> None:
-        counts["captured" if inside[0] else "eager"] += 1
-        append(*args, **options)
+    with monkeypatch.context() as patch, counted_transfers(patch) as counts:
+        counts |= {"captured": 0, "eager": 0}
 
-    def counted_from_numpy(array: Any) -> Tensor:
-        transfers.seen.append("from_numpy")
-        return from_numpy(array)
+        def counted_append(*args: Any, **options: Any) -> None:
+            counts["captured" if inside[0] else "eager"] += 1
+            append(*args, **options)
 
-    with monkeypatch.context() as patch, transfers:
-        patch.setattr(torch, "from_numpy", counted_from_numpy)
-        patch.setattr(StagedInputs, "__init__", allocate)
-        patch.setattr(StagedInputs, "upload", upload)
-        patch.setattr(StepResults, "read", read)
-        patch.setattr(DecodePass, "run", run)
+        patch.setattr(DecodePass, "run", captured_run)
         patch.setattr(launch, "append", counted_append)
         yield counts
 
