@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from plugins.kv_attention.kernels.append import append
+from plugins.kv_attention.kernels.context import context_partial, context_reduce
+from plugins.kv_attention.kernels.context_variants import context_variant, join_variant
 from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
@@ -107,6 +109,63 @@ def compile_reduce(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int)
     variant = reduce_variant(layout, splits=partial_splits(layout, splits), out_dtype=out_dtype, sm=sm)
     types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
     return compile_kernel(decode_reduce, types, variant, sm)
+
+
+def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
+    """Compile context_partial for any number of sequences with as many new tokens each: grid (blocks, H, S).
+
+    Blocks are those of context_blocks, S is context_splits(splits). The int32 extras are `table_width`, the number of columns
+    of page_table, and `tokens`, the new tokens of each sequence.
+
+    Args:
+        layout: Format of the cache.
+        group: Query heads per KV head.
+        rows: Query rows of a KV head that a sequence is likely to have.
+        query_dtype: torch's name of the type of query, key_new and value_new.
+        scaling: Factor of the scores.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        ValueError: The group or the scaling is out of range.
+        RuntimeError: As compile_decode.
+    """
+    variant = context_variant(layout, group=group, rows=rows, query_dtype=query_dtype, scaling=scaling, sm=sm)
+    exact = "*fp16" if layout.exact_tokens else None
+    types = dict.fromkeys(("query", "key_new", "value_new"), POINTERS[query_dtype]) | {
+        "key_pool": POINTERS[layout.key.storage],
+        "value_pool": POINTERS[layout.value.storage],
+        "key_scale": _scale_pointer(layout.key),
+        "value_scale": _scale_pointer(layout.value),
+        "query_starts": None,
+        "page_table": "*i32",
+        "lengths": "*i32",
+        "key_exact": exact,
+        "value_exact": exact,
+        "exact_slots": "*i32" if layout.exact_tokens else None,
+        "table_width": "i32",
+        "tokens": "i32",
+        "sequences": None,
+        "partial_acc": "*fp32",
+        "partial_ml": "*fp32",
+    }
+    return compile_kernel(context_partial, types, variant, sm)
+
+
+def compile_join(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
+    """Compile context_reduce: grid (X * Hq). Its int32 extra `splits` is S.
+
+    Args:
+        layout: Format of the cache.
+        splits: S, as context_splits returns it.
+        out_dtype: torch's name of the type of the output.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
+    """
+    variant = join_variant(layout, splits=splits, out_dtype=out_dtype, sm=sm)
+    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    return compile_kernel(context_reduce, types, variant, sm)
 
 
 def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledKernel:

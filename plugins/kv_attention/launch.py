@@ -202,8 +202,8 @@ def append(
 ) -> None:
     """Quantize one new token of every sequence into the caches of L layers.
 
-    Token b is written at position lengths[b], which the page table must reach. The lengths are not changed. No two sequences
-    may write to the same page and row.
+    Token b is written at position lengths[b], which the page table must reach; where that is negative, nothing is. The lengths
+    are not changed. No two sequences may write to the same page and row.
 
     Args:
         layout: Format of the cache.

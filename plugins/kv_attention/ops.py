@@ -139,13 +139,14 @@ def append(
 
     The tensors of the cache are those of decode_attention with a leading dimension L; static scales are (L, 1) or (L, H). All
     layers share page_table, which must reach the position, lengths and exact_slots. No two sequences may write to the same
-    page and row. The lengths are not changed.
+    page and row. The lengths are not changed. Nothing is written of a sequence whose length is negative: what a captured step
+    refuses, and rows that fill up a batch.
 
     Args:
         key_new: (L, B, H, D) float32, float16 or bfloat16.
         value_new: (L, B, H, D), of the same three types.
         page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new one.
+        lengths: (B) int32, tokens before the new one, or -1.
         key_pool: (L, N, H, 64, W), written.
         value_pool: (L, N, H, 64, W), written.
         key_scale: (L, 1) or (L, H) float32, of static keys.

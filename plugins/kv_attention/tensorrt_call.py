@@ -8,9 +8,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.kv_attention.kernels.context_variants import context_splits
 from plugins.kv_attention.kernels.variants import partial_splits
 from plugins.kv_attention.layout import CacheLayout, Granularity, SideLayout
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
+from plugins.kv_attention.tensorrt_nodes import (
+    CONTEXT_REDUCE,
+    DATA_TYPES,
+    FORMATS,
+    REDUCE,
+    Compute,
+    Node,
+    bits_float,
+    input_specs,
+)
 
 COMPUTE: dict[Compute, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Types that activations may have, and torch's names of them."""
@@ -80,10 +90,12 @@ class Call:
     @property
     def layout(self) -> CacheLayout:
         """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation == "decode_reduce":
+        if self.node.operation in ("decode_reduce", "context_reduce"):
             # Partial sums have one format for every cache: any sides of this head_dim will do.
-            return CacheLayout(1, self.fixed("partial_acc", 3, "head_dim"), SideLayout("fp16"), SideLayout("fp16"))
-        heads = self.fixed("key", 2 if self.node.operation == "append" else 1, "the number of KV heads")
+            return CacheLayout(
+                1, self.fixed("partial_acc", self._heads_axis + 2, "head_dim"), SideLayout("fp16"), SideLayout("fp16")
+            )
+        heads = self.fixed("key", self._heads_axis, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
         try:
@@ -103,7 +115,12 @@ class Call:
     @property
     def q_heads(self) -> int:
         """Hq, query heads."""
-        return self.fixed(self.node.inputs[0], 2 if self.node.operation == "append" else 1, "the number of heads")
+        return self.fixed(self.node.inputs[0], self._heads_axis, "the number of heads")
+
+    @property
+    def _heads_axis(self) -> int:
+        """Dimension of the heads in the first input."""
+        return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
 
     @property
     def scaling(self) -> float:
@@ -115,7 +132,9 @@ class Call:
         """S, splits of the partial results; 0 for an append, which has none."""
         if self.node.operation == "decode_partial":
             return partial_splits(self.layout, self.attributes["splits"])
-        return self.fixed("partial_acc", 2, "the number of splits") if "partial_acc" in self.tensors else 0
+        if self.node.operation == "context_partial":
+            return context_splits(self.attributes["splits"])
+        return self.fixed("partial_acc", self._heads_axis + 1, "the number of splits") if "partial_acc" in self.tensors else 0
 
     def check(self) -> None:
         """Check the types and shapes of all inputs, and the attributes.
@@ -123,7 +142,7 @@ class Call:
         Raises:
             ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
         """
-        layout, compute = self.layout, "fp32" if self.node.operation == "decode_reduce" else self.compute
+        layout, compute = self.layout, "fp32" if self.node in (REDUCE, CONTEXT_REDUCE) else self.compute
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
         for name, minimum in (("splits", 1), ("sm", 80)):

@@ -1,12 +1,16 @@
 """Graph nodes of the plugin's operations: names, ordered tensors, integer attributes. Imports neither TensorRT nor Triton.
 
 Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
-E exact slots, W storage elements and g stored scales of a token, S splits (one more than `splits` with exact tokens).
+E exact slots, W storage elements and g stored scales of a token, S splits (one more than `splits` with exact tokens), X new
+tokens of each sequence.
 
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
                         [, scales of values], page_table (B, P), lengths (B)[, key_exact, value_exact (M, H, E, D),
                         exact_slots (B)] -> partial_acc (B, Hq, S, D), partial_ml (B, Hq, S, 2) float32
     kv::decode_reduce   partial_acc, partial_ml -> out (B, 1, Hq, D)
+    kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
+                        -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2) float32, S = splits + 1
+    kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
     kv::append          key, value (L, B, H, D), page_table, lengths[, exact_slots], key_pool (L, N, H, 64, W)[, scales],
                         value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)]; static scales are (L, 1 or H)
                         -> the pools, scale pools and exact buffers, each aliased to its input
@@ -31,7 +35,9 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Dtype, SideLay
 
 NAMESPACE = "kv"
 
-Operation = Literal["decode_partial", "decode_reduce", "append"]
+Operation = Literal["decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
+Layered = Literal["decode_partial", "context_partial", "append"]
+"""Operations on a cache: which tensors they take depends on its layout."""
 Scales = Literal["none", "static", "dynamic", "blocks"]
 SCALES: dict[Scales, tuple[str, ...]] = {
     "none": (),
@@ -62,6 +68,8 @@ _CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens",
 ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
     "decode_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
     "decode_reduce": ("out_format", "sm"),
+    "context_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
+    "context_reduce": ("out_format", "sm"),
     "append": (*_CACHE_ATTRIBUTES, "sm"),
 }
 """Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; splits
@@ -91,6 +99,7 @@ class Node:
 
 
 REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml"), ("out",))
+CONTEXT_REDUCE = Node("context_reduce", "context_reduce", ("partial_acc", "partial_ml"), ("out",))
 
 
 def scales_of(side: SideLayout) -> Scales:
@@ -98,7 +107,7 @@ def scales_of(side: SideLayout) -> Scales:
     return "blocks" if side.in_blocks else "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
-def node_of(operation: Literal["decode_partial", "append"], layout: CacheLayout) -> Node:
+def node_of(operation: Layered, layout: CacheLayout) -> Node:
     """Return the node of an operation that takes this layout's tensors."""
     return _node(operation, scales_of(layout.key), scales_of(layout.value), layout.exact_tokens > 0)
 
@@ -106,17 +115,17 @@ def node_of(operation: Literal["decode_partial", "append"], layout: CacheLayout)
 def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
     keys: tuple[Scales, ...] = ("none", "static", "dynamic")
-    operations: tuple[Literal["decode_partial", "append"], ...] = ("decode_partial", "append")
-    return [REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
+    operations: tuple[Layered, ...] = ("decode_partial", "context_partial", "append")
+    return [REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
-def _node(operation: Literal["decode_partial", "append"], key: Scales, value: Scales, exact: bool) -> Node:
+def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     sides: dict[str, Scales] = {"key": key, "value": value}
     tables = ["page_table", "lengths"]
     buffers, slots = (["key_exact", "value_exact"], ["exact_slots"]) if exact else ([], [])
     scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
     # Tensors stand in the order of the kernels' parameters.
-    if operation == "decode_partial":
+    if operation != "append":
         inputs = ["query", *sides, "key_pool", "value_pool", *scales["key"], *scales["value"], *tables, *buffers, *slots]
         outputs = ["partial_acc", "partial_ml"]
     else:
@@ -148,12 +157,19 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         "partial_acc": ("FLOAT", ("B", q_heads, parts, dim)),
         "partial_ml": ("FLOAT", ("B", q_heads, parts, 2)),
     }
+    if node.operation.startswith("context"):
+        specs |= {
+            "query": (activation, ("B", "X", q_heads, dim)),
+            "partial_acc": ("FLOAT", ("B", "X", q_heads, parts, dim)),
+            "partial_ml": ("FLOAT", ("B", "X", q_heads, parts, 2)),
+        }
     layers: tuple[int | str, ...] = ("L",) if node.operation == "append" else ()
+    several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
     rows = (*layers, "N", heads, PAGE_TOKENS)
     for name, side in sides.items():
         scales = heads if side.granularity == "per_head" else 1
         specs |= {
-            name: (activation, ("L", "B", heads, dim) if layers else ("B", heads, 1, dim)),
+            name: (activation, ("L", "B", heads, dim) if layers else several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
             f"{name}_scale_pool": ("FP8" if side.in_blocks else "HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
@@ -175,7 +191,7 @@ def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
 
 
 def decode_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_partial, in the order of ATTRIBUTES.
+    """Return the attributes of decode_partial and context_partial, in the order of ATTRIBUTES.
 
     Args:
         layout: Format of the cache.
@@ -188,7 +204,7 @@ def decode_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: i
 
 
 def reduce_attributes(out: Compute, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_reduce. out: type of the result, which is that of the query."""
+    """Return the attributes of decode_reduce and context_reduce. out: type of the result, which is that of the query."""
     return {"out_format": FORMATS[out], "sm": sm}
 
 

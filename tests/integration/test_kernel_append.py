@@ -64,7 +64,7 @@ def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: i
 def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int], seed: int = 0) -> dict[str, Tensor]:
     """Append key and value (L, B, H, D) at `positions` with the kernel and compare the whole cache; return it."""
     rng = torch.Generator().manual_seed(seed)
-    batch, columns = len(positions), max(positions) // PAGE_TOKENS + 1
+    batch, columns = len(positions), max(*positions, 0) // PAGE_TOKENS + 1
     numbers = torch.randperm(batch + 2, generator=rng).int()
     tables: dict[str, Any] = {
         "page_table": torch.full((batch, columns), NO_PAGE, dtype=torch.int32),
@@ -72,7 +72,8 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
         "exact_slots": torch.randperm(batch + 1, generator=rng)[:batch].int() if layout.exact_tokens else None,
     }
     for b, position in enumerate(positions):
-        tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
+        if position >= 0:
+            tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
     cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     for layer in range(key.shape[0]):
@@ -83,7 +84,7 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     for name, tensor in expected.items():
         unequal = differing(appended[name], tensor)
         assert not unequal.any(), f"{name}: {int(unequal.sum())} differ, at {unequal.nonzero()[0].tolist()}"
-        assert not name.endswith("pool") or differing(tensor, cache[name]).any()
+        assert not name.endswith("pool") or max(positions) < 0 or differing(tensor, cache[name]).any()
     return appended
 
 
@@ -183,6 +184,14 @@ def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
     appended = check(layout, key, value, positions)
     written = ~appended["key_exact"].cpu().isnan().all(-1).squeeze(2)
     assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("value", ["int4 32", "fp8_e4m3 head", "bf16"])
+@pytest.mark.parametrize("positions", [[-1, 65, -1], [-1]])
+def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: list[int], value: str) -> None:
+    shape = (2, len(positions), 3, 64)
+    layout = CacheLayout(3, 64, side("int8 token"), side(value), 4, 5)
+    check(layout, any_numbers(shape, 0), any_numbers(shape, 1), positions)
 
 
 def test_one_kernel_reads_what_another_appended() -> None:

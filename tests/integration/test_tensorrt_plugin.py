@@ -23,9 +23,11 @@ import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
 from pipeline.core.kv import KVPolicy, KVShape
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
+    CONTEXT_REDUCE,
     REDUCE,
     Compute,
     Node,
@@ -45,8 +47,15 @@ CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32}
-VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "L": (1, 1, 32)}
+FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32, "X": (1, 512, 1024)}
+VARYING: dict[str, int | Triple] = {
+    "B": (1, 8, 64),
+    "N": (1, 512, 4096),
+    "P": (1, 16, 512),
+    "M": (1, 8, 64),
+    "L": (1, 1, 32),
+    "X": (1, 64, 100),
+}
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
 """128 ** -0.5 as a float32."""
@@ -76,17 +85,19 @@ class Case:
         return self.splits + (self.layout.exact_tokens > 0)
 
     def tensors(self, node: Node) -> dict[str, Tensor]:
-        specs = input_specs(node, self.layout, self.compute, self.q_heads, self.parts)
+        parts = context_splits(self.splits) if node.operation.startswith("context") else self.parts
+        specs = input_specs(node, self.layout, self.compute, self.q_heads, parts)
         return {
             name: Tensor(dtype, tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims))
             for name, (dtype, dims) in specs.items()
         }
 
     def attributes(self, node: Node) -> dict[str, int]:
-        if node.operation == "decode_reduce":
+        if node in (REDUCE, CONTEXT_REDUCE):
             return reduce_attributes(self.compute, self.sm)
         if node.operation == "append":
             return cache_attributes(self.layout, self.sm)
+        # of decode_partial and of context_partial
         return decode_attributes(self.layout, splits=self.splits, scaling=SCALING, sm=self.sm)
 
 
@@ -178,6 +189,34 @@ def test_the_splits_are_joined_for_every_query_head(name: str, tensorrt: Run) ->
     assert plan.outputs == [(dtype, (batch, *map(triple, (1, case.q_heads, case.layout.head_dim))))]
     assert plan.grid == (tuple(b * case.q_heads for b in batch), triple(1), triple(1))
     check_kernel(plan, REDUCE, case, [triple(case.parts)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    node = node_of("context_partial", case.layout)
+    assert node.plugin_id == f"kv::context_partial{case.suffix}"
+    plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+    batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
+    fixed = tuple(map(triple, (case.q_heads, case.splits + 1)))
+    assert plan.outputs == [
+        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT", (batch, tokens, *fixed, triple(2))),
+    ]
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
+    variant = context_variant(case.layout, group=case.group, rows=WIDEST, query_dtype=dtype, scaling=SCALING, sm=case.sm)
+    blocks = tuple(b * -(-x * case.group // variant.constants["N"]) for b, x in zip(batch, tokens, strict=True))
+    assert plan.grid == (blocks, triple(case.layout.kv_heads), triple(case.splits + 1))
+    check_kernel(plan, node, case, [width, tokens])
+
+
+def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(tensorrt: Run) -> None:
+    case = CASES["aged"]
+    plan = tensorrt(builder.build, CONTEXT_REDUCE.plugin_id, case.tensors(CONTEXT_REDUCE), case.attributes(CONTEXT_REDUCE))
+    batch, tokens = triple(case.sizes["B"]), triple(case.sizes["X"])
+    assert plan.outputs == [("BF16", (batch, tokens, triple(case.q_heads), triple(case.layout.head_dim)))]
+    assert plan.grid == (tuple(b * x * case.q_heads for b, x in zip(batch, tokens, strict=True)), triple(1), triple(1))
+    check_kernel(plan, CONTEXT_REDUCE, case, [triple(case.splits + 1)])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,14 +14,13 @@ from typing import Literal
 
 import onnx
 
-from pipeline.artifacts.files import link_or_copy
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.engines.bundle import BUNDLE_FILE
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
+from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.build import DecodeGraph
@@ -67,8 +66,7 @@ def build_bundle(
         if not layers.layouts:
             yield DecodeGraph(graph, _reasons(layers), {})
             return
-        # beside `out`, so that the weights can be linked
-        with TemporaryDirectory(prefix=".plugin-", dir=out.parent) as folder:
+        with TemporaryDirectory(prefix="kvgate-") as folder:
             yield write_plugin_graph(graph, Path(folder), info=info, limits=limits, sm=sm)
 
     build.build_bundle(
@@ -106,11 +104,11 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 
 def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> DecodeGraph:
-    """Write a decode graph with plugin nodes to `folder`, beside its weights, and register the plugin with TensorRT.
+    """Write a decode graph with plugin nodes to `folder`, without its weights, and register the plugin with TensorRT.
 
     Args:
         graph: The decode graph of an ONNX bundle. The kernels hold at least one of its layers.
-        folder: An empty directory on the file system of the bundle, so that the weights can be linked.
+        folder: An empty directory.
         info: The bundle's model.
         limits: What the plans are sized for.
         sm: Compute capability that the kernels are compiled for, 90 for SM 9.0.
@@ -129,7 +127,6 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
     register()
     out = folder / graph.name
     onnx.save(model, out)
-    link_or_copy(graph.with_name(WEIGHTS_FILE), folder / WEIGHTS_FILE)
     return DecodeGraph(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
 
 
