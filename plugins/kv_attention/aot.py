@@ -20,8 +20,9 @@ from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_variant, join_variant
 from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
-from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
+from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, plan_variant, reduce_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
@@ -56,7 +57,7 @@ class CompiledKernel:
 
 
 def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
-    """Compile decode_partial for any batch and number of splits: grid (S, H, B), S = partial_splits(layout, splits).
+    """Compile decode_partial for any batch and number of programs: grid (H, Y), Y the rows of the work list.
 
     The int32 extra `table_width` is the number of columns of page_table.
 
@@ -84,6 +85,8 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
         "page_table": "*i32",
         "lengths": "*i32",
+        "work": "*i32",
+        "sequences": "*i32",
         "key_exact": exact,
         "value_exact": exact,
         "exact_slots": "*i32" if layout.exact_tokens else None,
@@ -94,20 +97,35 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     return compile_kernel(decode_partial, types, variant, sm)
 
 
-def compile_reduce(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
-    """Compile decode_reduce: grid (B * Hq). Its int32 extra `splits` is partial_splits(layout, splits).
+def compile_plan(*, sink_tokens: int, recent_tokens: int, sm: int) -> CompiledKernel:
+    """Compile plan_work: grid (plan_grid(programs)). Its int32 extras are `batch` and `programs`.
 
     Args:
-        layout: Format of the cache.
-        splits: Splits over pages, without the one over exact tokens.
+        sink_tokens: Exact tokens of the layout at the beginning of a sequence.
+        recent_tokens: Exact tokens of the layout at its end.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
+    """
+    types = {"lengths": "*i32", "batch": "i32", "programs": "i32", "work": "*i32", "sequences": "*i32"}
+    return compile_kernel(plan_work, types, plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens), sm)
+
+
+def compile_reduce(*, q_heads: int, head_dim: int, out_dtype: str, sm: int) -> CompiledKernel:
+    """Compile decode_reduce for any batch and number of programs: grid (Hq, B).
+
+    Args:
+        q_heads: Hq.
+        head_dim: D.
         out_dtype: torch's name of the type of the output.
         sm: Compute capability, 90 for sm_90.
 
     Raises:
         RuntimeError: As compile_decode.
     """
-    variant = reduce_variant(layout, splits=partial_splits(layout, splits), out_dtype=out_dtype, sm=sm)
-    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    variant = reduce_variant(q_heads=q_heads, head_dim=head_dim, out_dtype=out_dtype, sm=sm)
+    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "sequences": "*i32", "out": POINTERS[out_dtype]}
     return compile_kernel(decode_reduce, types, variant, sm)
 
 
@@ -136,6 +154,7 @@ def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: 
         "value_pool": POINTERS[layout.value.storage],
         "key_scale": _scale_pointer(layout.key),
         "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
         "query_starts": None,
         "page_table": "*i32",
         "lengths": "*i32",

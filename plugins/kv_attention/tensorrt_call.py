@@ -9,18 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.kv_attention.kernels.context_variants import context_splits
-from plugins.kv_attention.kernels.variants import partial_splits
-from plugins.kv_attention.layout import CacheLayout, Granularity, SideLayout
-from plugins.kv_attention.tensorrt_nodes import (
-    CONTEXT_REDUCE,
-    DATA_TYPES,
-    FORMATS,
-    REDUCE,
-    Compute,
-    Node,
-    bits_float,
-    input_specs,
-)
+from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, Granularity, SideLayout
+from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
 
 COMPUTE: dict[Compute, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Types that activations may have, and torch's names of them."""
@@ -90,11 +80,12 @@ class Call:
     @property
     def layout(self) -> CacheLayout:
         """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation in ("decode_reduce", "context_reduce"):
-            # Partial sums have one format for every cache: any sides of this head_dim will do.
-            return CacheLayout(
-                1, self.fixed("partial_acc", self._heads_axis + 2, "head_dim"), SideLayout("fp16"), SideLayout("fp16")
-            )
+        if self.node.operation in ("plan_work", "decode_reduce", "context_reduce"):
+            # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
+            partial = "partial_acc" in self.tensors
+            dim = self.fixed("partial_acc", self._dim_axis, "head_dim") if partial else HEAD_DIMS[0]
+            exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
+            return CacheLayout(1, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
         heads = self.fixed("key", self._heads_axis, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
@@ -114,7 +105,9 @@ class Call:
 
     @property
     def q_heads(self) -> int:
-        """Hq, query heads."""
+        """Hq, query heads; 1 for a work list, which is the same for any number."""
+        if self.node.operation == "plan_work":
+            return 1
         return self.fixed(self.node.inputs[0], self._heads_axis, "the number of heads")
 
     @property
@@ -123,18 +116,21 @@ class Call:
         return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
 
     @property
+    def _dim_axis(self) -> int:
+        """Dimension of head_dim in partial_acc."""
+        return 2 if self.node.operation == "decode_reduce" else 4
+
+    @property
     def scaling(self) -> float:
         """Factor of the scores before the softmax."""
         return bits_float(self.attributes["scaling_bits"])
 
     @property
     def splits(self) -> int:
-        """S, splits of the partial results; 0 for an append, which has none."""
-        if self.node.operation == "decode_partial":
-            return partial_splits(self.layout, self.attributes["splits"])
+        """S, splits of the partial results of context_partial and context_reduce; 0 for the others, which have none."""
         if self.node.operation == "context_partial":
             return context_splits(self.attributes["splits"])
-        return self.fixed("partial_acc", self._heads_axis + 1, "the number of splits") if "partial_acc" in self.tensors else 0
+        return self.fixed("partial_acc", 3, "the number of splits") if self.node.operation == "context_reduce" else 0
 
     def check(self) -> None:
         """Check the types and shapes of all inputs, and the attributes.
@@ -142,10 +138,11 @@ class Call:
         Raises:
             ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
         """
-        layout, compute = self.layout, "fp32" if self.node in (REDUCE, CONTEXT_REDUCE) else self.compute
+        layout = self.layout
+        compute: Compute = self.compute if "key" in self.tensors else "fp32"
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
-        for name, minimum in (("splits", 1), ("sm", 80)):
+        for name, minimum in (("programs", 1), ("splits", 1), ("sm", 80)):
             if self.attributes.get(name, minimum) < minimum:
                 raise ValueError(f"{self.node.plugin_id}: {name} must be at least {minimum}, got {self.attributes[name]}")
         if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:

@@ -1,13 +1,14 @@
 """Graph nodes of the plugin's operations: names, ordered tensors, integer attributes. Imports neither TensorRT nor Triton.
 
 Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
-E exact slots, W storage elements and g stored scales of a token, S splits (one more than `splits` with exact tokens), X new
-tokens of each sequence.
+E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens of each
+sequence, S splits of their results.
 
+    kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
-                        [, scales of values], page_table (B, P), lengths (B)[, key_exact, value_exact (M, H, E, D),
-                        exact_slots (B)] -> partial_acc (B, Hq, S, D), partial_ml (B, Hq, S, 2) float32
-    kv::decode_reduce   partial_acc, partial_ml -> out (B, 1, Hq, D)
+                        [, scales of values], page_table (B, P), lengths (B), work, sequences[, key_exact,
+                        value_exact (M, H, E, D), exact_slots (B)] -> partial_acc (R, Hq, D), partial_ml (R, Hq, 2) float32
+    kv::decode_reduce   partial_acc, partial_ml, sequences -> out (B, 1, Hq, D)
     kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
                         -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2) float32, S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
@@ -35,7 +36,7 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Dtype, SideLay
 
 NAMESPACE = "kv"
 
-Operation = Literal["decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
+Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
 Layered = Literal["decode_partial", "context_partial", "append"]
 """Operations on a cache: which tensors they take depends on its layout."""
 Scales = Literal["none", "static", "dynamic", "blocks"]
@@ -66,15 +67,16 @@ DATA_TYPES: dict[Dtype | Compute, str] = {
 
 _CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
 ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
-    "decode_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
+    "plan_work": ("sink_tokens", "recent_tokens", "programs", "sm"),
+    "decode_partial": (*_CACHE_ATTRIBUTES, "scaling_bits", "sm"),
     "decode_reduce": ("out_format", "sm"),
     "context_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
     "context_reduce": ("out_format", "sm"),
     "append": (*_CACHE_ATTRIBUTES, "sm"),
 }
-"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; splits
-counts the splits over pages; scaling_bits is the float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute
-capability, for example 90."""
+"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; programs
+counts the programs over the pages of a KV head, splits those over the pages for a block of query rows; scaling_bits is the
+float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute capability, for example 90."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Node:
         return f"{NAMESPACE}::{self.name}"
 
 
-REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml"), ("out",))
+PLAN = Node("plan_work", "plan_work", ("lengths",), ("work", "sequences"))
+REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml", "sequences"), ("out",))
 CONTEXT_REDUCE = Node("context_reduce", "context_reduce", ("partial_acc", "partial_ml"), ("out",))
 
 
@@ -116,7 +119,7 @@ def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
     keys: tuple[Scales, ...] = ("none", "static", "dynamic")
     operations: tuple[Layered, ...] = ("decode_partial", "context_partial", "append")
-    return [REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
+    return [PLAN, REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
 def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
@@ -126,7 +129,9 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
     # Tensors stand in the order of the kernels' parameters.
     if operation != "append":
-        inputs = ["query", *sides, "key_pool", "value_pool", *scales["key"], *scales["value"], *tables, *buffers, *slots]
+        work = PLAN.outputs if operation == "decode_partial" else ()
+        scaled = [*scales["key"], *scales["value"]]
+        inputs = ["query", *sides, "key_pool", "value_pool", *scaled, *tables, *work, *buffers, *slots]
         outputs = ["partial_acc", "partial_ml"]
     else:
         cache = ["key_pool", *scales["key"], "value_pool", *scales["value"], *buffers]
@@ -136,7 +141,7 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), tuple(outputs))
 
 
-def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, parts: int) -> dict[str, Spec]:
+def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, splits: int = 0) -> dict[str, Spec]:
     """Return the type and shape of each of an operation's inputs, by name, in order.
 
     Args:
@@ -144,7 +149,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         layout: Format of the cache.
         compute: Type of queries, keys and values.
         q_heads: Hq.
-        parts: S.
+        splits: S.
     """
     heads, dim = layout.kv_heads, layout.head_dim
     sides = {"key": layout.key, "value": layout.value}
@@ -154,14 +159,16 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         "page_table": ("INT32", ("B", "P")),
         "lengths": ("INT32", ("B",)),
         "exact_slots": ("INT32", ("B",)),
-        "partial_acc": ("FLOAT", ("B", q_heads, parts, dim)),
-        "partial_ml": ("FLOAT", ("B", q_heads, parts, 2)),
+        "work": ("INT32", ("Y", 5)),
+        "sequences": ("INT32", ("B", 4)),
+        "partial_acc": ("FLOAT", ("R", q_heads, dim)),
+        "partial_ml": ("FLOAT", ("R", q_heads, 2)),
     }
     if node.operation.startswith("context"):
         specs |= {
             "query": (activation, ("B", "X", q_heads, dim)),
-            "partial_acc": ("FLOAT", ("B", "X", q_heads, parts, dim)),
-            "partial_ml": ("FLOAT", ("B", "X", q_heads, parts, 2)),
+            "partial_acc": ("FLOAT", ("B", "X", q_heads, splits, dim)),
+            "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
         }
     layers: tuple[int | str, ...] = ("L",) if node.operation == "append" else ()
     several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
@@ -190,16 +197,32 @@ def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
     }
 
 
-def decode_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_partial and context_partial, in the order of ATTRIBUTES.
+def plan_attributes(layout: CacheLayout, *, programs: int, sm: int) -> dict[str, int]:
+    """Return the attributes of plan_work.
+
+    Args:
+        layout: Format of the cache, of which exact tokens matter.
+        programs: Programs over the pages of a KV head.
+        sm: Compute capability, 90 for sm_90.
+    """
+    return {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens, "programs": programs, "sm": sm}
+
+
+def context_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
+    """Return the attributes of context_partial, in order: those of decode_attributes, and `splits` over the pages."""
+    attributes = decode_attributes(layout, scaling=scaling, sm=sm) | {"splits": splits}
+    return {name: attributes[name] for name in ATTRIBUTES["context_partial"]}
+
+
+def decode_attributes(layout: CacheLayout, *, scaling: float, sm: int) -> dict[str, int]:
+    """Return the attributes of decode_partial, in the order of ATTRIBUTES.
 
     Args:
         layout: Format of the cache.
-        splits: Splits over pages.
         scaling: Factor of the scores before the softmax.
         sm: Compute capability, 90 for sm_90.
     """
-    attributes = cache_attributes(layout, sm) | {"splits": splits, "scaling_bits": float_bits(scaling)}
+    attributes = cache_attributes(layout, sm) | {"scaling_bits": float_bits(scaling)}
     return {name: attributes[name] for name in ATTRIBUTES["decode_partial"]}
 
 

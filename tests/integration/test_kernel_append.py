@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from kernel_cases import DEVICE, NO_PAGE, differing, on_device, poison, side
+from kernel_cases import DEVICE, NO_PAGE, differing, on_device, planned, poison, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
@@ -215,7 +215,7 @@ def test_one_kernel_reads_what_another_appended() -> None:
     query, key, value = (torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64)))
     one = {name: tensor[1] for name, tensor in cache.items()}
     step = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
-    out = launch.decode_attention(layout, *step, one, scaling=0.125, splits=2, **tables).cpu()
+    out = launch.decode_attention(layout, *step, one, plan=planned(layout, tables["lengths"], 2), scaling=0.125, **tables).cpu()
     on_host, tables = ({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables))
     expected = reference.attend(layout, query, key, value, on_host, scaling=0.125, **tables)
     assert (out - expected).norm() < 2e-3 * expected.norm()

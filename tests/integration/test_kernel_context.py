@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, on_device, side
+from kernel_cases import DEVICE, Case, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import context, launch, reference
@@ -92,7 +92,7 @@ def chunk_of(key: str, value: str, heads: int, dim: int, lengths: list[int], cou
 
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5)]
 RAGGED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
@@ -131,7 +131,8 @@ def test_one_token_of_each_sequence_is_a_decode_step() -> None:
     case, arguments = chunk.case, chunk.arguments
     del arguments["query_starts"]
     out = context.context_attention(case.layout, **arguments, scaling=0.1)
-    step = launch.decode_attention(case.layout, **arguments, scaling=0.1, splits=1)
+    plan = planned(case.layout, arguments["lengths"], programs=1)
+    step = launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
     assert (out - step).norm() < 1e-3 * step.norm()
 
 

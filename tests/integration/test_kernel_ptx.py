@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, Case, differing, poison, side
+from kernel_cases import DEVICE, Case, differing, planned, poison, side
 from ptx_emulator import cast_impl, create_dot, create_fp_to_fp, create_inline_asm
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -124,8 +124,9 @@ def test_the_kernels_as_compiled_attend_as_the_reference(
 ) -> None:
     monkeypatch.setattr(launch, "compute_capability", lambda _: sm)
     case = Case(CacheLayout(2, 128, side(key), side(value), 2, 5), [130, 3], group=8, dtype=torch.float16)
+    plan = planned(case.layout, case.tables["lengths"], programs=2)
     out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
     )
     expected = case.expected(0.1)
     assert (out.float() - expected).norm() < 2e-3 * expected.norm()
@@ -147,8 +148,9 @@ def test_bfloat16_as_a_gpu_computes_it_attends_as_the_reference(
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     case = Case(CacheLayout(2, 128, side(key), side(value)), [130, 3], group=8, dtype=dtype)
+    plan = planned(case.layout, case.tables["lengths"], programs=2)
     out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
     )
     expected = case.expected(0.1)
     assert (out.float() - expected).norm() < tolerance * expected.norm()

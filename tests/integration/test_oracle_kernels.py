@@ -59,7 +59,7 @@ def attended_by_reference(
 ) -> Tensor:
     """context.context_attention of one sequence in plain torch."""
     starts = torch.tensor([0, len(query)], dtype=torch.int32)
-    step = {"page_table": tables[0], "lengths": tables[1], "query_starts": starts}
+    step: dict[str, Any] = {"page_table": tables[0], "lengths": tables[1], "query_starts": starts}
     kept = {name: more[name] for name in ("scaling", "exact_slots")}
     return reference.attend_context(layout, query, key_new, value_new, cache, **step, **kept)
 

@@ -14,13 +14,13 @@ import pytest
 
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import decode_variant
-from plugins.kv_attention.launch import choose_splits
+from plugins.kv_attention.launch import choose_programs
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 
 DECODE_INPUTS = ("query", "key_new", "value_new", "key_pool", "value_pool", "key_scale", "value_scale", "value_block_scale")
-TABLES = ("page_table", "lengths")
+TABLES = ("page_table", "lengths", "work", "sequences")
 EXACT_INPUTS = ("key_exact", "value_exact", "exact_slots")
 
 
@@ -123,8 +123,10 @@ for case in CASES:
         loads=cost.loads, resident=variant.resident, sm_shared=variant.sm_shared, iteration=iteration))
 exact = next(case for case in CASES if sum(case.exact)).layout
 others = {
-    "reduce": described(aot.compile_reduce(HEADLINE.layout, splits=7, out_dtype="bfloat16", sm=90)),
-    "reduce_exact": described(aot.compile_reduce(exact, splits=16, out_dtype="float32", sm=80)),
+    "plan": described(aot.compile_plan(sink_tokens=0, recent_tokens=0, sm=90)),
+    "plan_exact": described(aot.compile_plan(sink_tokens=4, recent_tokens=60, sm=80)),
+    "reduce": described(aot.compile_reduce(q_heads=64, head_dim=128, out_dtype="bfloat16", sm=90)),
+    "reduce_wide": described(aot.compile_reduce(q_heads=64, head_dim=256, out_dtype="float32", sm=80)),
     "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
     "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
 }
@@ -192,7 +194,7 @@ def test_the_model_gives_published_speeds_with_latencies_of_an_h100(compiled: di
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_the_programs_that_splits_are_chosen_for_fit_an_sm(compiled: dict[str, Any], number: int) -> None:
+def test_the_programs_that_work_is_divided_for_fit_an_sm(compiled: dict[str, Any], number: int) -> None:
     kernel = compiled["decode"][number]
     allocated = 1024 + -(-kernel["shared_bytes"] // 128) * 128
     assert kernel["resident"] * allocated <= kernel["sm_shared"]
@@ -202,9 +204,14 @@ def test_fp8_keys_with_int4_values_take_at_most_7_cycles_a_token_and_head(compil
     assert 1 < compiled["decode"][CASES.index(HEADLINE)]["cycles"] <= 7
 
 
-@pytest.mark.parametrize("name", ["reduce", "reduce_exact"])
+@pytest.mark.parametrize("name", ["plan", "plan_exact"])
+def test_plan_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], name: str) -> None:
+    assert_a_plain_launch_runs(compiled["others"][name], ["lengths", "batch", "programs", "work", "sequences"])
+
+
+@pytest.mark.parametrize("name", ["reduce", "reduce_wide"])
 def test_reduce_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], name: str) -> None:
-    assert_a_plain_launch_runs(compiled["others"][name], ["partial_acc", "partial_ml", "splits", "out"])
+    assert_a_plain_launch_runs(compiled["others"][name], ["partial_acc", "partial_ml", "sequences", "out"])
 
 
 def test_append_takes_what_it_writes_as_input_and_as_output(compiled: dict[str, Any]) -> None:
@@ -224,19 +231,14 @@ def test_portable_ptx_is_made_for_targets_that_it_knows(compiled: dict[str, Any]
         assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32, 64, 1024])
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
 @pytest.mark.parametrize(("key", "head_dim", "resident"), [("fp8_e4m3 per_tensor", 128, 7), ("int8 per_token", 256, 8)])
-def test_splits_never_make_more_programs_than_run_at_once(batch: int, key: str, head_dim: int, resident: int) -> None:
-    layout = CacheLayout(8, head_dim, side(key), side("int4 per_group 64"))
+def test_work_is_divided_for_as_many_programs_as_run_at_once(kv_heads: int, key: str, head_dim: int, resident: int) -> None:
+    layout = CacheLayout(kv_heads, head_dim, side(key), side("int4 per_group 64"))
     variant = decode_variant(layout, group=8, query_dtype="bfloat16", scaling=0.1, sm=90)
     assert variant.resident == resident
-    splits = choose_splits(batch, 8, 1 << 20, sm_count=132, resident=variant.resident)
-    assert splits == 1 or splits * batch * 8 <= 132 * resident < (splits + 1) * batch * 8
-
-
-def test_one_short_sequence_has_programs_for_every_sm() -> None:
-    splits = choose_splits(1, 8, 8192 // 64, sm_count=132, resident=7)
-    assert splits * 8 >= 132
+    programs = choose_programs(1, kv_heads, 1 << 20, sm_count=132, resident=variant.resident)
+    assert programs * kv_heads <= 132 * resident < (programs + 1) * kv_heads
 
 
 def test_compiling_in_a_process_that_interprets_is_refused() -> None:

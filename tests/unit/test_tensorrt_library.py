@@ -53,13 +53,31 @@ def test_a_library_that_is_not_installed_is_named_with_how_to_get_it(
         load(name)
 
 
-def test_a_tensorrt_that_is_too_old_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(__version__="10.9.0.34", ILogger=object)
-    monkeypatch.setitem(sys.modules, "tensorrt", old)
+@pytest.mark.parametrize(
+    ("name", "version", "wanted"),
+    [
+        ("tensorrt", "10.9.0.34", r"TensorRT >= 10\.14 and < 12\.0"),
+        ("tensorrt", "12.0.0.1", r"TensorRT >= 10\.14 and < 12\.0"),
+        ("tensorrt", "9", r"TensorRT >= 10\.14 and < 12\.0"),
+        ("tensorrt_rtx", "1.6.1.120", r"TensorRT for RTX >= 1\.7 and < 1\.8"),
+        ("tensorrt_rtx", "1.8.0.1", r"TensorRT for RTX >= 1\.7 and < 1\.8"),
+    ],
+)
+def test_a_release_whose_calls_are_not_known_is_refused_with_both_versions(
+    name: library_module.Name, version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version, ILogger=object))
+    monkeypatch.setitem(sys.modules, f"{name}.plugin", SimpleNamespace())
+    with pytest.raises(MissingRequirement, match=rf"^backend={name} needs {wanted}, found {version}: pip install"):
+        load(name)
+
+
+@pytest.mark.parametrize("version", ["10.14.1.48.post1", "11.4.0.106"])
+def test_releases_from_the_first_to_the_last_that_was_read_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__=version, ILogger=object))
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", SimpleNamespace())
     monkeypatch.setattr(library_module, "_collector", lambda _: None)
-    with pytest.raises(MissingRequirement, match=r"needs TensorRT >= 10\.14, found 10\.9\.0\.34"):
-        load("tensorrt")
+    assert load("tensorrt").version == version
 
 
 @pytest.mark.parametrize(("size", "largest", "expected"), [(1, 16, 1), (3, 16, 4), (9, 16, 16), (9, 12, 12), (12, 12, 12)])

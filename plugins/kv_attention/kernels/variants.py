@@ -17,6 +17,12 @@ GROUP_LIMIT = 16
 APPEND_TILE = 512
 """Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
 
+PLAN_ROWS = 16
+"""Programs of decode_partial that one program of plan_work plans: few, so that many of them compare them with all sequences."""
+
+PLAN_BLOCK = 256
+"""Sequences that plan_work reads at once."""
+
 WIDE = ("fp16", "bf16")
 """Dtypes of 16 bits."""
 
@@ -144,26 +150,36 @@ def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[
     return 32 if value.packed else 16, 4
 
 
-def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
-    """Return the variant of decode_reduce.
-
-    Args:
-        layout: Format of the cache.
-        splits: S, partial results per query head, the one over exact tokens included.
-        out_dtype: "float16", "bfloat16" or "float32".
-        sm: Compute capability (90), or None for Triton's interpreter.
-    """
-    constants = {
-        "D": layout.head_dim,
-        "BLOCK": 1 << (splits - 1).bit_length(),
-        "ROUND": sm is None and out_dtype == "bfloat16",
-    }
+def plan_variant(*, sink_tokens: int, recent_tokens: int) -> Variant:
+    """Return the variant of plan_work, for any number of sequences and programs. Exact tokens are those of the layout."""
+    constants = {"SINK": sink_tokens, "RECENT": recent_tokens, "ROWS": PLAN_ROWS, "BLOCK": PLAN_BLOCK}
     return Variant(constants, num_warps=4, num_stages=1)
 
 
-def partial_splits(layout: CacheLayout, splits: int) -> int:
-    """Return S: `splits` over the pages, and one more over the exact tokens if there are any."""
-    return splits + (1 if layout.exact_tokens else 0)
+def plan_grid(programs: int) -> int:
+    """Return the programs of plan_work for `programs` of decode_partial over the pages of a KV head."""
+    return -(-programs // PLAN_ROWS)
+
+
+def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
+    """Return Y, the programs of a KV head: `programs` over the pages, and one over the exact tokens of each sequence.
+
+    `batch` may be a symbolic expression, and the result is one then.
+    """
+    return batch + programs if exact else programs
+
+
+def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | None) -> Variant:
+    """Return the variant of decode_reduce.
+
+    Args:
+        q_heads: Hq.
+        head_dim: D.
+        out_dtype: "float16", "bfloat16" or "float32".
+        sm: Compute capability (90), or None for Triton's interpreter.
+    """
+    constants = {"HQ": q_heads, "D": head_dim, "ROUND": sm is None and out_dtype == "bfloat16"}
+    return Variant(constants, num_warps=4, num_stages=1)
 
 
 def _scale_kind(side: SideLayout, dynamic: str) -> str:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from pipeline.core.kv import KVShape
 from plugins.kv_attention import ops
 from plugins.kv_attention.context_ops import context_attention
+from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import hidden_states, refuse_options
@@ -58,6 +59,8 @@ class DecodePass:
         """Of all layers in the order of the cache's groups."""
         self.values = torch.zeros(new, device=cache.device)
         self._lengths: Tensor
+        self._plans: dict[int, dict[str, Tensor]] = {}
+        """Work lists of this step, by the number of programs that fill the GPU with a layer's kernel."""
         self._logits: Tensor
         """(batch, vocab_size)."""
         self._finite: Tensor
@@ -128,13 +131,22 @@ class DecodePass:
             exact_slots=self.exact_slots if group.exact else None,
             sink_tokens=group.layout.sink_tokens,
             scaling=scaling,
+            **self._plan(group.layout, query[:, :, 0], scaling),
             **group.to_read(i),
         )
         return out.unsqueeze(1)
 
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> dict[str, Tensor]:
+        """The step's work list, which the first of the layers that share it makes: their exact tokens are the policy's."""
+        programs = ops.default_programs(layout, query, self.page_table, scaling)
+        if programs not in self._plans:
+            work, sequences = ops.plan(self._lengths, programs, layout.sink_tokens, layout.recent_tokens)
+            self._plans[programs] = {"work": work, "sequences": sequences}
+        return self._plans[programs]
+
     def _forward(self) -> None:
         positions = self.inputs.tensors["positions"]
-        self._lengths = positions.clamp(min=0)
+        self._lengths, self._plans = positions.clamp(min=0), {}
         ids = self.inputs.tensors["ids"][:, None]
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
         self._logits = self.model.lm_head(hidden[:, -1]).float()

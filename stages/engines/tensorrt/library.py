@@ -10,8 +10,12 @@ from pipeline.core.errors import MissingRequirement
 
 Name = Literal["tensorrt_rtx", "tensorrt"]
 
-OLDEST = (10, 14)
-"""The first TensorRT release that has the plugin interface and the calls that kvgate uses."""
+RANGES: dict[Name, tuple[tuple[int, int], tuple[int, int]]] = {
+    "tensorrt": ((10, 14), (12, 0)),
+    "tensorrt_rtx": ((1, 7), (1, 8)),
+}
+"""The first release that has the calls that kvgate uses, and the first one that is refused, since its bindings were not read:
+tests/contract/facts/tensorrt.json has what was read of 10.14 to 11.4, and of TensorRT for RTX 1.7."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 
@@ -48,7 +52,7 @@ class Library:
 
 @cache
 def load(name: Name) -> Library:
-    """Import TensorRT. Raises MissingRequirement, which says how to get it, when it is absent or too old."""
+    """Import TensorRT. Raises MissingRequirement, which says how to get it, when it is absent or of another release."""
     try:
         if name == "tensorrt_rtx":
             import tensorrt_rtx as trt
@@ -58,11 +62,17 @@ def load(name: Name) -> Library:
     except (ImportError, OSError, metadata.PackageNotFoundError) as error:
         needs = f"backend={name} needs {TITLES[name]}, which this Python cannot import ({error})"
         raise MissingRequirement(f"{needs}: {HOW_TO_GET[name]}") from error
-    library = Library(name, trt, _collector(trt))
-    if name == "tensorrt" and tuple(int(part) for part in re.findall(r"\d+", library.version)[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise MissingRequirement(f"backend=tensorrt needs TensorRT >= {oldest}, found {library.version}: {HOW_TO_GET[name]}")
-    return library
+    oldest, before = RANGES[name]
+    if not oldest <= release(str(trt.__version__)) < before:
+        wanted = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, before))}"
+        raise MissingRequirement(f"backend={name} needs {wanted}, found {trt.__version__}: {HOW_TO_GET[name]}")
+    return Library(name, trt, _collector(trt))
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return the major and the minor number of a version: 10.14.1.48.post1 -> (10, 14)."""
+    major, minor = re.findall(r"\d+", f"{version}.0")[:2]
+    return int(major), int(minor)
 
 
 def _collector(trt: Any) -> Any:

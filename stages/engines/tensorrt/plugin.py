@@ -123,7 +123,7 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
             f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again with stage=build"
         )
     model = onnx.load(graph, load_external_data=False)
-    layers = use_plugin(model, info, limits.policy, splits=default_splits(info, limits), sm=sm)
+    layers = use_plugin(model, info, limits.policy, programs=default_programs(info, limits, sm), sm=sm)
     register()
     out = folder / graph.name
     onnx.save(model, out)
@@ -141,13 +141,20 @@ def register() -> None:
         import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def default_splits(info: ModelInfo, limits: Limits) -> int:
-    """Return the splits of a sequence's pages that fill this GPU with one sequence; more sequences are more programs."""
+def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
+    """Return the programs over the pages of a KV head that fill this GPU, in every layer that the kernels hold."""
     import torch
 
     with _triton():
-        from plugins.kv_attention import ops
-    return ops.default_splits(torch.device("cuda"), 1, info.kv_heads, limits.sequence_pages)
+        from plugins.kv_attention import launch, ops
+        from plugins.kv_attention.kernels.variants import decode_variant
+    group = info.q_heads // info.kv_heads
+    resident = min(
+        decode_variant(layout, group=group, query_dtype=info.compute_dtype, scaling=1.0, sm=sm).resident
+        for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
+    )
+    batch, pages, sm_count = limits.max_batch, limits.sequence_pages, ops.sm_count(torch.device("cuda"))
+    return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
 
 
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
@@ -156,7 +163,9 @@ def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], i
         from plugins.kv_attention import aot
     nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
     by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    digests: dict[str, str] = {}
+    plan = nodes["plan_work"]
+    exact = {name: plan[name] for name in ("sink_tokens", "recent_tokens")}
+    digests = {"plan_work": _sha256(aot.compile_plan(**exact, sm=plan["sm"]).ptx)}
     for layer, layout in layouts.items():
         attributes = nodes[f"decode_partial.{layer}"]
         key = (layout, *attributes.values())
@@ -168,7 +177,9 @@ def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], i
                 scaling=bits_float(attributes["scaling_bits"]),
                 sm=attributes["sm"],
             )
-            reduce = aot.compile_reduce(layout, splits=attributes["splits"], out_dtype=info.compute_dtype, sm=attributes["sm"])
+            reduce = aot.compile_reduce(
+                q_heads=info.q_heads, head_dim=info.head_dim, out_dtype=info.compute_dtype, sm=attributes["sm"]
+            )
             by_kernel[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
         digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = by_kernel[key]
     return digests
