@@ -34,7 +34,7 @@ def layer_by_layer(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cach
         reference.append(layout, key_new[layer], value_new[layer], one, **tables)
 
 
-def attend(layout: CacheLayout, *args: Any, page_table: Tensor, splits: int, **options: Any) -> Tensor:  # noqa: ARG001
+def attend(layout: CacheLayout, *args: Any, page_table: Tensor, plan: object, **options: Any) -> Tensor:  # noqa: ARG001
     return reference.attend(layout, *args, page_table=page_table, **options)
 
 
