@@ -276,6 +276,14 @@ STAGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("backend=tensorrt_rtx", "backend.max_tokens=100"), ("backend.max_tokens",)),
     (("backend=tensorrt_rtx", "backend.max_batch=0"), ("backend.max_batch",)),
     (("backend=tensorrt_rtx", "backend.cuda_graphs=sometimes"), ("backend.cuda_graphs",)),
+    (
+        ("backend=tensorrt_rtx", "backend.max_batch=512", "backend.max_tokens=1048576"),
+        ("backend.max_batch=512", "backend.max_tokens=1048576", "backend.max_tokens=32704", "2,147,483,647"),
+    ),
+    (
+        ("backend=tensorrt", "kv=int8_asym", "backend.max_batch=1024", "backend.max_tokens=1048576"),
+        ("backend.max_batch=1024", "backend.max_tokens=1048576", "kv=int8_asym"),
+    ),
     (("backend=tensorrt", "backend.max_tokens=99999999"), ("backend.max_tokens",)),
     (("backend=trtllm", "backend.target=plan"), ("backend.target=plan",)),
     (("backend=trtllm", "backend.max_seq_len=1"), ("backend.max_seq_len",)),
