@@ -154,6 +154,7 @@ def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: 
         "value_pool": POINTERS[layout.value.storage],
         "key_scale": _scale_pointer(layout.key),
         "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
         "query_starts": None,
         "page_table": "*i32",
         "lengths": "*i32",

@@ -22,6 +22,7 @@ from plugins.kv_attention.launch import (
     _check_inputs,
     _check_shape,
     _check_tables,
+    _scales,
     as_bytes,
     compute_capability,
 )
@@ -159,7 +160,7 @@ def context_partials(
             key_new.contiguous(),
             value_new.contiguous(),
             *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-            *(cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value")),
+            *_scales(layout, cache),
             query_starts,
             page_table,
             lengths,

@@ -53,9 +53,9 @@ def context_attention(
         key_pool: (N, H, 64, W).
         value_pool: (N, H, 64, W).
         key_scale: (1) or (H) float32, of static keys.
-        value_scale: (1) or (H) float32, of static values.
+        value_scale: (1) or (H) float32, of static values and of nvfp4's.
         key_scale_pool: (N, H, 64, 1) float16, of dynamic keys.
-        value_scale_pool: (N, H, 64, g) float16, of dynamic values.
+        value_scale_pool: (N, H, 64, g) float16, of dynamic values; float8_e4m3fn, of nvfp4's.
         key_exact: (M, H, E, D) float16, with exact tokens: the sinks, then the recent tokens.
         value_exact: (M, H, E, D) float16, with exact tokens.
         exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.

@@ -51,8 +51,8 @@ def conf_policy(name: str) -> KVPolicy:
     return policy.model_copy(update={"overrides": moved})
 
 
-SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem != "int4_g128"]
-"""Every shipped policy that heads of 64 channels allow."""
+SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem not in ("int4_g128", "vllm_int4")]
+"""Every shipped policy that heads of 64 channels and ONNX graphs allow."""
 
 COMBINED = [
     KVPolicy(name="e5m2_calibrated", key=fmt("fp8_e5m2", "per_tensor"), value=fmt("fp8_e5m2", "per_head")),
@@ -83,8 +83,9 @@ COMBINED = [
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]
-POLICIES = EVERY_POLICY if os.environ.get("EVERY_POLICY") == "1" else EVERY_POLICY[::4]
-"""What tests of each policy take: all of them in `make test-long`, every fourth one in `make test`."""
+STRIDE = 1 if os.environ.get("EVERY_POLICY") == "1" else 4
+"""Tests of each policy take all of them in `make test-long`, every fourth one in `make test`."""
+POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 

@@ -16,6 +16,7 @@ only p passes through shared memory, and what a tile costs to decode is shared b
 import triton
 import triton.language as tl
 
+from plugins.kv_attention.kernels.codes import streams_of
 from plugins.kv_attention.kernels.decode import (
     HEADROOM,
     LOG2_E,
@@ -26,6 +27,7 @@ from plugins.kv_attention.kernels.decode import (
     _store,
     _weigh,
 )
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 
 SEARCHED = tl.constexpr(128)
 """Sequences whose starts are compared at once."""
@@ -131,8 +133,8 @@ def _new_split(
 
 @triton.jit
 def _page_split(
-    key_pool, value_pool, key_scale, value_scale, table, low, high, end, h, partial_row, rows, scaled, per_column,
-    partial_acc, partial_ml,
+    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, end, h, partial_row, rows, scaled,
+    per_column, partial_acc, partial_ml,
     H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
@@ -149,7 +151,10 @@ def _page_split(
         factor = tl.load(value_scale)
     elif VALUE_SCALE == "head":
         factor = tl.load(value_scale + h)
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    elif VALUE_SCALE == "block":
+        factor = tl.load(value_scale) * NVFP4_GAIN
+        value_scale = value_block_scale
+    STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     m = tl.full((N,), float("-inf"), tl.float32)
     l = tl.zeros((N,), tl.float32)
@@ -184,8 +189,8 @@ def _page_split(
 
 @triton.jit(do_not_specialize=["table_width", "tokens", "sequences"])
 def context_partial(
-    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, query_starts, page_table, lengths,
-    key_exact, value_exact, exact_slots, table_width, tokens, sequences, partial_acc, partial_ml,
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, query_starts, page_table,
+    lengths, key_exact, value_exact, exact_slots, table_width, tokens, sequences, partial_acc, partial_ml,
     H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     SCALING: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
@@ -200,7 +205,7 @@ def context_partial(
     Args:
         query: (X, Hq, D).
         key_new, value_new: (X, H, D), of the query's type.
-        key_pool, value_pool, key_scale, value_scale: As in decode_partial.
+        key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
         query_starts: (B + 1) int32, the first new token of each sequence, and X.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the new ones.
@@ -237,9 +242,8 @@ def context_partial(
         return
 
     # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
-    d = tl.arange(0, D)
-    columns = tl.load(query + row[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
-    columns = columns.to(tl.float32)
+    pointers = query + row[None, :] * D + tl.arange(0, D)[:, None]
+    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0).to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
     scaled = columns * _inverse(power)[None, :]
@@ -259,8 +263,8 @@ def context_partial(
     else:
         table = page_table + b.to(tl.int64) * table_width
         _page_split(
-            key_pool, value_pool, key_scale, value_scale, table, low, high, end, h, partial_row, rows, scaled, per_column,
-            partial_acc, partial_ml,
+            key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, end, h, partial_row, rows,
+            scaled, per_column, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
 
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.exports import holder
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
+from stages.engines.onnx.refusals import refuse_zeros_in_scales
 from stages.engines.tensorrt.library import Name, load
 
 TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
@@ -61,6 +63,13 @@ class PlanBackend(Backend):
     def _sizes(self) -> dict[str, int]:
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
+    def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
+        """Refuse sizes of plans that TensorRT cannot address. native: the layers of a policy that keep their function body."""
+        from stages.engines.tensorrt.extents import check_extents
+
+        for policy in built_policies(job):
+            check_extents(policy, job.checkpoint.shape, job.checkpoint.q_heads, native(policy), **self._sizes())
+
 
 class RTXBackend(PlanBackend):
     """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
@@ -74,6 +83,7 @@ class RTXBackend(PlanBackend):
     def check_inputs(self, job: Job) -> None:
         refuse_partial_caches(job)
         if job.builds:
+            self._check_extents(job, lambda _: range(job.checkpoint.shape.layers))
             load(self.library)
 
     def check_runs(self) -> None:
@@ -117,15 +127,16 @@ class TensorRTBackend(PlanBackend):
         refuse_partial_caches(job)
         if not job.builds:
             return
+        from stages.engines.paged.kernel_layout import choose_layers
+
+        shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
+        self._check_extents(job, lambda policy: choose_layers(policy, shape, q_heads).refusals)
         load(self.library)
         gpu = first_gpu()
-        from stages.engines.paged.kernel_layout import choose_layers
         from stages.engines.tensorrt.plugin import check_gpu
 
         check_gpu(gpu)
-        shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
-        policies = [job.policy, FP16_POLICY] if job.judges else [job.policy]
-        takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in policies)
+        takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in built_policies(job))
         if takes_plugin and triton_version() is None:
             raise MissingRequirement(TRITON_IS_MISSING)
 
@@ -150,9 +161,15 @@ class TensorRTBackend(PlanBackend):
         )
 
 
+def built_policies(job: Job) -> list[KVPolicy]:
+    """Return the policies that engines are built of: the candidate's, and the baseline's where it is judged."""
+    return [job.policy, FP16_POLICY] if job.judges else [job.policy]
+
+
 def refuse_partial_caches(job: Job) -> None:
     """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
     policy = job.policy
+    refuse_zeros_in_scales(policy)
     refuse_sliding_layers(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(
