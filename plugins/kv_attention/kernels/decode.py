@@ -337,9 +337,11 @@ def decode_partial(
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
     count = tl.load(work + 1) - tl.load(work)
-    # What does not change between sequences is computed, and the row read, again for each: kept, it would take registers from
-    # the loop over tiles.
-    for i in tl.range(0, count, num_stages=1, disable_licm=True):
+    # With keys of bytes, what does not change between sequences is computed again for each: kept, it would take registers from
+    # the loop over tiles. With 16-bit keys, whose tiles are loaded to registers, some variants spill unless it is kept.
+    BYTES: tl.constexpr = KEY != "bf16" and KEY != "fp16"
+    for i in tl.range(0, count, num_stages=1, disable_licm=BYTES):
+        # The row is read again for the same reason.
         b = tl.load(work) + i
         head = b * H + h
         begin = tl.load(sequences + b * 4)
