@@ -170,12 +170,26 @@ def _store(
 
 
 @triton.jit
-def _exact_part(
-    key_exact, value_exact, value_new, length, row, rows, scaled, per_column, score_new, partial_acc, partial_ml,
-    N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
-    PTX: tl.constexpr, FP8: tl.constexpr,
+def _store_part(
+    partial_acc, partial_ml, number, h, m, l, unit, sums,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the current token, the sinks and the recent tokens, all unquantized."""
+    """Store the results of one KV head in the part with this number, which is best read late: its rows take registers."""
+    n = tl.arange(0, N)
+    row = (number.to(tl.int64) * H + h) * G + n
+    _store(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)
+
+
+@triton.jit
+def _exact_part(
+    key_exact, value_exact, value_new, length, h, part, scaled, per_column, score_new, partial_acc, partial_ml,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr,
+    RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Attend to the current token, the sinks and the recent tokens, all unquantized.
+
+    part: The last of the program's row of the work list.
+    """
     # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
     T: tl.constexpr = 16
     queries = _query_parts(scaled, PARTS, "fp16", PTX)
@@ -188,11 +202,13 @@ def _exact_part(
             # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
             age = (length - 1 + RECENT - (slot - SINK)) % RECENT
             visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
+        # The row's first page, which is 0, is read in each turn: else the address of every slot is kept in registers.
+        low = (first + tl.load(part - 2)) * D
         m, l, unit, sums = _attend_tile(
-            0, key_exact + first * D, value_exact + first * D, None, None, visible, queries, per_column, m, l, unit, sums,
+            0, key_exact + low, value_exact + low, None, None, visible, queries, per_column, m, l, unit, sums,
             T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
         )  # fmt: skip
-    _store(partial_acc, partial_ml, row, rows, m, l, 1.0, sums, N, D, "fp16", 1)
+    _store_part(partial_acc, partial_ml, tl.load(part), h, m, l, 1.0, sums, H, G, N, D, "fp16", 1)
 
 
 @triton.jit
@@ -210,14 +226,17 @@ def _tiles(length, low_page, high_page, T: tl.constexpr, SINK: tl.constexpr, REC
 
 @triton.jit
 def _pool_part(
-    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, value_new, length, low, high, seeded, h, row, rows,
+    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, value_new, length, low, high, seeded, h, part, i,
     scaled, per_column, score_new, partial_acc, partial_ml,
-    H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles [low, high), from the pages, and if `seeded` to the current token."""
+    """Attend to tiles [low, high), from the pages, and if `seeded` to the current token.
+
+    part: The last of the program's row of the work list; this is the i-th part from there.
+    """
     queries = _query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
@@ -259,7 +278,8 @@ def _pool_part(
         )  # fmt: skip
     if VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
-    _store(partial_acc, partial_ml, row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
+    number = tl.load(part) + (2 if SINK + RECENT > 0 else 1) * i
+    _store_part(partial_acc, partial_ml, number, h, m, l, factor, sums, H, G, N, D, VALUE, CHUNKS)
 
 
 @triton.jit
@@ -316,13 +336,13 @@ def decode_partial(
     h = tl.program_id(0)
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
-    n = tl.arange(0, N)
-    rows = n < G
     count = tl.load(work + 1) - tl.load(work)
-    for i in tl.range(0, count, num_stages=1):
-        # The row is read again for each sequence: what is kept meanwhile takes registers from the loop over tiles.
+    # With keys of bytes, what does not change between sequences is computed again for each: kept, it would take registers from
+    # the loop over tiles. With 16-bit keys, whose tiles are loaded to registers, some variants spill unless it is kept.
+    BYTES: tl.constexpr = KEY != "bf16" and KEY != "fp16"
+    for i in tl.range(0, count, num_stages=1, disable_licm=BYTES):
+        # The row is read again for the same reason.
         b = tl.load(work) + i
-        part = tl.load(work + 4) + (2 if EXACT > 0 else 1) * i
         head = b * H + h
         begin = tl.load(sequences + b * 4)
         before = tl.maximum(tl.load(work + 2) - begin, 0)
@@ -332,9 +352,9 @@ def decode_partial(
         scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
         _pool_part(
             key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table + b.to(tl.int64) * table_width,
-            value_new + head * D, length, low, high, (EXACT == 0) & (before == 0), h, (part.to(tl.int64) * H + h) * G + n, rows,
+            value_new + head * D, length, low, high, (EXACT == 0) & (before == 0), h, work + 4, i,
             scaled, per_column, score_new, partial_acc, partial_ml,
-            H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
+            H, G, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
         )  # fmt: skip
     if EXACT > 0:  # noqa: SIM102  (one condition is the compiler's, the other the program's)
         if count == 0:
@@ -344,6 +364,6 @@ def decode_partial(
             buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * (EXACT * D)
             _exact_part(
                 key_exact + buffer, value_exact + buffer, value_new + head * D, tl.load(lengths + b),
-                (tl.load(work + 4).to(tl.int64) * H + h) * G + n, rows, scaled, per_column, score_new, partial_acc, partial_ml,
-                N, D, PARTS, SINK, RECENT, PTX, FP8,
+                h, work + 4, scaled, per_column, score_new, partial_acc, partial_ml,
+                H, G, N, D, PARTS, SINK, RECENT, PTX, FP8,
             )  # fmt: skip

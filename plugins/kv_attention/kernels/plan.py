@@ -37,7 +37,7 @@ def plan_work(
         programs: W.
         work: Output (Y, 5) int32, a row of each program: its first sequence, the one after its last, its first page, the one
             after its last, and the number of its first part. Where there is no work, the second is below the first. With
-            exact tokens, first come rows for those of each sequence, whose second is the first.
+            exact tokens, first come rows for those of each sequence, whose second is the first, with pages from 0 to 0.
         sequences: Output (B, 4) int32: the first page of each, the one after its last, the number of its first part, and how
             many parts it has.
         ROWS: Programs of decode_partial that one program of this kernel plans.
