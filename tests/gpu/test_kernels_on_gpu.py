@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 LAYERS, BATCH, COLUMNS, BUFFERS, GROUP = 3, 4, 20, 5, 4
 LAYOUTS = {
     "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
+    "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
     "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
     "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),
 }
@@ -46,7 +47,7 @@ class Decoder:
     @staticmethod
     def _filled(dtype: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         x = torch.randn(LAYERS, *shape, generator=rng, device="cuda")
-        if dtype in ("float32", "float16") and shape[-1] < 32:  # scales
+        if dtype in ("float32", "float16", "float8_e4m3fn") and shape[-1] < 32:  # scales
             x = x.abs() * 0.01 + 0.01
         return ((x * 40).clamp(-127, 127) if dtype == "int8" else x).to(getattr(torch, dtype))
 

@@ -140,7 +140,8 @@ def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[
     if any(side.dtype in WIDE for side in (layout.key, value)):
         halvings = 2
     else:
-        halvings = 1 if not value.packed or size > 1024 or software else 0
+        # Scales of blocks take the registers that whole pages of packed codes leave.
+        halvings = 1 if not value.packed or value.in_blocks or size > 1024 or software else 0
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not software:
         return tile, 1
