@@ -56,7 +56,8 @@ real: $(VENV)/for-real
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# What takes minutes: thousands of requests to one engine, faults at every write, many processes over one store, every KV policy.
+# What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
+# processes over one store, the wheel, a browser, every KV policy.
 EVERY := tests/integration/test_onnx_policies.py tests/integration/test_native_attention.py
 test-long: $(VENV)/for-test
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)

@@ -21,15 +21,15 @@ from plugins.kv_attention.kernels.variants import Variant, decode_variant
 TUNED_WARPS = (1, 2, 4)
 TUNED_STAGES = (1, 3, 5)
 TUNED_RESIDENT = (4, 8, 16)
-"""Programs per SM that the number of splits is chosen for."""
+"""Programs per SM that the work is divided for."""
 
 
 def _shipped(step: Step) -> Iterator[Candidate]:
-    """The shipped operator, which chooses its variant and splits itself."""
+    """The shipped operator, which chooses its variant and divides the work itself."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     variant = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
-    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages, variant.resident)
+    programs = ops.default_programs(step.layout, step.query, step.page_table, step.scaling)
     run = partial(
         ops.decode_attention,
         step.query,
@@ -40,30 +40,30 @@ def _shipped(step: Step) -> Iterator[Candidate]:
         **step.cache,
         scaling=step.scaling,
     )
-    yield Candidate(lambda: run, _parameters(variant, splits))
+    yield Candidate(lambda: run, _parameters(variant, programs))
 
 
 def _tuned(step: Step) -> Iterator[Candidate]:
-    """The same kernels with other warps, stages and splits, which shows what a better choice would gain."""
+    """The same kernels with other warps, stages and programs, which shows what a better choice would gain."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     default = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
-    splits = ops.default_splits(device, case.batch, case.kv_heads, case.pages, default.resident)
-    yield _launch_candidate(step, default, splits)
+    programs = ops.default_programs(step.layout, step.query, step.page_table, step.scaling)
+    yield _launch_candidate(step, default, programs)
     if device.type == "cpu":
         return
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    split_counts = {
-        launch.choose_splits(case.batch, case.kv_heads, case.pages, sm_count=sm_count, resident=resident)
+    counts = {
+        launch.choose_programs(case.batch, case.kv_heads, case.pages, sm_count=sm_count, resident=resident)
         for resident in TUNED_RESIDENT
     }
-    for warps, stages, count in product(TUNED_WARPS, TUNED_STAGES, sorted(split_counts | {splits})):
-        if (warps, stages, count) != (default.num_warps, default.num_stages, splits):
+    for warps, stages, count in product(TUNED_WARPS, TUNED_STAGES, sorted(counts | {programs})):
+        if (warps, stages, count) != (default.num_warps, default.num_stages, programs):
             constants = default.constants | {"STAGES": stages}
             yield _launch_candidate(step, replace(default, constants=constants, num_warps=warps, num_stages=stages), count)
 
 
-def _launch_candidate(step: Step, variant: Variant, splits: int) -> Candidate:
+def _launch_candidate(step: Step, variant: Variant, programs: int) -> Candidate:
     def run() -> Tensor:
         return launch.decode_attention(
             step.layout,
@@ -73,16 +73,16 @@ def _launch_candidate(step: Step, variant: Variant, splits: int) -> Candidate:
             step.cache,
             page_table=step.page_table,
             lengths=step.lengths,
+            plan=launch.plan_decode(step.lengths, programs=programs),
             scaling=step.scaling,
-            splits=splits,
             variant=variant,
         )
 
-    return Candidate(lambda: run, _parameters(variant, splits))
+    return Candidate(lambda: run, _parameters(variant, programs))
 
 
-def _parameters(variant: Variant, splits: int) -> dict[str, int]:
-    return {"splits": splits, "warps": variant.num_warps, "stages": variant.num_stages}
+def _parameters(variant: Variant, programs: int) -> dict[str, int]:
+    return {"programs": programs, "warps": variant.num_warps, "stages": variant.num_stages}
 
 
 KERNELS = (

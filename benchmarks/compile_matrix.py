@@ -21,11 +21,11 @@ from rich.table import Table
 
 from benchmarks.recording import log, results_record, write_json
 from benchmarks.sass_cases import KV_HEADS, POLICIES, kernel_row
-from plugins.kv_attention.aot import SHARED_LIMIT, CompiledKernel, assembler, compile_append, compile_reduce
+from plugins.kv_attention.aot import SHARED_LIMIT, CompiledKernel, assembler, compile_append, compile_plan, compile_reduce
 from plugins.kv_attention.layout import CacheLayout
 
 TARGETS = (80, 89, 90, 100)
-HEAD_DIM, GROUP, QUERY_DTYPE, SPLITS = 128, 8, "bfloat16", 16
+HEAD_DIM, GROUP, QUERY_DTYPE = 128, 8, "bfloat16"
 DECODE_FIELDS = ("registers", "spills", "shared_bytes", "warps", "tile_tokens", "programs", "cycles_per_token_head")
 
 
@@ -53,7 +53,8 @@ def target_rows(sm: int) -> list[dict[str, Any]]:
         layout = CacheLayout(KV_HEADS, HEAD_DIM, *sides)
         figures = kernel_row(policy, layout, GROUP, QUERY_DTYPE, sm)
         others = {
-            "reduce": compile_reduce(layout, splits=SPLITS, out_dtype=QUERY_DTYPE, sm=sm),
+            "plan": compile_plan(sink_tokens=0, recent_tokens=0, sm=sm),
+            "reduce": compile_reduce(q_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM, out_dtype=QUERY_DTYPE, sm=sm),
             "append": compile_append(layout, new_dtype=QUERY_DTYPE, sm=sm),
         }
         found = {"decode": {name: figures[name] for name in DECODE_FIELDS}}

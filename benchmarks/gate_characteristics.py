@@ -4,7 +4,7 @@
     python -m benchmarks.gate_characteristics --samples 200
 
 Nothing is drawn: the probabilities of all counts of lost and gained answers are carried from look to look, and the tests and
-levels of `pipeline.verdict` decide each count. `tests/unit/test_gates_simulation.py` draws samples and asks `decide` itself.
+levels of `pipeline.verdict` decide each count. `tests/long/test_gates_simulation.py` draws samples and asks `decide` itself.
 """
 
 import argparse

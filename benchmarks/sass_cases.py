@@ -6,7 +6,7 @@ from typing import Any
 
 from plugins.kv_attention.aot import compile_decode
 from plugins.kv_attention.kernels.variants import decode_variant
-from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, LIMITS, CacheLayout, SideLayout
+from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
 from plugins.kv_attention.sass import disassemble, loop_cost, main_loop
 from plugins.kv_attention.scoreboard import cycles_per_iteration
 
@@ -26,9 +26,11 @@ law: more than 32 KiB must be under way in each SM to saturate 3.35 TB/s (GTC 20
 FP8 = SideLayout("fp8_e4m3", "per_tensor")
 INT8 = SideLayout("int8", "per_token")
 INT4 = SideLayout("int4", "per_group", 64)
+NVFP4 = SideLayout("nvfp4", "per_group", 16)
 BF16 = SideLayout("bf16")
 POLICIES = {
     "fp8k_int4v": (FP8, INT4),
+    "fp8k_nvfp4v": (FP8, NVFP4),
     "int8k_int4v": (INT8, INT4),
     "fp8": (FP8, FP8),
     "int8": (INT8, INT8),
@@ -51,8 +53,9 @@ def all_cases() -> Iterator[tuple[str, CacheLayout, int, str]]:
     tokens. Scales per tensor are left out, since they compile as scales per head do.
     """
     sides = {dtype: [SideLayout(dtype)] for dtype in ("bf16", "fp16")}
-    sides |= {dtype: [SideLayout(dtype, "per_head"), SideLayout(dtype, "per_token")] for dtype in LIMITS if dtype != "int4"}
+    sides |= {dtype: [SideLayout(dtype, "per_head"), SideLayout(dtype, "per_token")] for dtype in ("fp8_e4m3", "int8")}
     sides["int4"] = [SideLayout("int4", "per_token"), *(SideLayout("int4", "per_group", size) for size in (32, 64, 128))]
+    sides["nvfp4"] = [NVFP4]
     for dim in HEAD_DIMS:
         for key in (side for dtype in KEY_DTYPES for side in sides[dtype]):
             for value in (side for several in sides.values() for side in several):
@@ -81,7 +84,7 @@ def kernel_row(policy: str, layout: CacheLayout, group: int, query_dtype: str, s
     body = main_loop(disassemble(kernel.cubin))
     cost = loop_cost(body, num_warps=warps, tokens=tokens)
     token_bytes = layout.token_bytes // layout.kv_heads
-    codes = token_bytes - 2 * (layout.key.groups(layout.head_dim) + layout.value.groups(layout.head_dim))
+    codes = layout.key.code_bytes(layout.head_dim) + layout.value.code_bytes(layout.head_dim)
     return {
         "policy": policy,
         "head_dim": layout.head_dim,

@@ -132,6 +132,10 @@ def _check_json(planned: Plan) -> None:
         raise UserError(f"{JSON}: only stage=status prints JSON, of one work directory; leave it out")
     if planned.jobs[0].log == "json":
         raise UserError(f"{JSON}: prints one document, log=json one object a line; leave one of them out")
+    if planned.jobs[0].dry:
+        raise UserError(
+            f"{JSON}: prints one document, and dry=true says more than it; leave one of them out: stage=status writes nothing"
+        )
 
 
 def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:

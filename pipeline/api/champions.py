@@ -74,11 +74,11 @@ def champion(
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
     """Return the bundle of the champion, in the work directory or downloaded into `scratch`, once it is verified."""
     from pipeline.artifacts.digest import file_digest
+    from pipeline.evidence.identity import IDENTITY_FILE
+    from pipeline.evidence.reading import read_evidence, registered_candidate
+    from pipeline.evidence.verify import replay
     from pipeline.registry.mlflow_store import aliased, download_engine
     from pipeline.registry.proof import require_same
-    from pipeline.run.evidence import read_evidence, registered_candidate
-    from pipeline.run.identity import IDENTITY_FILE
-    from pipeline.run.verify import replay
     from pipeline.trust.keys import load_keys
 
     keys = load_keys(config.signing)

@@ -136,8 +136,8 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     directory = _engine_directory(Path(bundle).expanduser())
-    from pipeline.run.identity import read_bundle
-    from pipeline.run.loading import evaluation, open_loader, required_libraries
+    from pipeline.evidence.identity import read_bundle
+    from pipeline.loading.load import evaluation, open_loader, required_libraries
 
     record = read_bundle(directory)
     name = record.get("backend")
@@ -156,8 +156,8 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
 
 def _engine_directory(directory: Path) -> Path:
     """Return the bundle in a directory: itself, beside its evidence, or in the store that its evidence is part of."""
-    from pipeline.run.evidence import read_evidence
-    from pipeline.run.identity import BUNDLE_FILE, IDENTITY_FILE
+    from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE
+    from pipeline.evidence.reading import read_evidence
 
     if not directory.is_dir():
         raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")

@@ -61,7 +61,8 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 def holder(policy: KVPolicy) -> str:
     """Return the settings of the backend that holds a policy which another backend refuses; it needs no GPU."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
-    return "backend=torch backend.device=cpu" if heavy else "backend=onnxruntime"
+    oracle = heavy or any(form.zero_in_scale for _, form in policy.formats)
+    return "backend=torch backend.device=cpu" if oracle else "backend=onnxruntime"
 
 
 def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
@@ -79,7 +80,8 @@ def describe_format(form: Format) -> str:
     """Return a format in the words of KV_ALGORITHMS: `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
     blocks = f" block_scale={form.block_scale}" if form.in_blocks else ""
-    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}"
+    whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}{whose}"
 
 
 def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | None:

@@ -37,8 +37,15 @@ since a block that takes it as 4 has a scale of 6 / 4 of that: 384 is one that E
 
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
-Rotation = Literal["none", "hadamard"]
+Rotation = Literal["none", "hadamard", "signed_hadamard"]
 BlockScale = Literal["none", "max", "4over6"]
+Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
+
+SMALLEST_TURBOQUANT_SCALE = 1e-8
+"""Floor of the scale that vLLM's turboquant values are divided by; it is stored as a float16, which may be 0."""
+
+ROTATION_OF: dict[Arithmetic, Rotation] = {"vllm_turboquant": "none", "vllm_token_head": "signed_hadamard"}
+"""What vLLM's formats rotate."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ class Format(StrictModel):
     Each 16 channels of a token and KV head have an E4M3 scale, dynamic and stored beside the codes; it is in units of one
     float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
     magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
+
+    arithmetic is whose rounding codes, scales and zeros have. Two are vLLM's, of asymmetric INT4 per token and head, so that an
+    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: codes of the unrounded
+    range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_token_head` is its int4_per_token_head:
+    rotation=signed_hadamard (vLLM's own signs, then the Hadamard matrix of -1 and 1), a zero that is a whole number of codes,
+    and one float32 for both, the zero in the four lowest bits of the scale.
     """
 
     dtype: str
@@ -96,6 +109,7 @@ class Format(StrictModel):
     scale: ScaleSource = "none"
     rotation: Rotation = "none"
     block_scale: BlockScale = "none"
+    arithmetic: Arithmetic = "kvgate"
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -109,6 +123,8 @@ class Format(StrictModel):
                 f"granularity must be per_group and group_size {NVFP4_GROUP} for dtype nvfp4, got {self.granularity} and "
                 f"{self.group_size}"
             )
+        if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
+            self._check_vllm()
         if self.exact:
             unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
             if not unscaled or self.rotation != "none":
@@ -132,6 +148,18 @@ class Format(StrictModel):
         if self.granularity != "per_group" and self.group_size is not None:
             raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
         return self
+
+    def _check_vllm(self) -> None:
+        """Refuse what vLLM has no such format of."""
+        if self.arithmetic == "kvgate":
+            raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
+        rotation = ROTATION_OF[self.arithmetic]
+        given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
+        if given != ("int4", "per_token", False, "dynamic", rotation):
+            raise ValueError(
+                f"arithmetic {self.arithmetic} is of dtype=int4 granularity=per_token symmetric=false scale=dynamic "
+                f"rotation={rotation} alone: set these, or arithmetic=kvgate"
+            )
 
     @property
     def code(self) -> Code:
@@ -181,13 +209,19 @@ class Format(StrictModel):
 
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token of one KV head, its scales and zeros included."""
-        parameters = self.scales_per_token(head_dim) * (1 if self.symmetric else 2)
-        return self.code_bytes(head_dim) + self.parameter_bytes * parameters
+        return self.code_bytes(head_dim) + self.parameter_bytes * self.scales_per_token(head_dim)
+
+    @property
+    def zero_in_scale(self) -> bool:
+        """Whether a stored scale is a float32 that holds its zero."""
+        return self.arithmetic == "vllm_token_head"
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of a stored scale."""
-        return NVFP4_SCALE_BYTES if self.in_blocks else PARAMETER_BYTES
+        """Bytes of a stored scale and its zero."""
+        if self.in_blocks:
+            return NVFP4_SCALE_BYTES
+        return PARAMETER_BYTES * (1 if self.symmetric else 2)
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
         """Return why this format cannot hold heads of `head_dim` channels, None when it can.

@@ -13,10 +13,10 @@ from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.dry.ahead import check_store
+from pipeline.evidence.identity import read_identity
 from pipeline.registry import promotion, summary
 from pipeline.registry.reaching import SQLITE, copy_store, named
 from pipeline.registry.tracking import locate
-from pipeline.run.identity import read_identity
 from pipeline.run.job import Run
 from pipeline.run.planning import recommend_policy, show_capacity
 from pipeline.run.served import open_chain

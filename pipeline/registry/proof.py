@@ -61,7 +61,7 @@ class ReplayedEvidence:
 
 
 Replay = Callable[[Candidate], ReplayedEvidence]
-"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.run.verify`."""
+"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.evidence.verify`."""
 
 
 @dataclass(frozen=True)

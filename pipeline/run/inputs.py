@@ -19,12 +19,12 @@ from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
+from pipeline.loading.load import calibration, evaluation, open_loader, required_libraries
 from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.run.loading import calibration, evaluation, open_loader, required_libraries
 from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.evidence.reading import Evidence
+from pipeline.evidence.verify import decoded_again, replay_candidate
+from pipeline.loading.load import open_backend
 from pipeline.registry.proof import Finding, Replay
 from pipeline.registry.runs import open_store
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import Evidence
-from pipeline.run.loading import open_backend
-from pipeline.run.verify import decoded_again, replay_candidate
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog

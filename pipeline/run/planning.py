@@ -16,6 +16,10 @@ from pipeline.config.policies import shipped_policies
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import Evidence, read_evidence
+from pipeline.evidence.verify import replay_record
+from pipeline.loading.load import plots, required_libraries
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -26,10 +30,6 @@ from pipeline.registry.promotion import ORACLE
 from pipeline.registry.reaching import SQLITE, copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import Evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE
-from pipeline.run.loading import plots, required_libraries
-from pipeline.run.verify import replay_record
 from pipeline.terminal import console, next_steps
 from pipeline.terminal import planning_tables as tables
 from pipeline.verdict.gates import decide

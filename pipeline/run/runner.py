@@ -19,16 +19,16 @@ from pipeline.artifacts.store import Store, used
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.loading.load import plots, required_libraries
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run import planning
-from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
-from pipeline.run.loading import plots, required_libraries
 from pipeline.run.served import open_chain
 from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune

@@ -11,9 +11,9 @@ from pipeline.core.backends import OpenAIConfig
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
-from pipeline.run import loading
+from pipeline.evidence.identity import Role
+from pipeline.loading import load
 from pipeline.run.chain import Chain
-from pipeline.run.identity import Role
 
 
 def open_chain(config: Config, store: Store) -> Chain:
@@ -27,7 +27,7 @@ class ServedChain(Chain):
     @cached_property
     def server(self) -> Server:
         """The configured backend."""
-        return loading.open_server(self.config.backend)
+        return load.open_server(self.config.backend)
 
     @cached_property
     def tokenizer_digest(self) -> str:
@@ -56,7 +56,7 @@ class ServedChain(Chain):
         server = self.engine(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
-            loading.evaluation().measure_server(
+            load.evaluation().measure_server(
                 self._connected(server),
                 self._rounds[number - 1],
                 self._tokenizer(server),
@@ -75,7 +75,7 @@ class ServedChain(Chain):
         canary = self._recorded("canary", policy)
 
         def fill(out: Path, progress: Progress) -> None:
-            loading.evaluation().compare_server(
+            load.evaluation().compare_server(
                 self._connected(server),
                 self._rounds[number - 1],
                 self._tokenizer(server),

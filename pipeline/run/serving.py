@@ -18,6 +18,9 @@ from pipeline.core.errors import REFUSALS, GateRefusal, UserError
 from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
+from pipeline.evidence.verify import replay, requested_workloads
+from pipeline.loading.load import evaluation, plots, reports, required_libraries
 from pipeline.pages.comparison import saved_view
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
@@ -25,10 +28,7 @@ from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.routing.files import read_routing_file
-from pipeline.run.evidence import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.run.job import Run
-from pipeline.run.loading import evaluation, plots, reports, required_libraries
-from pipeline.run.verify import replay, requested_workloads
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.binding import read_policy, settle, standing_policy

@@ -14,8 +14,8 @@ from pipeline.core.errors import GateRefusal
 from pipeline.core.exports import layer_algorithms
 from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
 from pipeline.core.records import Progress
+from pipeline.loading import load
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
-from pipeline.run import loading
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
@@ -45,7 +45,7 @@ def search(chain: Chain) -> Artifact:
 
     def fill(out: Path, progress: Progress) -> None:
         scales = [_scales(made.path / SCALES_FILE) for made in quantized]
-        loading.tuning().tune(
+        load.tuning().tune(
             weights.path / "checkpoint",
             out,
             jsonl=texts,

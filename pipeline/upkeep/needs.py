@@ -44,7 +44,7 @@ class Link(Protocol):
 
 
 class Identity(Protocol):
-    """An identity, as far as it names artifacts; `pipeline.run.identity` reads one."""
+    """An identity, as far as it names artifacts; `pipeline.evidence.identity` reads one."""
 
     @property
     def model(self) -> str: ...

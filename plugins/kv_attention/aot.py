@@ -17,9 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from plugins.kv_attention.kernels.append import append
+from plugins.kv_attention.kernels.context import context_partial, context_reduce
+from plugins.kv_attention.kernels.context_variants import context_variant, join_variant
 from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
-from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
+from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, plan_variant, reduce_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
@@ -54,7 +57,7 @@ class CompiledKernel:
 
 
 def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
-    """Compile decode_partial for any batch and number of splits: grid (S, H, B), S = partial_splits(layout, splits).
+    """Compile decode_partial for any batch and number of programs: grid (H, Y), Y the rows of the work list.
 
     The int32 extra `table_width` is the number of columns of page_table.
 
@@ -79,8 +82,11 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         "value_pool": POINTERS[layout.value.storage],
         "key_scale": _scale_pointer(layout.key),
         "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
         "page_table": "*i32",
         "lengths": "*i32",
+        "work": "*i32",
+        "sequences": "*i32",
         "key_exact": exact,
         "value_exact": exact,
         "exact_slots": "*i32" if layout.exact_tokens else None,
@@ -91,21 +97,94 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     return compile_kernel(decode_partial, types, variant, sm)
 
 
-def compile_reduce(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
-    """Compile decode_reduce: grid (B * Hq). Its int32 extra `splits` is partial_splits(layout, splits).
+def compile_plan(*, sink_tokens: int, recent_tokens: int, sm: int) -> CompiledKernel:
+    """Compile plan_work: grid (plan_grid(programs)). Its int32 extras are `batch` and `programs`.
 
     Args:
-        layout: Format of the cache.
-        splits: Splits over pages, without the one over exact tokens.
+        sink_tokens: Exact tokens of the layout at the beginning of a sequence.
+        recent_tokens: Exact tokens of the layout at its end.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
+    """
+    types = {"lengths": "*i32", "batch": "i32", "programs": "i32", "work": "*i32", "sequences": "*i32"}
+    return compile_kernel(plan_work, types, plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens), sm)
+
+
+def compile_reduce(*, q_heads: int, head_dim: int, out_dtype: str, sm: int) -> CompiledKernel:
+    """Compile decode_reduce for any batch and number of programs: grid (Hq, B).
+
+    Args:
+        q_heads: Hq.
+        head_dim: D.
         out_dtype: torch's name of the type of the output.
         sm: Compute capability, 90 for sm_90.
 
     Raises:
         RuntimeError: As compile_decode.
     """
-    variant = reduce_variant(layout, splits=partial_splits(layout, splits), out_dtype=out_dtype, sm=sm)
-    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    variant = reduce_variant(q_heads=q_heads, head_dim=head_dim, out_dtype=out_dtype, sm=sm)
+    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "sequences": "*i32", "out": POINTERS[out_dtype]}
     return compile_kernel(decode_reduce, types, variant, sm)
+
+
+def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
+    """Compile context_partial for any number of sequences with as many new tokens each: grid (blocks, H, S).
+
+    Blocks are those of context_blocks, S is context_splits(splits). The int32 extras are `table_width`, the number of columns
+    of page_table, and `tokens`, the new tokens of each sequence.
+
+    Args:
+        layout: Format of the cache.
+        group: Query heads per KV head.
+        rows: Query rows of a KV head that a sequence is likely to have.
+        query_dtype: torch's name of the type of query, key_new and value_new.
+        scaling: Factor of the scores.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        ValueError: The group or the scaling is out of range.
+        RuntimeError: As compile_decode.
+    """
+    variant = context_variant(layout, group=group, rows=rows, query_dtype=query_dtype, scaling=scaling, sm=sm)
+    exact = "*fp16" if layout.exact_tokens else None
+    types = dict.fromkeys(("query", "key_new", "value_new"), POINTERS[query_dtype]) | {
+        "key_pool": POINTERS[layout.key.storage],
+        "value_pool": POINTERS[layout.value.storage],
+        "key_scale": _scale_pointer(layout.key),
+        "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
+        "query_starts": None,
+        "page_table": "*i32",
+        "lengths": "*i32",
+        "key_exact": exact,
+        "value_exact": exact,
+        "exact_slots": "*i32" if layout.exact_tokens else None,
+        "table_width": "i32",
+        "tokens": "i32",
+        "sequences": None,
+        "partial_acc": "*fp32",
+        "partial_ml": "*fp32",
+    }
+    return compile_kernel(context_partial, types, variant, sm)
+
+
+def compile_join(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
+    """Compile context_reduce: grid (X * Hq). Its int32 extra `splits` is S.
+
+    Args:
+        layout: Format of the cache.
+        splits: S, as context_splits returns it.
+        out_dtype: torch's name of the type of the output.
+        sm: Compute capability, 90 for sm_90.
+
+    Raises:
+        RuntimeError: As compile_decode.
+    """
+    variant = join_variant(layout, splits=splits, out_dtype=out_dtype, sm=sm)
+    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    return compile_kernel(context_reduce, types, variant, sm)
 
 
 def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledKernel:
@@ -131,8 +210,8 @@ def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledK
         "page_table": "*i32",
         "lengths": "*i32",
         "exact_slots": "*i32" if exact else None,
-        "key_scale": "*fp32" if layout.key.static else None,
-        "value_scale": "*fp32" if layout.value.static else None,
+        "key_scale": "*fp32" if layout.key.has_static_scales else None,
+        "value_scale": "*fp32" if layout.value.has_static_scales else None,
         "pages": "i32",
         "table_width": "i32",
         "buffers": "i32" if exact else None,
@@ -228,4 +307,4 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
 def _scale_pointer(side: SideLayout) -> str | None:
     if side.exact:
         return None
-    return "*fp32" if side.static else "*fp16"
+    return "*fp32" if side.has_static_scales else "*fp16"

@@ -4,22 +4,29 @@ Kernels compute addresses from shapes, and the append writes there, so every ten
 launch. The checks look at shapes, types, strides and addresses only, never at contents, so that a CUDA graph can capture them.
 
 Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, M exact buffers, P columns of the page table,
-S splits, E exact slots.
+W programs over the pages of a KV head, Y all its programs, R parts, E exact slots.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
-from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, partial_splits, reduce_variant
-from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Spec
-
-MIN_SPLIT_TOKENS = 128
-"""Tokens that the kernel gives a split at least, by a sequence's real length; more splits would be empty."""
+from plugins.kv_attention.kernels.variants import (
+    Variant,
+    append_variant,
+    decode_variant,
+    plan_grid,
+    plan_variant,
+    reduce_variant,
+    work_rows,
+)
+from plugins.kv_attention.layout import CacheLayout, Spec
 
 ALIGNMENT = 16
 """Bytes. Kernels load pools in words of this size; the compiler is told that pools begin at a multiple of it."""
@@ -28,8 +35,17 @@ INPUTS = (torch.float32, torch.float16, torch.bfloat16)
 """Accepted types of queries and of new keys and values."""
 
 
-def choose_splits(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Return the number of splits that fills the GPU without splits shorter than MIN_SPLIT_TOKENS.
+class Plan(NamedTuple):
+    """The work list of a decode step, which all layers with the same exact tokens share (kernels/plan.py)."""
+
+    work: Tensor
+    """(Y, 5) int32: sequences and pages of each program."""
+    sequences: Tensor
+    """(B, 4) int32: pages and parts of each sequence."""
+
+
+def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
+    """Return W, as many programs over the pages of a KV head as run at once for all heads.
 
     The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch.
@@ -41,8 +57,33 @@ def choose_splits(batch: int, kv_heads: int, max_pages: int, sm_count: int, resi
         sm_count: SMs of the GPU.
         resident: Programs that one SM runs at once.
     """
-    filling = sm_count * resident // (batch * kv_heads)
-    return max(1, min(filling, max_pages * PAGE_TOKENS // MIN_SPLIT_TOKENS))
+    return max(1, min(sm_count * resident // kv_heads, batch * max_pages))
+
+
+def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_tokens: int = 0) -> Plan:
+    """Make the work list of a decode step on the device.
+
+    Args:
+        lengths: (B) int32, tokens before the current one.
+        programs: W, programs over the pages of a KV head.
+        sink_tokens: Exact tokens of the layout at the beginning of a sequence.
+        recent_tokens: Exact tokens of the layout at its end.
+
+    Raises:
+        ValueError: The lengths are no such tensor, or there is no program.
+    """
+    if programs < 1:
+        raise ValueError(f"programs must be at least 1, got {programs}")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths must be (B), got {tuple(lengths.shape)}")
+    batch = len(lengths)
+    _check_index("lengths", lengths, (batch,), lengths.device)
+    rows = work_rows(programs, batch, exact=sink_tokens + recent_tokens > 0)
+    plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
+    variant = plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+    with torch.cuda.device_of(lengths):  # type: ignore[no-untyped-call]
+        plan_work[(plan_grid(programs),)](lengths, batch, programs, *plan, **variant.constants, **variant.options)
+    return plan
 
 
 def decode_attention(
@@ -53,9 +94,9 @@ def decode_attention(
     cache: Mapping[str, Tensor],
     page_table: Tensor,
     lengths: Tensor,
+    plan: Plan,
     *,
     scaling: float,
-    splits: int,
     exact_slots: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor:
@@ -69,8 +110,8 @@ def decode_attention(
         cache: Tensors of layout.pools, layout.static_scales and layout.exact_buffers by name.
         page_table: (B, P) int32.
         lengths: (B) int32, tokens before the current one.
+        plan: As plan_decode makes it of these lengths.
         scaling: Factor of the scores before the softmax.
-        splits: Splits over pages.
         exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
         variant: Specialisation of decode_partial to use instead of the default one, for tuning.
 
@@ -88,12 +129,12 @@ def decode_attention(
         cache,
         page_table,
         lengths,
+        plan,
         scaling=scaling,
-        splits=splits,
         exact_slots=exact_slots,
         variant=variant,
     )
-    return reduce_partials(layout, partial_acc, partial_ml, query.dtype)
+    return reduce_partials(partial_acc, partial_ml, plan, query.dtype)
 
 
 def decode_partials(
@@ -104,16 +145,16 @@ def decode_partials(
     cache: Mapping[str, Tensor],
     page_table: Tensor,
     lengths: Tensor,
+    plan: Plan,
     *,
     scaling: float,
-    splits: int,
     exact_slots: Tensor | None = None,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run decode_partial: the attention of every split. Arguments and errors are those of decode_attention.
+    """Run decode_partial: the attention of every part. Arguments and errors are those of decode_attention.
 
     Returns:
-        partial_acc (B, Hq, S, D) and partial_ml (B, Hq, S, 2) float32, S = partial_splits(layout, splits).
+        partial_acc (R, Hq, D) and partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has are not written.
     """
     if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
         raise ValueError(f"query must be (B, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
@@ -125,8 +166,9 @@ def decode_partials(
     _check_cache(layout, cache, (), query.device)
     exact = layout.exact_tokens > 0
     _check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
-    if splits < 1:
-        raise ValueError(f"splits must be at least 1, got {splits}")
+    rows = plan.work.shape[0]
+    _check_index("work", plan.work, (rows, 5), query.device)
+    _check_index("sequences", plan.sequences, (batch, 4), query.device)
     if variant is None:
         variant = decode_variant(
             layout,
@@ -135,22 +177,22 @@ def decode_partials(
             scaling=scaling,
             sm=compute_capability(query.device),
         )
-    parts = partial_splits(layout, splits)
-    partial_acc = query.new_empty((batch, q_heads, parts, dim), dtype=torch.float32)
-    partial_ml = query.new_empty((batch, q_heads, parts, 2), dtype=torch.float32)
+    partial_acc = query.new_empty((rows + batch, q_heads, dim), dtype=torch.float32)
+    partial_ml = query.new_empty((rows + batch, q_heads, 2), dtype=torch.float32)
     arguments = (
         query.contiguous(),
         key_new.contiguous(),
         value_new.contiguous(),
         *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-        *(cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value")),
+        *_scales(layout, cache),
         page_table,
         lengths,
+        *plan,
         *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
     )
     # Triton launches on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        decode_partial[(parts, layout.kv_heads, batch)](
+        decode_partial[(layout.kv_heads, rows)](
             *arguments,
             page_table.shape[1],
             partial_acc,
@@ -161,24 +203,32 @@ def decode_partials(
     return partial_acc, partial_ml
 
 
-def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run decode_reduce: join the splits of decode_partials to the attention's output.
+def _scales(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """The kernel's key_scale, value_scale and value_block_scale."""
+    key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
+    if layout.value.in_blocks:
+        return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
+    return key, value, None
+
+
+def reduce_partials(partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Run decode_reduce: join the parts of decode_partials to the attention's output.
 
     Args:
-        layout: Format of the cache.
-        partial_acc: (B, Hq, S, D) float32.
-        partial_ml: (B, Hq, S, 2) float32.
+        partial_acc: (R, Hq, D) float32.
+        partial_ml: (R, Hq, 2) float32.
+        plan: That of decode_partials.
         dtype: Type of the output.
 
     Returns:
         (B, Hq, D) in `dtype`.
     """
-    batch, q_heads, parts, dim = partial_acc.shape
-    sm = compute_capability(partial_acc.device)
-    variant = reduce_variant(layout, splits=parts, out_dtype=str(dtype).removeprefix("torch."), sm=sm)
+    batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
+    sm, name = compute_capability(partial_acc.device), str(dtype).removeprefix("torch.")
+    variant = reduce_variant(q_heads=q_heads, head_dim=dim, out_dtype=name, sm=sm)
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
     with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
-        decode_reduce[(batch * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
+        decode_reduce[(q_heads, batch)](partial_acc, partial_ml, plan.sequences, out, **variant.constants, **variant.options)
     return out
 
 
@@ -194,8 +244,8 @@ def append(
 ) -> None:
     """Quantize one new token of every sequence into the caches of L layers.
 
-    Token b is written at position lengths[b], which the page table must reach. The lengths are not changed. No two sequences
-    may write to the same page and row.
+    Token b is written at position lengths[b], which the page table must reach; where that is negative, nothing is. The lengths
+    are not changed. No two sequences may write to the same page and row.
 
     Args:
         layout: Format of the cache.
@@ -281,15 +331,19 @@ def _check_tables(
         raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
     if page_table.dim() != 2 or len(page_table) != batch:
         raise ValueError(f"page_table must be ({batch}, P), a row of every sequence, got {tuple(page_table.shape)}")
-    for name, tensor in (("page_table", page_table), ("lengths", lengths), ("exact_slots", exact_slots)):
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} must be torch.int32, got {tensor.dtype}")
-        if tensor is not page_table:
-            _check_shape(name, tensor, (batch,))
-        _check_contiguous(name, tensor)
-        _check_device(name, tensor, device)
+    _check_index("page_table", page_table, tuple(page_table.shape), device)
+    _check_index("lengths", lengths, (batch,), device)
+    if exact_slots is not None:
+        _check_index("exact_slots", exact_slots, (batch,), device)
+
+
+def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check a tensor that kernels read as int32."""
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} must be torch.int32, got {tensor.dtype}")
+    _check_shape(name, tensor, shape)
+    _check_contiguous(name, tensor)
+    _check_device(name, tensor, device)
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

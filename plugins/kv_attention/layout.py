@@ -21,7 +21,11 @@ MIN_SCALE = 2.0**-14
 MAX_SCALE = 65504.0
 """Largest stored scale: the largest float16."""
 
-Dtype = Literal["fp16", "bf16", "fp8_e4m3", "int8", "int4"]
+SMALLEST_BLOCK_SCALE = 2.0**-9
+LARGEST_BLOCK_SCALE = 448.0
+"""Bounds of the scale of a block of nvfp4, which is an E4M3 in units of the layer's scale."""
+
+Dtype = Literal["fp16", "bf16", "fp8_e4m3", "int8", "int4", "nvfp4"]
 Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"]
 Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
@@ -32,13 +36,14 @@ STORAGE: dict[Dtype, str] = {
     "fp8_e4m3": "float8_e4m3fn",
     "int8": "int8",
     "int4": "int8",
+    "nvfp4": "int8",
 }
-"""Element type of the pool that holds each dtype's codes; int4 packs two codes into an int8."""
+"""Element type of the pool that holds each dtype's codes; int4 and nvfp4 pack two codes into an int8."""
 
-LIMITS: dict[Dtype, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+LIMITS: dict[Dtype, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0}
 """Largest magnitude of a code of each scaled dtype."""
 
-BITS: dict[Dtype, int] = {"fp16": 16, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
+BITS: dict[Dtype, int] = {"fp16": 16, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nvfp4": 4}
 
 GRANULARITIES: dict[Dtype, tuple[Granularity, ...]] = {
     "fp16": ("none",),
@@ -46,10 +51,19 @@ GRANULARITIES: dict[Dtype, tuple[Granularity, ...]] = {
     "fp8_e4m3": ("per_tensor", "per_head", "per_token"),
     "int8": ("per_tensor", "per_head", "per_token"),
     "int4": ("per_token", "per_group"),
+    "nvfp4": ("per_group",),
 }
 KEY_DTYPES: tuple[Dtype, ...] = ("fp16", "bf16", "fp8_e4m3", "int8")
 GROUP_SIZES = (32, 64, 128)
+"""Of int4."""
+NVFP4_GROUP = 16
+"""Channels of a block of nvfp4."""
 HEAD_DIMS = (64, 128, 256)
+
+
+def group_sizes(dtype: str) -> tuple[int, ...]:
+    """Return the group sizes that the kernels read of a dtype that has groups."""
+    return (NVFP4_GROUP,) if dtype == "nvfp4" else GROUP_SIZES
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -64,7 +78,8 @@ class SideLayout:
     `granularity` is the set of numbers that share a scale. Static scales are float32 and calibrated before anything is
     written: `per_tensor` has one per layer, `per_head` one per KV head. Dynamic scales are float16, computed from the numbers
     that are written and stored beside the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
-    and `group_size` neighbouring channels. `none` has no scale.
+    and `group_size` neighbouring channels. `none` has no scale. nvfp4 has both: an E4M3 scale per block of 16 channels,
+    computed from the numbers that are written, in units of one calibrated scale of the layer.
 
     Raises:
         ValueError: The dtype, granularity and group size do not go together.
@@ -78,7 +93,7 @@ class SideLayout:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice(f"granularity of dtype {self.dtype}", self.granularity, GRANULARITIES[self.dtype])
         if self.granularity == "per_group":
-            _check_choice("group_size", self.group_size, GROUP_SIZES)
+            _check_choice("group_size", self.group_size, group_sizes(self.dtype))
         elif self.group_size is not None:
             raise ValueError(f"group_size must be None with granularity {self.granularity}, got {self.group_size}")
 
@@ -89,8 +104,23 @@ class SideLayout:
 
     @property
     def static(self) -> bool:
-        """Whether the scales are calibrated before anything is written."""
+        """Whether all scales are calibrated before anything is written."""
         return self.granularity in ("per_tensor", "per_head")
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether any scale is calibrated before anything is written: all of them, or the one that those of blocks are in."""
+        return self.static or self.in_blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is nvfp4, whose stored scales are in units of a scale of the layer."""
+        return self.dtype == "nvfp4"
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return BITS[self.dtype] == 4
 
     @property
     def dynamic(self) -> bool:
@@ -111,9 +141,14 @@ class SideLayout:
         """Element type of the pool."""
         return STORAGE[self.dtype]
 
+    @property
+    def scale_storage(self) -> str:
+        """Element type of stored scales."""
+        return "float8_e4m3fn" if self.in_blocks else "float16"
+
     def width(self, head_dim: int) -> int:
         """Return W, the storage elements of one token of one head."""
-        return head_dim // 2 if self.dtype == "int4" else head_dim
+        return head_dim // 2 if self.packed else head_dim
 
     def groups(self, head_dim: int) -> int:
         """Return g, the stored scales of one token of one head; 0 when static or exact."""
@@ -121,9 +156,13 @@ class SideLayout:
             return head_dim // self.group_size
         return 1 if self.dynamic else 0
 
+    def code_bytes(self, head_dim: int) -> int:
+        """Return the bytes of the codes of one token of one head."""
+        return head_dim * BITS[self.dtype] // 8
+
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token of one head, stored scales included."""
-        return head_dim * BITS[self.dtype] // 8 + 2 * self.groups(head_dim)
+        return self.code_bytes(head_dim) + (1 if self.in_blocks else 2) * self.groups(head_dim)
 
 
 @dataclass(frozen=True)
@@ -180,17 +219,17 @@ class CacheLayout:
             f"{name}_pool": (side.storage, (*rows, side.width(self.head_dim))) for name, side in sides.items()
         }
         return codes | {
-            f"{name}_scale_pool": ("float16", (*rows, side.groups(self.head_dim)))
+            f"{name}_scale_pool": (side.scale_storage, (*rows, side.groups(self.head_dim)))
             for name, side in sides.items()
             if side.dynamic
         }
 
     def static_scales(self) -> dict[str, Spec]:
-        """Return `key_scale` and `value_scale` of the static sides: (1) per tensor, (H) per head."""
+        """Return `key_scale` and `value_scale` of sides that have calibrated ones: (H) per head, else (1)."""
         return {
-            f"{name}_scale": ("float32", (1 if side.granularity == "per_tensor" else self.kv_heads,))
+            f"{name}_scale": ("float32", (self.kv_heads if side.granularity == "per_head" else 1,))
             for name, side in (("key", self.key), ("value", self.value))
-            if side.static
+            if side.has_static_scales
         }
 
     def exact_buffers(self, buffers: int) -> dict[str, Spec]:

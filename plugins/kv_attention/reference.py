@@ -1,19 +1,32 @@
 """Reference of the cache and its attention in plain torch, float32. The kernels must agree with it. Slow, and easy to check.
 
 Shapes: B sequences, H KV heads, Hq query heads in groups of G = Hq / H per KV head, D head_dim, W storage elements and g
-stored scales of a token, T tokens of one sequence, P columns of the page table. A cache is a dict of one layer's tensors,
-named and shaped as in `CacheLayout`. page_table (B, P), lengths (B) and exact_slots (B), which numbers the exact buffer of
-each sequence, are int32. lengths count the tokens before the current one.
+stored scales of a token, T tokens of one sequence, X new tokens of all, P columns of the page table. A cache is a dict of one
+layer's tensors, named and shaped as in `CacheLayout`. page_table (B, P), lengths (B) and exact_slots (B), which numbers the
+exact buffer of each sequence, are int32. lengths count the tokens before the current one.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.layout import MAX_SCALE, MIN_SCALE, PAGE_TOKENS, CacheLayout, SideLayout
+from plugins.kv_attention.layout import (
+    LARGEST_BLOCK_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    NVFP4_GROUP,
+    PAGE_TOKENS,
+    SMALLEST_BLOCK_SCALE,
+    CacheLayout,
+    SideLayout,
+)
 
 Cache = Mapping[str, Tensor]
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of nvfp4's codes by their lower three bits; the fourth one is the sign."""
 
 
 def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -25,15 +38,18 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     Args:
         x: (..., H, D), any floating-point type.
         side: Format of the codes.
-        static_scale: (1) or (H), required for a static side.
+        static_scale: (1) or (H), required for a side that has static scales.
 
     Returns:
-        Codes (..., H, W), and the scales (..., H, g) float16 of a dynamic side or None.
+        Codes (..., H, W), and the scales (..., H, g) of a dynamic side or None: float16, or float8_e4m3fn of nvfp4.
     """
     nan, negative = x.isnan(), x.signbit()
     x = x.float()
     if side.exact:
         return x.to(getattr(torch, side.storage)), None
+    if side.in_blocks:
+        assert static_scale is not None
+        return _in_blocks(x, side, static_scale)
     scale = None
     if side.static:
         assert static_scale is not None
@@ -57,6 +73,20 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     return codes.to(torch.int8), scale
 
 
+def _in_blocks(x: Tensor, side: SideLayout, layer_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., D) to nvfp4: packed E2M1 codes (..., D / 2) int8 and scales (..., g) float8_e4m3fn."""
+    blocks = x.reshape(*x.shape[:-1], side.groups(x.shape[-1]), NVFP4_GROUP)
+    amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(-1)
+    scale = (amax / (side.limit * layer_scale)).clamp(SMALLEST_BLOCK_SCALE, LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
+    steps = (blocks / (scale.float() * layer_scale).unsqueeze(-1)).flatten(-2).nan_to_num(nan=0.0)
+    magnitude = steps.abs().clamp(max=side.limit)
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    codes = (magnitude / unit).round() + 2 * (unit.log2() + 1) + 8 * (steps < 0)
+    low, high = codes.chunk(2, dim=-1)
+    return (16 * high + low).to(torch.uint8).view(torch.int8), scale
+
+
 def append(
     layout: CacheLayout,
     key_new: Tensor,
@@ -77,12 +107,13 @@ def append(
         value_new: (B, H, D).
         cache: Tensors of the layer, written in place.
         page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new one.
+        lengths: (B) int32, tokens before the new one; nothing is written of a sequence where it is negative.
         exact_slots: (B) int32, required with exact tokens.
     """
+    stored = [(b, position) for b, position in enumerate(lengths.tolist()) if position >= 0]
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
         codes, scales = quantize(new, side, cache.get(f"{name}_scale"))
-        for b, position in enumerate(lengths.tolist()):
+        for b, position in stored:
             page, row = page_table[b, position // PAGE_TOKENS], position % PAGE_TOKENS
             cache[f"{name}_pool"][page, :, row] = codes[b]
             if scales is not None:
@@ -111,6 +142,12 @@ def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) ->
         codes = rows(f"{name}_pool")
         if form.dtype == "int4":
             codes = torch.cat([(codes & 15) - 8, codes >> 4], -1)
+        if form.in_blocks:
+            byte = codes.view(torch.uint8)
+            code = torch.cat([byte & 15, byte >> 4], -1)
+            magnitude = torch.tensor(E2M1, device=code.device)[(code % 8).long()]
+            steps = rows(f"{name}_scale_pool").float() * cache[f"{name}_scale"]
+            return torch.where(code >= 8, -magnitude, magnitude) * steps.repeat_interleave(NVFP4_GROUP, -1)
         if form.static:
             return codes.float() * cache[f"{name}_scale"][:, None, None]
         if form.dynamic:
@@ -152,18 +189,68 @@ def attend(
     Returns:
         (B, Hq, D) float32.
     """
+    return attend_context(
+        layout,
+        query,
+        key_new,
+        value_new,
+        cache,
+        query_starts=torch.arange(len(lengths) + 1, dtype=torch.int32),
+        page_table=page_table,
+        lengths=lengths,
+        scaling=scaling,
+        exact_slots=exact_slots,
+    )
+
+
+def attend_context(
+    layout: CacheLayout,
+    query: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: Cache,
+    *,
+    query_starts: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    exact_slots: Tensor | None = None,
+) -> Tensor:
+    """Run the attention of several new tokens of each sequence, before any of them is appended.
+
+    A query attends to what a token at position lengths[b] reads of the cache, and to the new tokens up to its own, unquantized.
+
+    Args:
+        layout: Format of the cache.
+        query: (X, Hq, D), the new tokens of one sequence after another.
+        key_new: (X, H, D).
+        value_new: (X, H, D).
+        cache: Tensors of the layer.
+        query_starts: (B + 1) int32, the first new token of each sequence, and X.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new ones.
+        scaling: Factor of the scores before the softmax.
+        exact_slots: (B) int32, required with exact tokens.
+
+    Returns:
+        (X, Hq, D) float32.
+    """
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    spans = list(pairwise(query_starts.tolist()))
     for b, length in enumerate(lengths.tolist()):
+        new = slice(*spans[b])
         sides = list(dequantize(layout, cache, page_table[b], length))
         positions, slots = exact_places(layout, length)
-        for i, (name, new) in enumerate((("key", key_new), ("value", value_new))):
+        for i, (name, states) in enumerate((("key", key_new), ("value", value_new))):
             if positions:
                 assert exact_slots is not None
                 sides[i][:, positions] = cache[f"{name}_exact"][exact_slots[b]][:, slots].float()
-            sides[i] = torch.cat([sides[i], new[b, :, None].float()], 1)
-        key, value = sides
-        scores = query[b].float().reshape(layout.kv_heads, -1, layout.head_dim) @ key.mT * scaling
-        out[b] = (scores.softmax(-1) @ value).flatten(0, 1)
+            sides[i] = torch.cat([sides[i], states[new].transpose(0, 1).float()], 1)
+        key, value = (states.repeat_interleave(query.shape[1] // layout.kv_heads, 0) for states in sides)
+        rows = query[new].transpose(0, 1).float()
+        scores = rows @ key.mT * scaling
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(length)
+        out[new] = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
     return out
 
 

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.kv_attention.kernels.variants import partial_splits
-from plugins.kv_attention.layout import CacheLayout, Granularity, SideLayout
+from plugins.kv_attention.kernels.context_variants import context_splits
+from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, Granularity, SideLayout
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
 
 COMPUTE: dict[Compute, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -80,10 +80,13 @@ class Call:
     @property
     def layout(self) -> CacheLayout:
         """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation == "decode_reduce":
-            # Partial sums have one format for every cache: any sides of this head_dim will do.
-            return CacheLayout(1, self.fixed("partial_acc", 3, "head_dim"), SideLayout("fp16"), SideLayout("fp16"))
-        heads = self.fixed("key", 2 if self.node.operation == "append" else 1, "the number of KV heads")
+        if self.node.operation in ("plan_work", "decode_reduce", "context_reduce"):
+            # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
+            partial = "partial_acc" in self.tensors
+            dim = self.fixed("partial_acc", self._dim_axis, "head_dim") if partial else HEAD_DIMS[0]
+            exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
+            return CacheLayout(1, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
+        heads = self.fixed("key", self._heads_axis, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
         try:
@@ -93,17 +96,29 @@ class Call:
 
     def _side(self, name: str, group: int | None) -> SideLayout:
         granularity: Granularity = "none"
-        if f"{name}_scale" in self.tensors:
+        if f"{name}_scale_pool" in self.tensors:
+            granularity = "per_group" if group else "per_token"
+        elif f"{name}_scale" in self.tensors:
             several = self.fixed(f"{name}_scale", 1, f"the number of scales of {name}") > 1
             granularity = "per_head" if several else "per_tensor"
-        elif f"{name}_scale_pool" in self.tensors:
-            granularity = "per_group" if group else "per_token"
         return SideLayout(self.format(f"{name}_format"), granularity, group)
 
     @property
     def q_heads(self) -> int:
-        """Hq, query heads."""
-        return self.fixed(self.node.inputs[0], 2 if self.node.operation == "append" else 1, "the number of heads")
+        """Hq, query heads; 1 for a work list, which is the same for any number."""
+        if self.node.operation == "plan_work":
+            return 1
+        return self.fixed(self.node.inputs[0], self._heads_axis, "the number of heads")
+
+    @property
+    def _heads_axis(self) -> int:
+        """Dimension of the heads in the first input."""
+        return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
+
+    @property
+    def _dim_axis(self) -> int:
+        """Dimension of head_dim in partial_acc."""
+        return 2 if self.node.operation == "decode_reduce" else 4
 
     @property
     def scaling(self) -> float:
@@ -112,10 +127,10 @@ class Call:
 
     @property
     def splits(self) -> int:
-        """S, splits of the partial results; 0 for an append, which has none."""
-        if self.node.operation == "decode_partial":
-            return partial_splits(self.layout, self.attributes["splits"])
-        return self.fixed("partial_acc", 2, "the number of splits") if "partial_acc" in self.tensors else 0
+        """S, splits of the partial results of context_partial and context_reduce; 0 for the others, which have none."""
+        if self.node.operation == "context_partial":
+            return context_splits(self.attributes["splits"])
+        return self.fixed("partial_acc", 3, "the number of splits") if self.node.operation == "context_reduce" else 0
 
     def check(self) -> None:
         """Check the types and shapes of all inputs, and the attributes.
@@ -123,10 +138,11 @@ class Call:
         Raises:
             ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
         """
-        layout, compute = self.layout, "fp32" if self.node.operation == "decode_reduce" else self.compute
+        layout = self.layout
+        compute: Compute = self.compute if "key" in self.tensors else "fp32"
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
-        for name, minimum in (("splits", 1), ("sm", 80)):
+        for name, minimum in (("programs", 1), ("splits", 1), ("sm", 80)):
             if self.attributes.get(name, minimum) < minimum:
                 raise ValueError(f"{self.node.plugin_id}: {name} must be at least {minimum}, got {self.attributes[name]}")
         if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:

@@ -1,17 +1,23 @@
 """Graph nodes of the plugin's operations: names, ordered tensors, integer attributes. Imports neither TensorRT nor Triton.
 
 Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
-E exact slots, W storage elements and g stored scales of a token, S splits (one more than `splits` with exact tokens).
+E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens of each
+sequence, S splits of their results.
 
+    kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
-                        [, scales of values], page_table (B, P), lengths (B)[, key_exact, value_exact (M, H, E, D),
-                        exact_slots (B)] -> partial_acc (B, Hq, S, D), partial_ml (B, Hq, S, 2) float32
-    kv::decode_reduce   partial_acc, partial_ml -> out (B, 1, Hq, D)
+                        [, scales of values], page_table (B, P), lengths (B), work, sequences[, key_exact,
+                        value_exact (M, H, E, D), exact_slots (B)] -> partial_acc (R, Hq, D), partial_ml (R, Hq, 2) float32
+    kv::decode_reduce   partial_acc, partial_ml, sequences -> out (B, 1, Hq, D)
+    kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
+                        -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2) float32, S = splits + 1
+    kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
     kv::append          key, value (L, B, H, D), page_table, lengths[, exact_slots], key_pool (L, N, H, 64, W)[, scales],
                         value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)]; static scales are (L, 1 or H)
                         -> the pools, scale pools and exact buffers, each aliased to its input
 
-Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. Inputs have the
+Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
+`value_scale` (1, 1, 1, 1) and `value_scale_pool` (N, H, 64, g) float8. Inputs have the
 names and shapes of the inputs of the ONNX graphs' local function kv.PagedAttention, whose node decode_partial and
 decode_reduce replace. Their order is the order of the kernels' parameters, because TensorRT passes them in that order.
 
@@ -30,16 +36,24 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Dtype, SideLay
 
 NAMESPACE = "kv"
 
-Operation = Literal["decode_partial", "decode_reduce", "append"]
-Scales = Literal["none", "static", "dynamic"]
-POOL: dict[Scales, str] = {"static": "", "dynamic": "_pool"}
+Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
+Layered = Literal["decode_partial", "context_partial", "append"]
+"""Operations on a cache: which tensors they take depends on its layout."""
+Scales = Literal["none", "static", "dynamic", "blocks"]
+SCALES: dict[Scales, tuple[str, ...]] = {
+    "none": (),
+    "static": ("scale",),
+    "dynamic": ("scale_pool",),
+    "blocks": ("scale", "scale_pool"),
+}
+"""The tensors of a side's scales, without the side."""
 Compute = Literal["fp32", "fp16", "bf16"]
 Spec = tuple[str, tuple[int | str, ...]]
 """Name of a trt.DataType and dimensions of a tensor; a dimension that may vary is its letter."""
 
-FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9}
-"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 is the format
-of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes no INT4."""
+FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9, "nvfp4": 10}
+"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 and nvfp4 are
+formats of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes neither INT4 nor FP4."""
 
 DATA_TYPES: dict[Dtype | Compute, str] = {
     "fp32": "FLOAT",
@@ -48,17 +62,21 @@ DATA_TYPES: dict[Dtype | Compute, str] = {
     "fp8_e4m3": "FP8",
     "int8": "INT8",
     "int4": "INT8",
+    "nvfp4": "INT8",
 }
 
 _CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
 ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
-    "decode_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
+    "plan_work": ("sink_tokens", "recent_tokens", "programs", "sm"),
+    "decode_partial": (*_CACHE_ATTRIBUTES, "scaling_bits", "sm"),
     "decode_reduce": ("out_format", "sm"),
+    "context_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
+    "context_reduce": ("out_format", "sm"),
     "append": (*_CACHE_ATTRIBUTES, "sm"),
 }
-"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; splits
-counts the splits over pages; scaling_bits is the float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute
-capability, for example 90."""
+"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; programs
+counts the programs over the pages of a KV head, splits those over the pages for a block of query rows; scaling_bits is the
+float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute capability, for example 90."""
 
 
 @dataclass(frozen=True)
@@ -82,44 +100,48 @@ class Node:
         return f"{NAMESPACE}::{self.name}"
 
 
-REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml"), ("out",))
+PLAN = Node("plan_work", "plan_work", ("lengths",), ("work", "sequences"))
+REDUCE = Node("decode_reduce", "decode_reduce", ("partial_acc", "partial_ml", "sequences"), ("out",))
+CONTEXT_REDUCE = Node("context_reduce", "context_reduce", ("partial_acc", "partial_ml"), ("out",))
 
 
 def scales_of(side: SideLayout) -> Scales:
     """Return which scales a side has."""
-    return "static" if side.static else "dynamic" if side.dynamic else "none"
+    return "blocks" if side.in_blocks else "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
-def node_of(operation: Literal["decode_partial", "append"], layout: CacheLayout) -> Node:
+def node_of(operation: Layered, layout: CacheLayout) -> Node:
     """Return the node of an operation that takes this layout's tensors."""
     return _node(operation, scales_of(layout.key), scales_of(layout.value), layout.exact_tokens > 0)
 
 
 def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
-    scales: tuple[Scales, ...] = ("none", "static", "dynamic")
-    operations: tuple[Literal["decode_partial", "append"], ...] = ("decode_partial", "append")
-    return [REDUCE, *(_node(*choice) for choice in product(operations, scales, scales, (False, True)))]
+    keys: tuple[Scales, ...] = ("none", "static", "dynamic")
+    operations: tuple[Layered, ...] = ("decode_partial", "context_partial", "append")
+    return [PLAN, REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
-def _node(operation: Literal["decode_partial", "append"], key: Scales, value: Scales, exact: bool) -> Node:
+def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     sides: dict[str, Scales] = {"key": key, "value": value}
     tables = ["page_table", "lengths"]
     buffers, slots = (["key_exact", "value_exact"], ["exact_slots"]) if exact else ([], [])
-    scales = [f"{name}_scale{POOL[kind]}" for name, kind in sides.items() if kind != "none"]
+    scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
     # Tensors stand in the order of the kernels' parameters.
-    if operation == "decode_partial":
-        inputs = ["query", *sides, "key_pool", "value_pool", *scales, *tables, *buffers, *slots]
+    if operation != "append":
+        work = PLAN.outputs if operation == "decode_partial" else ()
+        scaled = [*scales["key"], *scales["value"]]
+        inputs = ["query", *sides, "key_pool", "value_pool", *scaled, *tables, *work, *buffers, *slots]
         outputs = ["partial_acc", "partial_ml"]
     else:
-        cache = ["key_pool", *scales[: key != "none"], "value_pool", *scales[key != "none" :], *buffers]
+        cache = ["key_pool", *scales["key"], "value_pool", *scales["value"], *buffers]
         inputs = [*sides, *tables, *slots, *cache]
         outputs = [name for name in cache if name not in ("key_scale", "value_scale")]
-    suffix = [f"{name[0]}{scales}" for name, scales in sides.items() if scales != "none"] + (["exact"] if exact else [])
+    suffix = [f"{name[0]}{kind}" for name, kind in sides.items() if kind != "none"] + (["exact"] if exact else [])
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), tuple(outputs))
 
 
-def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, parts: int) -> dict[str, Spec]:
+def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, splits: int = 0) -> dict[str, Spec]:
     """Return the type and shape of each of an operation's inputs, by name, in order.
 
     Args:
@@ -127,7 +149,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         layout: Format of the cache.
         compute: Type of queries, keys and values.
         q_heads: Hq.
-        parts: S.
+        splits: S.
     """
     heads, dim = layout.kv_heads, layout.head_dim
     sides = {"key": layout.key, "value": layout.value}
@@ -137,17 +159,26 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         "page_table": ("INT32", ("B", "P")),
         "lengths": ("INT32", ("B",)),
         "exact_slots": ("INT32", ("B",)),
-        "partial_acc": ("FLOAT", ("B", q_heads, parts, dim)),
-        "partial_ml": ("FLOAT", ("B", q_heads, parts, 2)),
+        "work": ("INT32", ("Y", 5)),
+        "sequences": ("INT32", ("B", 4)),
+        "partial_acc": ("FLOAT", ("R", q_heads, dim)),
+        "partial_ml": ("FLOAT", ("R", q_heads, 2)),
     }
+    if node.operation.startswith("context"):
+        specs |= {
+            "query": (activation, ("B", "X", q_heads, dim)),
+            "partial_acc": ("FLOAT", ("B", "X", q_heads, splits, dim)),
+            "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
+        }
     layers: tuple[int | str, ...] = ("L",) if node.operation == "append" else ()
+    several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
     rows = (*layers, "N", heads, PAGE_TOKENS)
     for name, side in sides.items():
-        scales = 1 if side.granularity == "per_tensor" else heads
+        scales = heads if side.granularity == "per_head" else 1
         specs |= {
-            name: (activation, ("L", "B", heads, dim) if layers else ("B", heads, 1, dim)),
+            name: (activation, ("L", "B", heads, dim) if layers else several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
-            f"{name}_scale_pool": ("HALF", (*rows, side.groups(dim))),
+            f"{name}_scale_pool": ("FP8" if side.in_blocks else "HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
             f"{name}_exact": ("HALF", (*layers, "M", heads, layout.exact_tokens, dim)),
         }
@@ -166,21 +197,37 @@ def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
     }
 
 
-def decode_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
+def plan_attributes(layout: CacheLayout, *, programs: int, sm: int) -> dict[str, int]:
+    """Return the attributes of plan_work.
+
+    Args:
+        layout: Format of the cache, of which exact tokens matter.
+        programs: Programs over the pages of a KV head.
+        sm: Compute capability, 90 for sm_90.
+    """
+    return {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens, "programs": programs, "sm": sm}
+
+
+def context_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
+    """Return the attributes of context_partial, in order: those of decode_attributes, and `splits` over the pages."""
+    attributes = decode_attributes(layout, scaling=scaling, sm=sm) | {"splits": splits}
+    return {name: attributes[name] for name in ATTRIBUTES["context_partial"]}
+
+
+def decode_attributes(layout: CacheLayout, *, scaling: float, sm: int) -> dict[str, int]:
     """Return the attributes of decode_partial, in the order of ATTRIBUTES.
 
     Args:
         layout: Format of the cache.
-        splits: Splits over pages.
         scaling: Factor of the scores before the softmax.
         sm: Compute capability, 90 for sm_90.
     """
-    attributes = cache_attributes(layout, sm) | {"splits": splits, "scaling_bits": float_bits(scaling)}
+    attributes = cache_attributes(layout, sm) | {"scaling_bits": float_bits(scaling)}
     return {name: attributes[name] for name in ATTRIBUTES["decode_partial"]}
 
 
 def reduce_attributes(out: Compute, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_reduce. out: type of the result, which is that of the query."""
+    """Return the attributes of decode_reduce and context_reduce. out: type of the result, which is that of the query."""
     return {"out_format": FORMATS[out], "sm": sm}
 
 

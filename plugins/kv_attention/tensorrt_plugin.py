@@ -1,4 +1,5 @@
-"""TensorRT plugins kv::decode_partial, kv::decode_reduce and kv::append, compiled ahead of time from the Triton kernels.
+"""TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
+several new tokens, each with the join of its parts, and the append.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (>= 10.14) as a quickly deployable plugin, for
 nodes of an ONNX graph (domain `kv`) and for networks made in Python:
@@ -8,7 +9,7 @@ nodes of an ONNX graph (domain `kv`) and for networks made in Python:
 
 The built engine contains the PTX. It needs neither Python nor a plugin library to run.
 
-Networks must be strongly typed. Heads, head_dim, exact slots and splits are fixed; sequences, pages, exact buffers and layers
+Networks must be strongly typed. Heads, head_dim and exact slots are fixed; sequences, pages, exact buffers and layers
 may vary within a profile, since the kernels take them as integers or from the grid.
 
 The append writes in place. That needs PreviewFeature.ALIASED_PLUGIN_IO_10_03, and each output bound to its input's address.
@@ -18,7 +19,7 @@ format is the same.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,13 +33,17 @@ except ImportError as error:
     ) from error
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import append_variant
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
+from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import COMPUTE, Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Node, all_nodes
 
 MINIMUM, BEYOND = (10, 14), (12, 0)
 """First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
 has read them in 10.14, 10.16, 11.0 and 11.4. Ahead-of-time plugins exist since 10.9."""
+
+CHUNK_ROWS = WIDEST
+"""Query rows that the kernel of context_partial is chosen for: those of a chunk, which is prefilled."""
 
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
@@ -52,24 +57,42 @@ def output_descriptors(call: Call) -> Any:
 
     TensorRT calls this twice: once for the types, with shapes that are not known yet, and once for the shapes.
     """
-    first = call.tensors[call.node.inputs[0]]
-    batch, heads, _, dim = first.shape_expr if call.node.operation != "append" else (None,) * 4
-    known = not first.shape_expr[0].is_fake
+    tensors, shape = call.tensors, call.tensors[call.node.inputs[0]].shape_expr
+    known = not shape[0].is_fake
     if known:
         call.check()
     if call.node.operation == "append":
-        return tuple(call.tensors[name].aliased() for name in call.node.outputs)
+        return tuple(tensors[name].aliased() for name in call.node.outputs)
 
     def number(value: int) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.
-        return value if known else batch
+        return value if known else shape[0]
 
     if call.node.operation == "decode_reduce":
+        _, heads, dim = shape
         out_type = DATA_TYPES[call.format("out_format")]
-        return trtp.from_shape_expr((batch, number(1), heads, dim), getattr(trt.DataType, out_type))
-    exact = call.attributes["sink_tokens"] + call.attributes["recent_tokens"] > 0
-    parts = number(call.attributes["splits"] + (1 if exact else 0))
-    return tuple(trtp.from_shape_expr((batch, heads, parts, last), trt.DataType.FLOAT) for last in (dim, number(2)))
+        out = (tensors["sequences"].shape_expr[0], number(1), heads, dim)
+        return trtp.from_shape_expr(out, getattr(trt.DataType, out_type))
+    if call.node.operation == "plan_work":
+        rows = work_rows(number(call.attributes["programs"]), shape[0], exact=call.layout.exact_tokens > 0)
+        shapes = ((rows, number(5)), (shape[0], number(4)))
+        return tuple(trtp.from_shape_expr(dims, trt.DataType.INT32) for dims in shapes)
+    if call.node.operation.startswith("context"):
+        return _context_descriptors(call, number)
+    batch, heads, _, dim = shape
+    parts = tensors["work"].shape_expr[0] + batch
+    return tuple(trtp.from_shape_expr((parts, heads, last), trt.DataType.FLOAT) for last in (dim, number(2)))
+
+
+def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
+    """The descriptors of what context_partial and context_reduce return. number: makes a constant of an int."""
+    dims = call.tensors[call.node.inputs[0]].shape_expr
+    batch, tokens, heads = (dims[axis] for axis in range(3))
+    if call.node.operation == "context_reduce":
+        out_type = DATA_TYPES[call.format("out_format")]
+        return trtp.from_shape_expr((batch, tokens, heads, dims[4]), getattr(trt.DataType, out_type))
+    parts = number(context_splits(call.attributes["splits"]))
+    return tuple(trtp.from_shape_expr((batch, tokens, heads, parts, last), trt.DataType.FLOAT) for last in (dims[3], number(2)))
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:
@@ -113,14 +136,18 @@ def _tensor_name(name: str) -> str:
 
     Kernels have separate names for a pool as an input and as an output, and one name for static and dynamic scales.
     """
-    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale")
+    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 
 def integer_argument(call: Call, name: str) -> Any:
     """Return an integer argument of a kernel, as a symbolic expression of the shapes."""
+    if name == "programs":
+        return call.attributes["programs"]
     dimensions = {
+        "batch": ("lengths", 0),
         "table_width": ("page_table", 1),
-        "splits": ("partial_acc", 2),
+        "splits": ("partial_acc", 3),
+        "tokens": ("query", 1),
         "pages": ("key_pool", 1),
         "buffers": ("key_exact", 1),
     }
@@ -130,10 +157,28 @@ def integer_argument(call: Call, name: str) -> Any:
 def compile_kernel(call: Call) -> tuple[aot.CompiledKernel, tuple[Any, Any, Any]]:
     """Compile the kernel of a call. Returns it and its grid, in symbolic expressions of the shapes."""
     layout, sm = call.layout, call.attributes["sm"]
+    if call.node.operation == "plan_work":
+        kernel = _plan_kernel(sink_tokens=layout.sink_tokens, recent_tokens=layout.recent_tokens, sm=sm)
+        return kernel, (plan_grid(call.attributes["programs"]), 1, 1)
     if call.node.operation == "decode_reduce":
         out = COMPUTE[call.format("out_format")]
-        kernel = _reduce_kernel(layout, splits=call.splits, out_dtype=out, sm=sm)
-        return kernel, (call.size("partial_acc", 0) * call.q_heads, 1, 1)
+        kernel = _reduce_kernel(q_heads=call.q_heads, head_dim=layout.head_dim, out_dtype=out, sm=sm)
+        return kernel, (call.q_heads, call.size("sequences", 0), 1)
+    if call.node.operation == "context_reduce":
+        kernel = _join_kernel(layout, splits=call.splits, out_dtype=COMPUTE[call.format("out_format")], sm=sm)
+        return kernel, (_product(call.size("partial_acc", 0), call.size("partial_acc", 1)) * call.q_heads, 1, 1)
+    if call.node.operation == "context_partial":
+        group = call.q_heads // layout.kv_heads
+        options: dict[str, Any] = {
+            "group": group,
+            "rows": CHUNK_ROWS,
+            "query_dtype": COMPUTE[call.compute],
+            "scaling": call.scaling,
+            "sm": sm,
+        }
+        columns = context_variant(layout, **options).constants["N"]
+        blocks = (call.size("query", 1) * group + (columns - 1)) // columns
+        return _context_kernel(layout, **options), (_product(call.size("query", 0), blocks), layout.kv_heads, call.splits)
     if call.node.operation == "append":
         kernel = _append_kernel(layout, new_dtype=COMPUTE[call.compute], sm=sm)
         programs = -(-layout.kv_heads // append_variant(layout, sm=sm).constants["R"])
@@ -145,13 +190,21 @@ def compile_kernel(call: Call) -> tuple[aot.CompiledKernel, tuple[Any, Any, Any]
         scaling=call.scaling,
         sm=sm,
     )
-    return kernel, (call.splits, layout.kv_heads, call.size("query", 0))
+    return kernel, (layout.kv_heads, call.size("work", 0), 1)
+
+
+def _product(first: Any, second: Any) -> Any:
+    """The product of two sizes, each an int or a symbolic expression, which takes an int on its right only."""
+    return second * first if isinstance(first, int) else first * second
 
 
 # Cached, because all layers of an engine use the same few kernels.
+_plan_kernel = cache(aot.compile_plan)
 _decode_kernel = cache(aot.compile_decode)
 _reduce_kernel = cache(aot.compile_reduce)
 _append_kernel = cache(aot.compile_append)
+_context_kernel = cache(aot.compile_context)
+_join_kernel = cache(aot.compile_join)
 
 
 def declare(node: Node) -> None:

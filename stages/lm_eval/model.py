@@ -26,8 +26,8 @@ from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, Sample
-from pipeline.run.identity import BUNDLE_FILE, read_bundle
-from pipeline.run.loading import open_backend
+from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
+from pipeline.loading.load import open_backend
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.batches import Step
 from stages.evaluate.decode import decode

@@ -81,7 +81,7 @@ def append_in_place(
     """
     trt, node = library.trt, node_of("append", layout)
     sizes = {"L": 1, "B": 2, "N": 4, "P": 2, "M": 2}
-    specs = input_specs(node, layout, "fp16", layout.kv_heads, 1)
+    specs = input_specs(node, layout, "fp16", layout.kv_heads)
     torch.manual_seed(0)
     host = {
         name: torch.zeros([sizes[d] if isinstance(d, str) else d for d in dims], dtype=DTYPES[dtype])

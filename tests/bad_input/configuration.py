@@ -210,6 +210,7 @@ STAGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--frobnicate",), ("--frobnicate",)),
     (("--json",), ("--json", "stage=status")),
     (("stage=status", "-m", "--json", "seed=0,1"), ("--json", "stage=status")),
+    (("stage=status", "--json", "dry=true"), ("--json", "dry=true")),
     (("stage=status", "prune.apply=true"), ("prune.apply=true", "stage=prune")),
     (("stage=prune", "prune.keep_sweeps=-1"), ("prune.keep_sweeps",)),
     (("stage=prune", "prune.aply=true"), ("prune.aply", "did you mean apply?")),

@@ -17,12 +17,12 @@ from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
 from pipeline.core.errors import REFUSALS
 from pipeline.core.exports import read_layer_algorithms
+from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.gguf.model import inspect_gguf
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
-from pipeline.run.identity import read_bundle, read_identity
 from stages.evaluate.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file
 

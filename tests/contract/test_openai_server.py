@@ -19,11 +19,11 @@ from pipeline.config.compose import plan
 from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.run.evidence import find_evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import find_evidence, read_evidence
+from pipeline.evidence.verify import replay
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
-from pipeline.run.verify import replay
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict

@@ -14,18 +14,12 @@ from trtllm_exports import conf
 from vllm_bundles import write_scales
 
 from pipeline.artifacts.backend import Job
-from pipeline.config.compose import plan
 from pipeline.core.backends import SglangConfig
 from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import BoundedEngine, RequestEngine, TimedEngine
 from pipeline.core.workloads import LoadConfig
-from pipeline.run.inputs import check_inputs
-from pipeline.run.runner import run
-from pipeline.verdict.distances import canary
-from pipeline.verdict.report import load_report
-from pipeline.verdict.thresholds import Gates
 from stages.engines.sglang import targets
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.engine import SglangEngine, load_engine
@@ -143,13 +137,13 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
         ("crash while loading", "SGLang was ended by SIGABRT in open"),
         ("no memory", r"SGLang cannot load .*: RuntimeError: Not enough memory\. Please try to increase"),
         ("dies while generating", "SGLang was ended by SIGKILL in run"),
-        ("hang while loading", r"backend\.request_timeout_s=10: SGLang did not answer open in time"),
+        ("hang while loading", r"backend\.request_timeout_s=4: SGLang did not answer open in time"),
         ("other cache", r"SGLang made auto of a cache of type fp8_e4m3"),
     ],
 )
 def test_an_engine_that_fails_is_told_in_a_line(bundle: Path, tmp_path: Path, mode: str, expected: str) -> None:
     python = make_sglang_interpreter(tmp_path / "bin", mode=mode)
-    engine = open_engine(bundle, python, timeout_s=10 if "hang" in mode else 60)
+    engine = open_engine(bundle, python, timeout_s=4 if "hang" in mode else 60)
     with pytest.raises(UserError, match=expected) as raised:
         engine.forced(TOKENS, 4)
     assert "\n" not in str(raised.value)
@@ -193,26 +187,3 @@ def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) 
 def test_a_prompt_that_does_not_fit_is_refused_by_its_key(bundle: Path, python: str) -> None:
     with pytest.raises(UserError, match=r"backend\.context_length=512: a prompt of 400 tokens with 113 more does not fit"):
         open_engine(bundle, python).forced([1] * 512, 400)
-
-
-def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path, python: str) -> None:
-    """The toy answers nothing right, so that no verdict is PASS; what is proven is the way through, and that a canary shows."""
-    given = [
-        f"workdir={tmp_path / 'work'}", "backend=sglang", f"backend.python={python}", "backend.context_length=2048",
-        "kv=fp8_uncalibrated", "stage=evaluate", "tracking=none", "calibration.samples=2", "calibration.max_length=64",
-        "workloads.samples={prose: 1, retrieval: 0, copy: 1, tool_call: 0, multi_turn: 0}", "workloads.max_scored_tokens=16",
-        "workloads.noise_samples=1", "workloads.canary_samples=1", "workloads.rounds=[1.0]",
-        "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
-        "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    ]  # fmt: skip
-    (job,) = plan(given, multirun=False).jobs
-    check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
-        run(job, "sweep", sweeping=False, changed=[])
-    (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
-    report = load_report(Path(candidate["report"]["path"]).parent)
-    assert canary(report, Gates.model_validate(conf("gates", "default")))[0].status == "PASS"
-    assert report.overall.fidelity.kl_mean is not None
-    assert 1e-6 < report.overall.fidelity.kl_mean < 0.1
-    assert report.noise.fidelity is not None
-    assert report.noise.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)

@@ -20,8 +20,8 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
 from pipeline.core.records import Engine
+from pipeline.loading import load
 from pipeline.run import chain as chain_module
-from pipeline.run import loading
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
 from pipeline.verdict.gates import conclude, decide
@@ -77,7 +77,7 @@ class FaultyChain(Chain):
 
     @cached_property
     def backend(self) -> Backend:
-        backend = loading.open_backend(self.config.backend)
+        backend = load.open_backend(self.config.backend)
         return FaultyBackend(backend, lambda bundle: self._load(backend, bundle))  # type: ignore[return-value]
 
     def _load(self, backend: Backend, bundle: Path) -> Engine:

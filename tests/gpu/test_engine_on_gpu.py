@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
@@ -18,9 +19,11 @@ from benchmarks import benchlib
 from pipeline.core.backends import TorchConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import OnePassEngine
-from pipeline.run.loading import open_backend
-from stages.engines.cuda.engine import DecodePass, KernelEngine
+from pipeline.loading.load import open_backend
+from plugins.kv_attention import launch
+from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
+from stages.engines.cuda.passes import DecodePass
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import OracleEngine, load_engine
 
@@ -81,6 +84,42 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
     for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(oracle, texts), strict=True)):
         assert distance(a, b) < SAME, step
         assert distance(a, wanted) < CLOSE, step
+
+
+def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = benchlib.story_tokens(3, 300).tolist()
+    engine, eager = (load_on_gpu(bundles["guarded"], threads=1) for _ in range(2))
+    monkeypatch.setattr(eager, "_pass", lambda batch: DecodePass(eager.model, eager.cache, eager.shape, batch))
+    handles = [one.prefill([text[:200] for text in texts])[0] for one in (engine, eager)]
+    waits: list[int] = []
+    wait = torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        waits.append(1)
+        wait(event)
+
+    for step in range(200, 204):
+        tokens = [text[step] for text in texts]
+        wanted = eager.decode(handles[1], tokens)
+        if step == 200:
+            engine.decode(handles[0], tokens)  # compiles and captures
+            continue
+        with monkeypatch.context() as patch:
+            for name in ("append", "decode_attention"):
+                patch.setattr(launch, name, lambda *_, **__: pytest.fail("an eager launch"))
+            patch.setattr(torch.cuda.Event, "synchronize", counted)
+            torch.cuda.set_sync_debug_mode("error")  # whatever else waits raises
+            try:
+                logits = engine.decode(handles[0], tokens)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert distance(logits, wanted) < SAME
+    assert len(waits) == 3
+    for ours, theirs in zip(engine.cache.groups, eager.cache.groups, strict=True):
+        for name, tensor in (ours.paged | ours.exact).items():
+            assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
 
 
 def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:

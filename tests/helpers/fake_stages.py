@@ -22,7 +22,8 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.dry import ahead
-from pipeline.run import inputs, loading, runner
+from pipeline.loading import load
+from pipeline.run import inputs, runner
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "pipeline.core.errors"
@@ -138,11 +139,11 @@ class FakeEvaluation:
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the fakes in the place of the real stages."""
-    monkeypatch.setattr(loading, "calibration", lambda: SimpleNamespace(calibration_texts=calibrate))
-    monkeypatch.setattr(loading, "quantization", lambda: SimpleNamespace(quantize=quantize))
-    monkeypatch.setattr(loading, "exporting", lambda: SimpleNamespace(export=_export))
-    monkeypatch.setattr(loading, "evaluation", FakeEvaluation)
-    for module in (loading, inputs, ahead):
+    monkeypatch.setattr(load, "calibration", lambda: SimpleNamespace(calibration_texts=calibrate))
+    monkeypatch.setattr(load, "quantization", lambda: SimpleNamespace(quantize=quantize))
+    monkeypatch.setattr(load, "exporting", lambda: SimpleNamespace(export=_export))
+    monkeypatch.setattr(load, "evaluation", FakeEvaluation)
+    for module in (load, inputs, ahead):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
     monkeypatch.setattr(runner, "_sample_plots", lambda *_: [])
 

@@ -12,7 +12,7 @@ from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.run.identity import Link, Role, make_identity, write_identity
+from pipeline.evidence.identity import Link, Role, make_identity, write_identity
 from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.kv_attention import reference
+from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, Spec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,3 +113,9 @@ def differing(actual: Tensor, expected: Tensor) -> Tensor:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
     unequal = actual.cpu().view(bits) != expected.view(bits)
     return unequal if expected.itemsize == 1 else unequal & ~(actual.cpu().isnan() & expected.isnan())
+
+
+def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
+    """Return the work list of a step over such lengths, for `programs` over the pages of a KV head."""
+    exact = {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens}
+    return launch.plan_decode(lengths, programs=programs, **exact)

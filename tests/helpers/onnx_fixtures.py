@@ -51,8 +51,8 @@ def conf_policy(name: str) -> KVPolicy:
     return policy.model_copy(update={"overrides": moved})
 
 
-SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem != "int4_g128"]
-"""Every shipped policy that heads of 64 channels allow."""
+SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem not in ("int4_g128", "vllm_int4")]
+"""Every shipped policy that heads of 64 channels and ONNX graphs allow."""
 
 COMBINED = [
     KVPolicy(name="e5m2_calibrated", key=fmt("fp8_e5m2", "per_tensor"), value=fmt("fp8_e5m2", "per_head")),

@@ -93,7 +93,7 @@ def create_inline_asm(
     results_iterator = iter([registers[f"${i}"].astype(SIZES[letters[i][1]]) for i in range(outputs)])
     results = []
     for dtype in types:
-        element = {tl.float16: np.float16}[dtype.scalar]
+        element = {tl.float16: np.float16, tl.int32: np.int32}[dtype.scalar]
         size = np.dtype(element).itemsize * pack
         parts: list[Register] = []
         while sum(part.itemsize for part in parts) < size:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from kernel_cases import DEVICE, NO_PAGE, differing, on_device, poison, side
+from kernel_cases import DEVICE, NO_PAGE, differing, on_device, planned, poison, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
 POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]
@@ -64,7 +64,7 @@ def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: i
 def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int], seed: int = 0) -> dict[str, Tensor]:
     """Append key and value (L, B, H, D) at `positions` with the kernel and compare the whole cache; return it."""
     rng = torch.Generator().manual_seed(seed)
-    batch, columns = len(positions), max(positions) // PAGE_TOKENS + 1
+    batch, columns = len(positions), max(*positions, 0) // PAGE_TOKENS + 1
     numbers = torch.randperm(batch + 2, generator=rng).int()
     tables: dict[str, Any] = {
         "page_table": torch.full((batch, columns), NO_PAGE, dtype=torch.int32),
@@ -72,7 +72,8 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
         "exact_slots": torch.randperm(batch + 1, generator=rng)[:batch].int() if layout.exact_tokens else None,
     }
     for b, position in enumerate(positions):
-        tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
+        if position >= 0:
+            tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
     cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     for layer in range(key.shape[0]):
@@ -83,7 +84,7 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     for name, tensor in expected.items():
         unequal = differing(appended[name], tensor)
         assert not unequal.any(), f"{name}: {int(unequal.sum())} differ, at {unequal.nonzero()[0].tolist()}"
-        assert not name.endswith("pool") or differing(tensor, cache[name]).any()
+        assert not name.endswith("pool") or max(positions) < 0 or differing(tensor, cache[name]).any()
     return appended
 
 
@@ -103,7 +104,8 @@ def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("key", "value"), [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16")]
+    ("key", "value"),
+    [("fp8_e4m3 tensor", "int8 tensor"), ("fp8_e4m3 token", "int4 32"), ("bf16", "fp16"), ("int8 head", "nvfp4 16")],
 )
 def test_numbers_of_every_size_are_stored_bit_for_bit(
     key: str, value: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +186,14 @@ def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
     assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
 
 
+@pytest.mark.parametrize("value", ["int4 32", "fp8_e4m3 head", "bf16"])
+@pytest.mark.parametrize("positions", [[-1, 65, -1], [-1]])
+def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: list[int], value: str) -> None:
+    shape = (2, len(positions), 3, 64)
+    layout = CacheLayout(3, 64, side("int8 token"), side(value), 4, 5)
+    check(layout, any_numbers(shape, 0), any_numbers(shape, 1), positions)
+
+
 def test_one_kernel_reads_what_another_appended() -> None:
     layout = CacheLayout(2, 64, side("fp8_e4m3 token"), side("int4 32"), 2, 5)
     rng = torch.Generator().manual_seed(0)
@@ -205,7 +215,7 @@ def test_one_kernel_reads_what_another_appended() -> None:
     query, key, value = (torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64)))
     one = {name: tensor[1] for name, tensor in cache.items()}
     step = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
-    out = launch.decode_attention(layout, *step, one, scaling=0.125, splits=2, **tables).cpu()
+    out = launch.decode_attention(layout, *step, one, plan=planned(layout, tables["lengths"], 2), scaling=0.125, **tables).cpu()
     on_host, tables = ({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables))
     expected = reference.attend(layout, query, key, value, on_host, scaling=0.125, **tables)
     assert (out - expected).norm() < 2e-3 * expected.norm()
@@ -276,6 +286,7 @@ for case in json.load(sys.stdin):
 FP8 = ["fp8_e4m3", "per_token"]
 FP8_INT4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["int4", "per_group", 64], "exact": [4, 64]}
 INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "per_token"], "exact": [0, 0]}
+FP8_NVFP4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["nvfp4", "per_group", 16], "exact": [0, 0]}
 BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
 # A thread has 16 numbers of keys and 16 of values. Narrow loads read tables and static scales, narrow stores write scales; the
 # 64 bytes of an int4 row are 8 bytes per thread.
@@ -284,6 +295,10 @@ COMPILED: list[tuple[dict[str, Any], dict[str, int]]] = [
     for sm in (80, 89, 90, 100)
 ] + [
     (INT8 | {"dtype": "float32", "sm": 90}, {"LDG.E": 3, "LDG.E.128": 8, "STG.E.128": 2, "STG.E.U16": 1}),
+    (
+        FP8_NVFP4 | {"dtype": "bfloat16", "sm": 90},
+        {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 1, "STG.E.64": 1, "STG.E.U16": 1, "STG.E.U8": 2},
+    ),
     (BF16_FP8 | {"dtype": "float16", "sm": 90}, {"LDG.E": 2, "LDG.E.128": 4, "STG.E.128": 3, "STG.E.U16": 1}),
 ]
 

@@ -1,7 +1,7 @@
 """The decode kernels against the reference: on a GPU, or in Triton's interpreter without one.
 
 Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, Hq query
-heads, D head_dim, S splits.
+heads, D head_dim, R parts.
 """
 
 import math
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, Case, on_device, side
+from kernel_cases import DEVICE, Case, on_device, planned, side
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
@@ -37,24 +37,24 @@ def _new_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def check(case: Case, splits: int, scaling: float | None = None) -> None:
-    """Run both kernels on a case, and compare their output with the reference's."""
-    scaling = case.layout.head_dim**-0.5 if scaling is None else scaling
+def check(case: Case, programs: int, scaling: float | None = None) -> None:
+    """Run the kernels on a case, and compare their output with the reference's."""
+    layout = case.layout
+    scaling = layout.head_dim**-0.5 if scaling is None else scaling
     query, key, value = (tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new))
     cache, tables = on_device(case.cache), on_device(case.tables)
-    partial_acc, partial_ml = launch.decode_partials(
-        case.layout, query, key, value, cache, scaling=scaling, splits=splits, **tables
-    )
-    parts = splits + (case.layout.exact_tokens > 0)
-    assert partial_acc.shape == (len(case.lengths), case.query.shape[1], parts, case.layout.head_dim)
+    plan = planned(layout, tables["lengths"], programs)
+    partial_acc, partial_ml = launch.decode_partials(layout, query, key, value, cache, plan=plan, scaling=scaling, **tables)
     maximum, weight = partial_ml.unbind(-1)
-    assert not maximum.isnan().any()
-    assert weight.isfinite().all()
-    empty = weight == 0.0
-    assert (maximum[empty] == -math.inf).all()
-    assert partial_acc[~empty].isfinite().all()
-    assert partial_acc[empty].isnan().all(), "sums of empty splits are written, though nobody reads them"
-    out = launch.reduce_partials(case.layout, partial_acc, partial_ml, case.dtype)
+    written = ~maximum.isnan()
+    assert partial_acc[written].isfinite().all()
+    assert partial_acc[~written].isnan().all()
+    assert (written.all(1) == written.any(1)).all()
+    pages = [-(-max(0, n - layout.recent_tokens) // PAGE_TOKENS) - layout.sink_tokens // PAGE_TOKENS for n in case.lengths]
+    assert written.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
+    assert weight[written].isfinite().all()
+    assert (maximum[weight == 0.0] == -math.inf).all()
+    out = launch.reduce_partials(partial_acc, partial_ml, plan, case.dtype)
     assert out.dtype == case.dtype
     for length, actual, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
         error = (actual - expected).norm() / expected.norm()
@@ -68,7 +68,7 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
 
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES)]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
 RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
@@ -88,35 +88,25 @@ def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, numb
     heads = 2 if "head" in key + value else 1
     lengths, group, dtype = RAGGED[number % 5], GROUPS[(number // 2) % 5], DTYPES[(number // 3) % 3]
     case = case_of(key, value, heads, dim, lengths, sink=sink, recent=recent, group=group, dtype=dtype, seed=number)
-    check(case, splits=1 + number % 3)
+    check(case, programs=1 + number % 5)
 
 
-@pytest.mark.parametrize(("sink", "recent", "splits"), [(0, 0, 2), (4, 64, 2), (65, 0, 1), (1, 3, 3)])
-def test_every_length_around_a_page_boundary(sink: int, recent: int, splits: int) -> None:
-    check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=sink, recent=recent, group=8, seed=sink), splits)
+@pytest.mark.parametrize(("sink", "recent", "programs"), [(0, 0, 2), (4, 64, 7), (65, 0, 1), (1, 3, 3)])
+def test_every_length_around_a_page_boundary(sink: int, recent: int, programs: int) -> None:
+    check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=sink, recent=recent, group=8, seed=sink), programs)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 17])
+@pytest.mark.parametrize("programs", [1, 3, 17])
 @pytest.mark.parametrize("recent", [0, 30])
-def test_splits_of_many_pages_and_splits_of_none_join(splits: int, recent: int) -> None:
-    check(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64], recent=recent, seed=splits), splits)
-
-
-@pytest.mark.parametrize(("batch", "tokens_of_a_split"), [(1, 128), (32, 256)])
-def test_a_split_has_tokens_enough_for_the_traffic_of_its_result(batch: int, tokens_of_a_split: int) -> None:
-    """However many splits a long page table asks for, a sequence has those that its real length pays for."""
-    case = case_of("fp8_e4m3 tensor", "int4 64", 2, 64, [300] * batch, group=1)
-    query, key, value = (tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new))
-    cache, tables = on_device(case.cache), on_device(case.tables)
-    _, partial_ml = launch.decode_partials(case.layout, query, key, value, cache, scaling=0.1, splits=9, **tables)
-    assert ((partial_ml[..., 1] > 0.0).sum(2) == -(-300 // tokens_of_a_split)).all()
+def test_sequences_of_many_parts_join_and_a_program_attends_to_several(programs: int, recent: int) -> None:
+    check(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64, 0, 5], recent=recent, seed=programs), programs)
 
 
 def test_two_sequences_share_the_pages_of_their_prefix() -> None:
     case = case_of("fp8_e4m3 token", "int4 64", 2, 128, [200, 170], shared_pages=2, group=3)
     assert torch.equal(case.page_table[0, :2], case.page_table[1, :2])
     assert not torch.equal(case.page_table[0, 2], case.page_table[1, 2])
-    check(case, splits=2)
+    check(case, programs=2)
 
 
 @pytest.mark.parametrize(("size", "scaling"), [(2.0**9, 2.0**-12), (2.0**-12, 2.0**10), (1.0, 3.0), (0.0, 1.0)])
@@ -130,14 +120,19 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
     case = case_of("fp8_e4m3 token", "int4 64", 1, 128, [130], dtype=torch.float32)
     case.cache["value_scale_pool"][case.page_table[0, 1]] = 9000.0
     case.cache["value_scale_pool"][case.page_table[0, 0], :, :50] = 2.0**-14
-    check(case, splits=1)
+    check(case, programs=1)
     assert case.expected(128**-0.5).abs().amax() > 100.0
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="addresses are recorded by the interpreter")
 @pytest.mark.parametrize(
     ("key", "value", "sink", "recent"),
-    [("fp8_e4m3 token", "int4 64", 3, 20), ("int8 token", "bf16", 0, 0), ("bf16", "fp8_e4m3 token", 65, 0)],
+    [
+        ("fp8_e4m3 token", "int4 64", 3, 20),
+        ("int8 token", "bf16", 0, 0),
+        ("bf16", "fp8_e4m3 token", 65, 0),
+        ("fp8_e4m3 tensor", "nvfp4 16", 2, 30),
+    ],
 )
 def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
@@ -155,9 +150,11 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
     step = (case.query, case.key_new, case.value_new)
-    launch.decode_partials(case.layout, *step, case.cache, scaling=0.1, splits=2, **case.tables)
+    plan = planned(case.layout, case.tables["lengths"], programs=3)
+    launch.decode_partials(case.layout, *step, case.cache, plan=plan, scaling=0.1, **case.tables)
     addresses, sizes = np.concatenate(loads, axis=1)
-    for name, tensor in case.cache.items():
+    by_token = {name: tensor for name, tensor in case.cache.items() if name not in case.layout.static_scales()}
+    for name, tensor in by_token.items():
         # A row holds one token of one head; rows (pages or buffers, H, tokens) counts the bytes that are read of each.
         rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
         row_bytes = tensor.shape[3] * tensor.itemsize
@@ -182,7 +179,7 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, int]:
-    """Draw a random layout, random lengths and pages, and a number of splits."""
+    """Draw a random layout, random lengths and pages, and a number of programs."""
     dim = draw(st.sampled_from(HEAD_DIMS))
     fitting = [value for value in VALUES if not (dim == 64 and value == "int4 128")]
     case = case_of(
@@ -197,7 +194,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
         dtype=draw(st.sampled_from(DTYPES)),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
-    return case, draw(st.integers(1, 3))
+    return case, draw(st.integers(1, 5))
 
 
 @settings(max_examples=20, derandomize=True, deadline=None)
@@ -209,7 +206,8 @@ def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"plan": launch.Plan(torch.zeros(2, 5).int(), torch.zeros(2, 4).int())}, r"sequences must be \(1, 4\), got \(2, 4\)"),
+        ({"plan": launch.Plan(torch.zeros(2, 5), torch.zeros(1, 4).int())}, "work must be torch.int32, got torch.float32"),
         ({"scaling": 0.0}, "scaling must be positive, got 0.0"),
         ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
         (
@@ -223,6 +221,7 @@ def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
 def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], message: str) -> None:
     case = case_of("bf16", "bf16", 2, 64, [1], sink=1, recent=2)
     new = {"query": case.query, "key_new": case.key_new, "value_new": case.value_new}
-    arguments = new | {"cache": case.cache, "splits": 1, "scaling": 1.0} | case.tables | changed
+    plan = planned(case.layout, case.tables["lengths"], programs=1)
+    arguments = new | {"cache": case.cache, "plan": plan, "scaling": 1.0} | case.tables | changed
     with pytest.raises(ValueError, match=message):
         launch.decode_attention(case.layout, **arguments)  # type: ignore[arg-type]

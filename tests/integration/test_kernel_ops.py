@@ -50,18 +50,26 @@ def of_one_layer(append: tuple[tuple[Tensor, ...], dict[str, Any]]) -> tuple[tup
 def test_what_is_declared_is_what_the_operators_do() -> None:
     torch.library.opcheck(torch.ops.kvgate.append.default, *arguments(EVERYTHING))
     torch.library.opcheck(torch.ops.kvgate.decode_attention.default, *of_one_layer(arguments(EVERYTHING)))
+    torch.library.opcheck(torch.ops.kvgate.plan.default, (torch.tensor([65, 0], dtype=torch.int32, device=DEVICE), 3, 1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decode_step_is_the_references(dtype: torch.dtype) -> None:
     case = Case(CacheLayout(2, 64, side("fp8_e4m3 head"), side("int4 32"), 3, 20), [70, 0, 1], group=3, dtype=dtype)
     step = on_device({"query": case.query, "key_new": case.key_new, "value_new": case.value_new})
-    out = ops.decode_attention(
-        **step, **on_device(case.tables), **on_device(case.cache), sink_tokens=3, scaling=0.125, splits=2
-    )
+    out = ops.decode_attention(**step, **on_device(case.tables), **on_device(case.cache), sink_tokens=3, scaling=0.125)
     expected = case.expected(0.125)
     assert out.dtype == dtype
     assert (out.float().cpu() - expected).norm() < (2e-3 if dtype == torch.float32 else 4e-3) * expected.norm()
+
+
+def test_layers_share_the_work_list_of_a_step() -> None:
+    case = Case(CacheLayout(2, 64, side("fp8_e4m3 head"), side("int4 32"), 3, 20), [270, 0, 1], group=2)
+    step = on_device({"query": case.query, "key_new": case.key_new, "value_new": case.value_new} | case.tables | case.cache)
+    alone = ops.decode_attention(**step, sink_tokens=3, scaling=0.125)
+    programs = ops.default_programs(case.layout, step["query"], step["page_table"], 0.125)
+    work, sequences = ops.plan(step["lengths"], programs, 3, 20)
+    assert torch.equal(ops.decode_attention(**step, sink_tokens=3, scaling=0.125, work=work, sequences=sequences), alone)
 
 
 class Step(torch.nn.Module):
@@ -101,9 +109,9 @@ def test_the_output_has_the_querys_shape_and_type_before_anything_runs() -> None
     assert (out.shape, out.dtype, out.device.type) == ((2, 4, 64), torch.bfloat16, DEVICE)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8 head", "fp8_e4m3 token", "int4 64"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8 head", "fp8_e4m3 token", "int4 64", "nvfp4 16"])
 def test_the_format_is_read_from_the_tensors(name: str) -> None:
-    key = side("fp16") if name.startswith("int4") else side(name)
+    key = side("fp16") if side(name).packed else side(name)
     layout = CacheLayout(2, 128, key, side(name), sink_tokens=2, recent_tokens=5)
     _, cache = arguments(layout)
     assert ops.layout_of(128, {n: x[0] for n, x in cache.items() if n not in ("exact_slots", "sink_tokens")}, 2) == layout

@@ -10,13 +10,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, Case, differing, poison, side
+from kernel_cases import DEVICE, Case, differing, planned, poison, side
 from ptx_emulator import cast_impl, create_dot, create_fp_to_fp, create_inline_asm
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.kernels.codes import decode, decode_words
+from plugins.kv_attention.kernels.nvfp4 import decode_blocks
 from plugins.kv_attention.layout import CacheLayout
 
 torch.set_num_threads(1)
@@ -45,6 +46,19 @@ def _decode_words(words: Any, out: Any, DTYPE: tl.constexpr, FP8: tl.constexpr, 
     codes = decode_words(tl.load(words + i), tl.load(words + 256 + i), DTYPE, True, FP8)
     for n in tl.static_range(COUNT):
         tl.store(out + n * 256 + i, codes[n])
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
+def _decode_blocks(words: Any, scales: Any, out: Any, PTX: tl.constexpr, FP8: tl.constexpr) -> None:
+    """words (2, 32, 16), scales (4, 32, 4), out (16, 32, 16)."""
+    k = tl.arange(0, 32)[:, None]
+    word, block = k * 16 + tl.arange(0, 16)[None, :], k * 4 + tl.arange(0, 4)[None, :]
+    low_even, low_odd = tl.load(scales + block), tl.load(scales + 128 + block)
+    high_even, high_odd = tl.load(scales + 256 + block), tl.load(scales + 384 + block)
+    stored = (tl.load(words + word), tl.load(words + 512 + word), low_even, low_odd, high_even, high_odd)
+    codes = decode_blocks(stored, 64, 64, PTX, FP8)
+    for n in tl.static_range(16):
+        tl.store(out + n * 512 + word, codes[n])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
@@ -78,17 +92,41 @@ def test_every_byte_of_a_word_is_decoded_as_by_torch(dtype: str, fp8: bool) -> N
     assert torch.equal(out[finite], expected[finite])
 
 
+@pytest.mark.parametrize(("ptx", "fp8"), [(False, False), (True, False), (True, True)])
+def test_every_code_of_nvfp4_times_every_scale_is_exact(ptx: bool, fp8: bool) -> None:
+    """Products of a code and its block's scale, over 2^14, are float16 without rounding."""
+    words = torch.randint(0, 256, (2, 32, 16, 4), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    scales = torch.stack([(torch.arange(128) * step % 127).to(torch.uint8).reshape(32, 4) for step in (1, 3, 5, 7)])
+    out = torch.full((16, 32, 16), torch.nan, dtype=torch.float16)
+    _decode_blocks[(1,)](words.view(torch.int32), scales, out, ptx, fp8)
+    codes = torch.stack([words & 15, words >> 4], -1)  # (even or odd, 32, word, byte, low or high)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = torch.where(codes >= 8, -1.0, 1.0).double() * numbers[(codes % 8).long()]
+    factors = (
+        scales.view(torch.float8_e4m3fn).double().reshape(2, 2, 32, 4).repeat_interleave(4, -1)
+    )  # (low or high, even or odd)
+    expected = (values * factors.permute(1, 2, 3, 0)[:, :, :, None] / 16384).permute(3, 4, 0, 1, 2).reshape(16, 32, 16)
+    assert torch.equal(out.double(), expected)
+
+
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(
-    ("key", "value"), [("fp8_e4m3 token", "int4 64"), ("int8 head", "fp8_e4m3 tensor"), ("fp16", "int8 token")]
+    ("key", "value"),
+    [
+        ("fp8_e4m3 token", "int4 64"),
+        ("int8 head", "fp8_e4m3 tensor"),
+        ("fp16", "int8 token"),
+        ("fp8_e4m3 tensor", "nvfp4 16"),
+    ],
 )
 def test_the_kernels_as_compiled_attend_as_the_reference(
     key: str, value: str, sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "compute_capability", lambda _: sm)
     case = Case(CacheLayout(2, 128, side(key), side(value), 2, 5), [130, 3], group=8, dtype=torch.float16)
+    plan = planned(case.layout, case.tables["lengths"], programs=2)
     out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
     )
     expected = case.expected(0.1)
     assert (out.float() - expected).norm() < 2e-3 * expected.norm()
@@ -110,8 +148,9 @@ def test_bfloat16_as_a_gpu_computes_it_attends_as_the_reference(
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     case = Case(CacheLayout(2, 128, side(key), side(value)), [130, 3], group=8, dtype=dtype)
+    plan = planned(case.layout, case.tables["lengths"], programs=2)
     out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, scaling=0.1, splits=2, **case.tables
+        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
     )
     expected = case.expected(0.1)
     assert (out.float() - expected).norm() < tolerance * expected.norm()

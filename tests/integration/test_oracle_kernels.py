@@ -1,7 +1,7 @@
 """backend=torch over the attention kernels against the oracle: on a GPU, or on a CPU in Triton's interpreter.
 
-The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts stored by
-the kernels' reference, which is bit for bit the same (tests/integration/test_kernel_append.py, and one test below).
+The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts, but in the
+test of prefill, attended to and stored by the kernels' reference (test_kernel_context.py, test_kernel_append.py beside this).
 """
 
 import copy
@@ -19,7 +19,7 @@ from benchmarks import benchlib
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import OnePassEngine
-from plugins.kv_attention import launch, reference
+from plugins.kv_attention import context, launch, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
@@ -30,7 +30,7 @@ from stages.engines.paged.kernel_layout import check_kernels
 torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token")), GUARDED]
+POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token", "fp8k_nvfp4v")), GUARDED]
 BY_NAME = {policy.name: policy for policy in POLICIES}
 LENGTHS = (127, 1, 64)
 """Decoding two tokens more ends a page, begins one, and has a sequence of one token. One policy takes all three, which are
@@ -46,6 +46,22 @@ def by_reference(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache:
     for layer in range(len(key_new)):
         one = {name: tensor[layer] for name, tensor in cache.items()}
         reference.append(layout, key_new[layer], value_new[layer], one, **tables)
+
+
+def attended_by_reference(
+    layout: CacheLayout,
+    query: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: dict[str, Tensor],
+    *tables: Tensor,
+    **more: Any,
+) -> Tensor:
+    """context.context_attention of one sequence in plain torch."""
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
+    step: dict[str, Any] = {"page_table": tables[0], "lengths": tables[1], "query_starts": starts}
+    kept = {name: more[name] for name in ("scaling", "exact_slots")}
+    return reference.attend_context(layout, query, key_new, value_new, cache, **step, **kept)
 
 
 SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
@@ -82,12 +98,13 @@ def make_oracle(model: Any, policy: KVPolicy, **options: int) -> OracleEngine:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Prefill whose appends are not interpreted."""
+    """Prefill whose attention and appends are not interpreted."""
 
     def prefill(engine: Any, prompts: list[list[int]]) -> tuple[list[int], np.ndarray]:
         with monkeypatch.context() as patch:
             if DEVICE == "cpu":
                 patch.setattr(launch, "append", by_reference)
+                patch.setattr(context, "context_attention", attended_by_reference)
             handles_and_logits: tuple[list[int], np.ndarray] = engine.prefill(prompts)
             return handles_and_logits
 
@@ -108,6 +125,18 @@ def test_a_ragged_batch_decodes_like_the_oracle(
     for step in range(STEPS if policy.name in ("fp8k_int4v", "guarded") else 1):
         tokens = [text[step - STEPS] for text in batch]
         assert distance(kernels.decode(handles, tokens), oracle.decode(same, tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("policy", [BY_NAME["fp8k_int4v"], GUARDED], ids=lambda policy: policy.name)
+def test_a_prompt_is_prefilled_in_chunks_like_the_oracle(
+    policy: KVPolicy, model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second chunk reads a whole page, and a part of one, of what was stored of the first."""
+    kernels, oracle = (make(model, policy, prefill_chunk=70) for make in (make_engine, make_oracle))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "append", by_reference)
+    (_, logits), (_, expected) = kernels.prefill([texts[0][:80]]), oracle.prefill([texts[0][:80]])
+    assert distance(logits, expected) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
@@ -227,14 +256,13 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     cache = engine.cache
     handles = [cache.start()]
     cache.reserve(handles, 64)
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     before = engine._pass(1)
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     assert engine._pass(1) is before
     for move in (
-        lambda: cache.fill_tables(handles, 2),  # more rows of the tables
-        lambda: cache.reserve(handles, 64 * (len(cache.page_table[0]) + 1)),  # more pages
-        lambda: cache.fill_tables(handles, 1),  # more columns
+        lambda: cache.reserve(handles, 64 * (cache.columns + 1)),  # more pages
+        lambda: cache.widen(handles),  # more columns
         cache.start,  # more exact buffers
         lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
     ):
@@ -242,7 +270,7 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
         move()
         assert engine._pass(1) is not captured
     read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
-    cache.fill_tables(handles, 1)
+    cache.widen(handles)
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
 
 

@@ -9,19 +9,21 @@ import pytest
 import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+from transfers import counted_transfers
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from stages.engines.base import Mode
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import PlanEngine, open_session
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Plan
 from stages.engines.tensorrt.pool import TorchPool
-from stages.engines.tensorrt.session import PlanSession
+from stages.engines.tensorrt.session import PlanSession, Step
 from stages.selftest.bench import GpuBench
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
@@ -45,7 +47,8 @@ class Pair:
         sessions = {
             mode: open_session(LIBRARY, engines[mode], device, self.record, mode, cuda_graphs=cuda_graphs) for mode in PLANS
         }
-        return PlanEngine(self.record, self.record.limits(self.policy), self.scales, sessions, device), device, engines
+        limits = self.record.limits(self.policy)
+        return PlanEngine(self.plans, self.record, limits, self.scales, sessions, device), device, engines
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,65 @@ def test_each_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, P
         engine.decode(handles[:1], [3])
     assert len(fakes["decode"].contexts) == 3  # one row of one page, then of two
     assert len(fakes["prefill"].contexts) == 2  # 3 tokens, padded to 4, and 5, padded to 8
+
+
+def pool_bytes(engine: PlanEngine) -> list[np.ndarray]:
+    return [tensor.contiguous().view(torch.uint8).numpy().copy() for tensor in engine._torch_pool.tensors.values()]
+
+
+def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_step_is_one_upload_and_one_read_and_the_captured_run_stores_its_tokens(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = pairs["ages"].tensorrt()
+    handles, _ = engine.prefill([[1] * 3, [2] * 63])
+    stored: list[list[np.ndarray]] = []
+    run = Step.run
+
+    def watched(step: Step) -> None:
+        stored.append(pool_bytes(engine))
+        run(step)
+        stored.append(pool_bytes(engine))
+
+    for turn in range(4):  # launched, captured and replayed; the second turn begins a page
+        if turn == 3:
+            engine.corrupt_scale(Side.KEY, 2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "run", watched)
+            engine.decode(handles, [1, 2])
+        assert not same(*stored[-2:])
+        assert same(stored[-1], pool_bytes(engine))
+        with counted_transfers(monkeypatch) as counts:
+            engine.decode(handles, [1, 2])
+        assert counts == {"uploads": 1, "reads": 1, "transfers": []}
+    engine.prefill_chunk = 64
+    with counted_transfers(monkeypatch) as counts:
+        engine.prefill([[1] * 100])
+    assert counts == {"uploads": 2, "reads": 2, "transfers": []}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(
+    name: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
+    prompts = [[3] * 192, [2] * 65]  # a page, and in a window of older formats another one, begins with the next token
+    (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
+    before, consume = pool_bytes(engine), TorchPool.consume
+
+    def broken(pool: TorchPool, step: Step) -> None:
+        step.outputs[NOT_FINITE][1, engine.shape.kv_heads] = torch.nan
+        consume(pool, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchPool, "consume", broken)
+        with pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite"):
+            engine.decode(handles, [7, 8])
+    assert same(before, pool_bytes(engine))
+    np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(others, [4, 5]), atol=2e-4)
 
 
 def test_without_cuda_graphs_nothing_is_captured(pairs: dict[str, Pair]) -> None:
@@ -188,6 +250,16 @@ def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair])
     for fake in fakes.values():
         for context in fake.contexts:
             assert {name: context.addresses[name] for name in before} == before
+
+
+def test_both_plans_read_the_same_weights(pairs: dict[str, Pair]) -> None:
+    engine, _, fakes = pairs["ages"].tensorrt()
+    handles, _ = engine.prefill([[7] * 20])
+    engine.decode(handles, [1])
+    names = [weight.name for weight in pairs["ages"].record.weights]
+    decode, prefill = ({name: fakes[mode].contexts[0].addresses[name] for name in names} for mode in PLANS)
+    assert decode == prefill
+    assert len(set(decode.values())) == len(names) > 10
 
 
 def test_memory_is_what_the_policy_says_of_the_whole_pool(pairs: dict[str, Pair]) -> None:

@@ -23,7 +23,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation, bits_float, node_of
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, PLAN, Operation, bits_float, node_of
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
@@ -39,8 +39,9 @@ from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
 from stages.engines.tensorrt.plugin import kernel_digests, write_plugin_graph
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_plugin
+from stages.engines.tensorrt.weights import as_inputs
 
-SPLITS, SM = 3, 89
+PROGRAMS, SM = 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
 REAL = {"float32": "FLOAT", "float16": "HALF"}
 
@@ -101,7 +102,7 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
     onnx_bundle = make_bundle(decoder, root / policy.name, policy)
     described, _, _ = open_onnx_bundle(onnx_bundle)
     model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
-    layers = use_plugin(model, described.model, policy, splits=SPLITS, sm=SM)
+    layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
     return Surgery(onnx_bundle, described, model, layers, Limits(policy, 4, 512))
 
 
@@ -120,12 +121,15 @@ def tensorrt() -> Iterator[Run]:
         yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
 
 
-def test_layers_that_the_kernels_hold_get_two_plugins_and_the_others_keep_their_function(graphs: dict[str, Surgery]) -> None:
+def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_others_keep_their_function(
+    graphs: dict[str, Surgery],
+) -> None:
     both, one = graphs["fp8k_int4v"], graphs["aged"]
     assert (list(both.layers.layouts), both.layers.refusals) == ([0, 1], {})
     assert list(one.layers.layouts) == [0]
     assert {layer: str(refusal) for layer, refusal in one.layers.refusals.items()} == {1: INT4_KEYS}
     for surgery in (both, one):
+        assert [node.op_type for node in surgery.model.graph.node].count("plan_work") == 1
         functions = {function.name for function in surgery.model.functions}
         for layer in range(LAYERS):
             taken = layer in surgery.layers.layouts
@@ -164,7 +168,7 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
     """Name, namespace, version, attributes and the number of tensors, as the parser looks them up."""
     surgery, declared = graphs[name], tensorrt(builder.declared)
     nodes = [n for n in surgery.model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)]
-    assert len(nodes) == 2 * len(surgery.layers.layouts)
+    assert len(nodes) == 2 * len(surgery.layers.layouts) + 1
     for node in nodes:
         text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
         assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
@@ -176,29 +180,38 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
             assert tensor.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, tensor)
 
 
+def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
+    """What a plugin node puts out, by name."""
+    return {
+        out: Tensor(dtype, tuple(d[0] if len(set(d)) == 1 else d for d in dims))
+        for out, (dtype, dims) in zip(node.output, plan.outputs, strict=True)
+    }
+
+
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
 def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
     surgery = graphs[name]
-    info = surgery.bundle.model
+    info, batch = surgery.bundle.model, tuple(surgery.limits.ranges("decode")["B"].model_dump().values())
+    divide = surgery.node("plan_work")
+    plan: Plan = tensorrt(builder.build, "kv::plan_work", surgery.tensors(divide, {}), surgery.attributes(divide))
+    work = made(divide, plan)
     for layer, layout in surgery.layers.layouts.items():
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         partial: Plan = tensorrt(
-            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, {}), surgery.attributes(attend)
+            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, work), surgery.attributes(attend)
         )
-        parts = SPLITS + (1 if layout.exact_tokens else 0)
-        assert [dims[1:3] for _, dims in partial.outputs] == [((info.q_heads,) * 3, (parts,) * 3)] * 2
-        sums = {
-            out: Tensor(dtype, tuple(d[0] if len(set(d)) == 1 else d for d in dims))
-            for out, (dtype, dims) in zip(attend.output, partial.outputs, strict=True)
-        }
+        parts = tuple(PROGRAMS + (2 if layout.exact_tokens else 1) * b for b in batch)
+        assert [dims[:2] for _, dims in partial.outputs] == [(parts, (info.q_heads,) * 3)] * 2
+        sums = work | made(attend, partial)
         reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
-        batch = tuple(surgery.limits.ranges("decode")["B"].model_dump().values())
         assert reduced.outputs == [(REAL[info.compute_dtype], (batch, (1,) * 3, (info.q_heads,) * 3, (info.head_dim,) * 3))]
         if layer == 0:
             digests = tensorrt(kernel_digests, surgery.model, surgery.layers.layouts, info)
-            assert set(digests) == {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.layers.layouts}
+            kernels = {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.layers.layouts}
+            assert set(digests) == kernels | {"plan_work"}
+            assert digests["plan_work"] == hashlib.sha256(plan.ptx.encode()).hexdigest()
         assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
 
@@ -210,6 +223,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.model)
     dtype = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
+    model.graph.node.remove(surgery.node("plan_work"))
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
         model.graph.node.remove(attend)
@@ -239,14 +253,13 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
 
     def parse_like_tensorrt(library: Library, graph: Path) -> Parsed:
         operators[graph.name] = [node.op_type for node in onnx.load(graph, load_external_data=False).graph.node]
-        assert (graph.parent / WEIGHTS_FILE).is_file()
         return Parsed(library, None, None, None, [], [])
 
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
     monkeypatch.setattr(build_module, "parse", parse_like_tensorrt)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_programs", lambda *_: PROGRAMS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
@@ -273,16 +286,16 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
         raise AssertionError("no layer has kernels")
 
     def parse(library: Library, graph: Path) -> Parsed:
-        parsed_graphs.append(graph)
+        parsed_graphs[graph.name] = onnx.load(graph, load_external_data=False)
         return Parsed(library, None, None, None, [], [])
 
-    parsed_graphs: list[Path] = []
+    parsed_graphs: dict[str, onnx.ModelProto] = {}
     rtx = load("tensorrt_rtx")
     monkeypatch.setattr(build_module, "load", lambda _: Library("tensorrt", rtx.trt, rtx.log))
     monkeypatch.setattr(build_module, "parse", parse)
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", none)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_programs", none)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", none)
     policy = BY_NAME["int8_asym"]
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", policy)
@@ -293,7 +306,11 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
         max_batch=4, max_tokens=512, progress=nothing,
         gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
-    assert parsed_graphs == [onnx_bundle / "prefill.onnx", onnx_bundle / "decode.onnx"]
+    for name in ("prefill.onnx", "decode.onnx"):
+        whole = onnx.load(onnx_bundle / name, load_external_data=False)
+        as_inputs(whole)
+        assert parsed_graphs.pop(name) == whole
+    assert parsed_graphs == {}
     assert set(open_bundle(out, "tensorrt")[0].native) == {"0", "1"}
 
 
@@ -321,8 +338,8 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
     feeds, activations = forced(surgery, tmp_path)
     for layer, layout in surgery.layers.layouts.items():
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
-        order = node_of("decode_partial", layout).inputs
-        inputs = {role: (feeds | activations)[taken] for role, taken in zip(order, attend.input, strict=True)}
+        roles = dict(zip(node_of("decode_partial", layout).inputs, attend.input, strict=True))
+        inputs = {role: (feeds | activations)[taken] for role, taken in roles.items() if role not in PLAN.outputs}
         tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
         for side in ("key", "value"):
             if getattr(layout, side).dtype == "fp8_e4m3":

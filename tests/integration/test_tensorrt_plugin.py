@@ -23,18 +23,23 @@ import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
 from pipeline.core.kv import KVPolicy, KVShape
-from plugins.kv_attention.kernels.variants import append_variant
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
+from plugins.kv_attention.kernels.variants import append_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
+    CONTEXT_REDUCE,
+    PLAN,
     REDUCE,
     Compute,
     Node,
     all_nodes,
     bits_float,
     cache_attributes,
+    context_attributes,
     decode_attributes,
     input_specs,
     node_of,
+    plan_attributes,
     reduce_attributes,
 )
 from stages.engines.onnx.formats import onnx_type
@@ -45,8 +50,15 @@ CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32}
-VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "L": (1, 1, 32)}
+FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32, "X": (1, 512, 1024)}
+VARYING: dict[str, int | Triple] = {
+    "B": (1, 8, 64),
+    "N": (1, 512, 4096),
+    "P": (1, 16, 512),
+    "M": (1, 8, 64),
+    "L": (1, 1, 32),
+    "X": (1, 64, 100),
+}
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
 """128 ** -0.5 as a float32."""
@@ -60,7 +72,8 @@ class Case:
     layout: CacheLayout
     group: int
     compute: Compute
-    splits: int
+    programs: int
+    """W of a decode step; splits over the pages of several new tokens."""
     sm: int
     sizes: dict[str, int | Triple]
     suffix: str
@@ -71,41 +84,59 @@ class Case:
         return self.layout.kv_heads * self.group
 
     @property
-    def parts(self) -> int:
-        """S."""
-        return self.splits + (self.layout.exact_tokens > 0)
+    def batch(self) -> Triple:
+        return triple(self.sizes["B"])
+
+    @property
+    def rows(self) -> Triple:
+        """Y."""
+        return tuple(self.programs + (b if self.layout.exact_tokens else 0) for b in self.batch)  # type: ignore[return-value]
+
+    @property
+    def parts(self) -> Triple:
+        """R."""
+        return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
     def tensors(self, node: Node) -> dict[str, Tensor]:
-        specs = input_specs(node, self.layout, self.compute, self.q_heads, self.parts)
+        specs = input_specs(node, self.layout, self.compute, self.q_heads, context_splits(self.programs))
+        sizes = self.sizes | {letter: n[0] if len(set(n)) == 1 else n for letter, n in (("Y", self.rows), ("R", self.parts))}
         return {
-            name: Tensor(dtype, tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims))
+            name: Tensor(dtype, tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
             for name, (dtype, dims) in specs.items()
         }
 
     def attributes(self, node: Node) -> dict[str, int]:
-        if node.operation == "decode_reduce":
+        if node.operation == "plan_work":
+            return plan_attributes(self.layout, programs=self.programs, sm=self.sm)
+        if node in (REDUCE, CONTEXT_REDUCE):
             return reduce_attributes(self.compute, self.sm)
         if node.operation == "append":
             return cache_attributes(self.layout, self.sm)
-        return decode_attributes(self.layout, splits=self.splits, scaling=SCALING, sm=self.sm)
+        if node.operation == "context_partial":
+            return context_attributes(self.layout, splits=self.programs, scaling=SCALING, sm=self.sm)
+        return decode_attributes(self.layout, scaling=SCALING, sm=self.sm)
 
 
 CASES = {
     "fp8k_int4v": Case(
         CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64)),
-        group=8, compute="fp16", splits=16, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
+        group=8, compute="fp16", programs=114, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
     ),
     "aged": Case(
         CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
-        group=4, compute="bf16", splits=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
+        group=4, compute="bf16", programs=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
+    ),
+    "fp8k_nvfp4v": Case(
+        CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
+        group=8, compute="fp16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
     ),
     "int8": Case(
         CacheLayout(2, 256, SideLayout("int8", "per_head"), SideLayout("int8", "per_head")),
-        group=1, compute="fp32", splits=1, sm=80, sizes=VARYING, suffix="_kstatic_vstatic",
+        group=1, compute="fp32", programs=1, sm=80, sizes=VARYING, suffix="_kstatic_vstatic",
     ),
     "bf16": Case(
         CacheLayout(1, 128, SideLayout("bf16"), SideLayout("bf16"), recent_tokens=32),
-        group=16, compute="bf16", splits=8, sm=100, sizes=FIXED, suffix="_exact",
+        group=16, compute="bf16", programs=8, sm=100, sizes=FIXED, suffix="_exact",
     ),
 }  # fmt: skip
 
@@ -148,32 +179,64 @@ def test_nvidia_reads_every_operation_with_its_inputs_and_int_attributes(tensorr
     assert {"kv::decode_partial", "kv::decode_reduce", "kv::append"} <= set(operations)
 
 
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_the_work_list_has_a_row_for_every_program_however_long_sequences_are(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    plan = tensorrt(builder.build, PLAN.plugin_id, case.tensors(PLAN), case.attributes(PLAN))
+    assert plan.outputs == [("INT32", (case.rows, triple(5))), ("INT32", (case.batch, triple(4)))]
+    assert plan.grid == (triple(plan_grid(case.programs)), triple(1), triple(1))
+    check_kernel(plan, PLAN, case, [case.batch, triple(case.programs)])
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_split_attention_is_launched_for_every_split_head_and_sequence(name: str, tensorrt: Run) -> None:
+def test_the_attention_is_launched_for_every_head_and_row_of_the_work_list(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     node = node_of("decode_partial", case.layout)
     assert node.plugin_id == f"kv::decode_partial{case.suffix}"
     plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
-    batch, width = triple(case.sizes["B"]), triple(case.sizes["P"])
-    fixed = tuple(map(triple, (case.q_heads, case.parts)))
-    assert plan.outputs == [
-        ("FLOAT", (batch, *fixed, triple(case.layout.head_dim))),
-        ("FLOAT", (batch, *fixed, triple(2))),
-    ]
+    dims = (case.parts, triple(case.q_heads))
+    assert plan.outputs == [("FLOAT", (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
     assert plan.aliases == {}
-    assert plan.grid == (triple(case.parts), triple(case.layout.kv_heads), batch)
-    check_kernel(plan, node, case, [width])
+    assert plan.grid == (triple(case.layout.kv_heads), case.rows, triple(1))
+    check_kernel(plan, node, case, [triple(case.sizes["P"])])
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
-def test_the_splits_are_joined_for_every_query_head(name: str, tensorrt: Run) -> None:
+def test_the_parts_are_joined_for_every_sequence_and_query_head(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     plan = tensorrt(builder.build, REDUCE.plugin_id, case.tensors(REDUCE), case.attributes(REDUCE))
-    batch = triple(case.sizes["B"])
     dtype = {"fp16": "HALF", "bf16": "BF16"}[case.compute]
-    assert plan.outputs == [(dtype, (batch, *map(triple, (1, case.q_heads, case.layout.head_dim))))]
-    assert plan.grid == (tuple(b * case.q_heads for b in batch), triple(1), triple(1))
-    check_kernel(plan, REDUCE, case, [triple(case.parts)])
+    assert plan.outputs == [(dtype, (case.batch, *map(triple, (1, case.q_heads, case.layout.head_dim))))]
+    assert plan.grid == (triple(case.q_heads), case.batch, triple(1))
+    check_kernel(plan, REDUCE, case, [])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(name: str, tensorrt: Run) -> None:
+    case = CASES[name]
+    node = node_of("context_partial", case.layout)
+    assert node.plugin_id == f"kv::context_partial{case.suffix}"
+    plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+    batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
+    fixed = tuple(map(triple, (case.q_heads, case.programs + 1)))
+    assert plan.outputs == [
+        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT", (batch, tokens, *fixed, triple(2))),
+    ]
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
+    variant = context_variant(case.layout, group=case.group, rows=WIDEST, query_dtype=dtype, scaling=SCALING, sm=case.sm)
+    blocks = tuple(b * -(-x * case.group // variant.constants["N"]) for b, x in zip(batch, tokens, strict=True))
+    assert plan.grid == (blocks, triple(case.layout.kv_heads), triple(case.programs + 1))
+    check_kernel(plan, node, case, [width, tokens])
+
+
+def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(tensorrt: Run) -> None:
+    case = CASES["aged"]
+    plan = tensorrt(builder.build, CONTEXT_REDUCE.plugin_id, case.tensors(CONTEXT_REDUCE), case.attributes(CONTEXT_REDUCE))
+    batch, tokens = triple(case.sizes["B"]), triple(case.sizes["X"])
+    assert plan.outputs == [("BF16", (batch, tokens, triple(case.q_heads), triple(case.layout.head_dim)))]
+    assert plan.grid == (tuple(b * x * case.q_heads for b, x in zip(batch, tokens, strict=True)), triple(1), triple(1))
+    check_kernel(plan, CONTEXT_REDUCE, case, [triple(case.programs + 1)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -193,17 +256,20 @@ def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt
 
 
 @pytest.mark.parametrize(
-    ("name", "sinks", "recent"), [("fp8k_int4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)]
+    ("name", "sinks", "recent"),
+    [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
 )
-def test_the_split_attention_takes_the_inputs_of_the_onnx_graphs_function(name: str, sinks: int, recent: int) -> None:
+def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_function(
+    name: str, sinks: int, recent: int
+) -> None:
     policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
     policy = policy.model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
     shape = KVShape(layers=1, kv_heads=2, head_dim=128)
     spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
     (layout,) = check_kernels(policy, shape, q_heads=8)
     node = node_of("decode_partial", layout)
-    taken = input_specs(node, layout, "fp16", spec.q_heads, 1)
-    assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *spec.cache])
+    taken = input_specs(node, layout, "fp16", spec.q_heads)
+    assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
     for table, dims in spec.tables.items():
         assert taken[table] == ("INT32", dims)
     for side in spec.sides.values():
@@ -281,7 +347,6 @@ def test_an_input_that_is_not_the_layouts_is_named(tensor: str, change: dict[str
         ({"key_format": 1}, "granularity of dtype fp16 must be one of none, got per_tensor"),
         ({"value_format": 5}, r"value_format must be one of 0 \(fp32\), .* got 5"),
         ({"sink_tokens": -1}, "sink_tokens must be at least 0, got -1"),
-        ({"splits": 0}, "splits must be at least 1, got 0"),
         ({"sm": 75}, "sm must be at least 80, got 75"),
     ],
 )
@@ -290,6 +355,12 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], mess
     node = node_of("decode_partial", case.layout)
     with pytest.raises(ValueError, match=message):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
+
+
+def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    with pytest.raises(ValueError, match="kv::plan_work: programs must be at least 1, got 0"):
+        tensorrt(builder.build, PLAN.plugin_id, case.tensors(PLAN), case.attributes(PLAN) | {"programs": 0})
 
 
 def test_without_tensorrt_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

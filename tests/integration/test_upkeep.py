@@ -19,13 +19,13 @@ from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.locks import LIMIT
 from pipeline.artifacts.store import MANIFEST, Recipe, Store, used
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
-from pipeline.run.identity import read_identity
 from pipeline.upkeep.disk import Piece, distinct_bytes, read_disk
 from pipeline.upkeep.prune import Plan, alone
 from pipeline.upkeep.prune import apply as remove

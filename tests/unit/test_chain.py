@@ -23,10 +23,10 @@ from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import SCALES_FILE, KVPolicy
+from pipeline.evidence.reading import USER_INPUTS
+from pipeline.loading.load import open_loader, plots, required_libraries
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import USER_INPUTS
 from pipeline.run.inputs import check_inputs
-from pipeline.run.loading import open_loader, plots, required_libraries
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
@@ -89,7 +89,7 @@ def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(n
 
 def test_opening_a_backend_loads_nothing_heavy() -> None:
     opened = "; ".join(f"open_loader(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
-    program = f"import sys; from pipeline.run.loading import open_loader; from pipeline.config.compose import plan; {opened}"
+    program = f"import sys; from pipeline.loading.load import open_loader; from pipeline.config.compose import plan; {opened}"
     command = [sys.executable, "-c", f"{program}; print(*sys.modules)"]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert {"torch", "onnx", "onnxruntime", "tensorrt_rtx", "transformers"}.isdisjoint(loaded)

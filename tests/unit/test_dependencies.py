@@ -3,6 +3,8 @@
 import ast
 import sys
 import tomllib
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -65,18 +67,30 @@ INDIRECT = {
 """Declared and not imported -> why it is needed."""
 
 
-def imported(*folders: str) -> set[str]:
-    """Canonical names of the distributions that the folders' modules import, at any depth."""
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    local = OURS | set(ELSEWHERE) | {name for path in (ROOT / "tests").rglob("*.py") for name in (path.stem, path.parent.name)}
-    modules: set[str] = set()
-    for path in files:
+@cache
+def modules_of(folder: str) -> frozenset[str]:
+    """Top-level names of what the modules of a folder import, at any depth."""
+    names: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                modules |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                modules.add((node.module or "").partition(".")[0])
-    owners = metadata.packages_distributions()
+                names.add((node.module or "").partition(".")[0])
+    return frozenset(names)
+
+
+@cache
+def owners_of_modules() -> Mapping[str, list[str]]:
+    """Installed distributions by the modules that they have."""
+    return metadata.packages_distributions()
+
+
+def imported(*folders: str) -> set[str]:
+    """Canonical names of the distributions that the folders' modules import, at any depth."""
+    local = OURS | set(ELSEWHERE) | {name for path in (ROOT / "tests").rglob("*.py") for name in (path.stem, path.parent.name)}
+    modules = {module for folder in folders for module in modules_of(folder)}
+    owners = owners_of_modules()
     names = set()
     for module in modules - local - set(sys.stdlib_module_names):
         assert module in owners, f"{module} is imported, and no installed distribution has it"

@@ -16,7 +16,7 @@ from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
-from pipeline.run import loading
+from pipeline.loading import load
 from pipeline.run.chain import Chain
 from pipeline.verdict.report import LEAST_STEP, load_report, load_rows
 from stages.evaluate import MeasuredRound, assign_rounds, evaluate_round, join_rounds, measure_baseline
@@ -166,7 +166,7 @@ class _Chain(Chain):
 
 @pytest.fixture
 def chain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_FakeBackend], _Chain]:
-    monkeypatch.setattr(loading, "evaluation", _Stage)
+    monkeypatch.setattr(load, "evaluation", _Stage)
 
     def make(backend: _FakeBackend) -> _Chain:
         planned = plan([f"workdir={tmp_path}", "tracking=none"], multirun=False).jobs[0]

@@ -15,13 +15,13 @@ from pipeline.core.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import (
     GRANULARITIES,
-    GROUP_SIZES,
     HEAD_DIMS,
     KEY_DTYPES,
     PAGE_TOKENS,
     CacheLayout,
     Dtype,
     SideLayout,
+    group_sizes,
     pack_int4,
     unpack_int4,
 )
@@ -31,10 +31,23 @@ SIDES = [
     SideLayout(dtype, granularity, size)
     for dtype in get_args(Dtype)
     for granularity in GRANULARITIES[dtype]
-    for size in (GROUP_SIZES if granularity == "per_group" else (None,))
+    for size in (group_sizes(dtype) if granularity == "per_group" else (None,))
 ]
 FP8_TOKEN, FP8_TENSOR = SideLayout("fp8_e4m3", "per_token"), SideLayout("fp8_e4m3", "per_tensor")
 INT4_G64, BF16 = SideLayout("int4", "per_group", 64), SideLayout("bf16")
+NVFP4 = SideLayout("nvfp4", "per_group", 16)
+
+
+def policy_format(side: SideLayout) -> Format:
+    """The same format as a policy writes it."""
+    source: ScaleSource = "none" if side.exact else "calibrated" if side.has_static_scales else "dynamic"
+    return Format(
+        dtype=side.dtype,
+        granularity=side.granularity,
+        group_size=side.group_size,
+        scale=source,
+        block_scale="max" if side.in_blocks else "none",
+    )
 
 
 def every_layout() -> list[CacheLayout]:
@@ -45,7 +58,13 @@ def every_layout() -> list[CacheLayout]:
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
-    [(BF16, BF16, 512), (FP8_TENSOR, FP8_TENSOR, 256), (FP8_TENSOR, INT4_G64, 196), (FP8_TOKEN, INT4_G64, 198)],
+    [
+        (BF16, BF16, 512),
+        (FP8_TENSOR, FP8_TENSOR, 256),
+        (FP8_TENSOR, INT4_G64, 196),
+        (FP8_TOKEN, INT4_G64, 198),
+        (FP8_TENSOR, NVFP4, 200),
+    ],
 )
 def test_a_token_takes_the_bytes_of_the_roofline(key: SideLayout, value: SideLayout, expected: int) -> None:
     assert CacheLayout(1, 128, key, value).token_bytes == expected
@@ -77,31 +96,39 @@ def test_scales_have_the_shapes_that_the_granularity_says() -> None:
     assert layout.exact_buffers(5) == {}
     assert CacheLayout(3, 64, FP8_TENSOR, BF16).static_scales() == {"key_scale": ("float32", (1,))}
     assert CacheLayout(3, 64, FP8_TOKEN, BF16).pools(2)["key_scale_pool"] == ("float16", (2, 3, 64, 1))
+    blocks = CacheLayout(3, 64, FP8_TENSOR, NVFP4)
+    assert blocks.static_scales() == {"key_scale": ("float32", (1,)), "value_scale": ("float32", (1,))}
+    assert blocks.pools(2)["value_scale_pool"] == ("float8_e4m3fn", (2, 3, 64, 4))
 
 
 def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
     assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (formats.MIN_SCALE, formats.MAX_FLOAT16)
+    assert page_format.NVFP4_GROUP == formats.NVFP4_GROUP
+    assert (page_format.SMALLEST_BLOCK_SCALE, page_format.LARGEST_BLOCK_SCALE) == (
+        formats.SMALLEST_NVFP4_SCALE,
+        formats.LARGEST_NVFP4_SCALE,
+    )
     for side in SIDES:
-        source: ScaleSource = "none" if side.exact else "calibrated" if side.static else "dynamic"
-        form = Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=source)
+        form = policy_format(side)
         for dim in HEAD_DIMS:
             if form.refuse_head_dim(dim) is None:
                 assert side.token_bytes(dim) == form.token_bytes(dim)
                 assert side.groups(dim) == form.scales_per_token(dim)
         assert side.exact == form.exact
-        assert side.static == form.static
+        assert (side.static, side.has_static_scales) == (form.static, form.has_static_scales)
         assert side.exact or side.limit == form.code.limit
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "fp8_e5m2"}, "dtype must be one of fp16, bf16, fp8_e4m3, int8, int4, got fp8_e5m2"),
+        ({"dtype": "fp8_e5m2"}, "dtype must be one of fp16, bf16, fp8_e4m3, int8, int4, nvfp4, got fp8_e5m2"),
         ({"dtype": "int4", "granularity": "per_head"}, "int4 must be one of per_token, per_group, got per_head"),
         ({"dtype": "bf16", "granularity": "per_token"}, "bf16 must be one of none, got per_token"),
         ({"dtype": "int4", "granularity": "per_group", "group_size": 16}, "group_size must be one of 32, 64, 128, got 16"),
         ({"dtype": "int8", "granularity": "per_token", "group_size": 64}, "group_size must be None .* got 64"),
+        ({"dtype": "nvfp4", "granularity": "per_group", "group_size": 32}, "group_size must be one of 16, got 32"),
     ],
 )
 def test_a_side_that_no_kernel_reads_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -115,6 +142,7 @@ def test_a_side_that_no_kernel_reads_is_refused(arguments: dict[str, Any], messa
         ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
         ({"key": SideLayout("int4", "per_token")}, "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got int4"),
         ({"head_dim": 64, "value": SideLayout("int4", "per_group", 128)}, "group_size must divide head_dim 64, got 128"),
+        ({"key": NVFP4}, "key dtype must be one of fp16, bf16, fp8_e4m3, int8, got nvfp4"),
         ({"kv_heads": 0}, "kv_heads must be at least 1, got 0"),
         ({"sink_tokens": -1}, "sink_tokens must be at least 0, got -1"),
         ({"recent_tokens": -64}, "recent_tokens must be at least 0, got -64"),

@@ -10,11 +10,10 @@ import pytest
 import torch
 from format_cases import tensors
 from hypothesis import example, given, settings
-from test_kv_layout import SIDES
+from test_kv_layout import SIDES, policy_format
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.core.formats import Format, ScaleSource
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, pack_int4
 from stages.engines.oracle.formats import Static
@@ -27,21 +26,16 @@ examples = settings(max_examples=40, derandomize=True, deadline=None)
 NAN, INF = math.nan, math.inf
 
 
-def policy_format(side: SideLayout) -> Format:
-    source: ScaleSource = "none" if side.exact else "calibrated" if side.static else "dynamic"
-    return Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=source)
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
     """Scales (1) or (H) for which a few numbers saturate."""
-    if not side.static:
+    if not side.has_static_scales:
         return None
-    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / side.limit
-    return largest.amax()[None] if side.granularity == "per_tensor" else largest
+    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.limit * (448.0 if side.in_blocks else 1.0))
+    return largest if side.granularity == "per_head" else largest.amax()[None]
 
 
 @examples
@@ -66,7 +60,7 @@ def test_every_format_stores_the_bits_that_the_oracle_stores(x_HTD: Tensor) -> N
 def test_half_precision_is_widened_before_it_is_quantized(dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
     for side in SIDES:
-        if side.group_size != 128 and not side.static:
+        if side.group_size != 128 and not side.has_static_scales:
             for narrow, wide in zip(reference.quantize(x, side), reference.quantize(x.float(), side), strict=True):
                 if narrow is None or wide is None:
                     assert narrow is wide, side
@@ -151,6 +145,7 @@ LAYOUTS = [
     CacheLayout(1, 128, SideLayout("int8", "per_head"), SideLayout("int4", "per_token"), 4, 64),
     CacheLayout(3, 64, SideLayout("bf16"), SideLayout("fp8_e4m3", "per_tensor"), 0, 5),
     CacheLayout(2, 64, SideLayout("fp8_e4m3", "per_head"), SideLayout("int8", "per_token"), 70, 0),
+    CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16), 3, 5),
 ]
 
 

@@ -70,6 +70,7 @@ FORMATS = [Format(dtype="fp16"), Format(dtype="bf16")] + [
     for symmetric in ((True, False) if dtype.startswith("int") else (True,))
     for rotation in ("none", "hadamard")
 ]  # fmt: skip
+TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scale="dynamic", arithmetic="vllm_turboquant")
 NVFP4S = [NVFP4.model_copy(update={"block_scale": choice, "rotation": rotation})
           for choice in ("max", "4over6") for rotation in ("none", "hadamard")]  # fmt: skip
 
@@ -99,7 +100,7 @@ def assert_stores_what_the_oracle_stores(form: Format, compute: Literal["float32
         assert same.mean() > 0.998 if form.rotation != "none" else same.all()
 
 
-@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S], ids=names)
+@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=names)
 def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form)
 

@@ -13,14 +13,14 @@ from judged_engine import config_of, judged_engine
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.store import Store
 from pipeline.core.errors import GateRefusal
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.verify import replay, replay_candidate
 from pipeline.registry.promotion import Move, promote
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import read_evidence
-from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
-from pipeline.run.verify import replay, replay_candidate
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow

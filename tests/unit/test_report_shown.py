@@ -9,10 +9,10 @@ from gate_reports import GATES
 from judged_engine import judged_engine
 
 from pipeline.config.compose import plan
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import read_evidence
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.run import serving
-from pipeline.run.evidence import read_evidence
-from pipeline.run.identity import IDENTITY_FILE
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE
 

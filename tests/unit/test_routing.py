@@ -9,14 +9,14 @@ from routed_engines import Fleet, RecordingRegistry
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import registered_engine
+from pipeline.evidence.verify import replay_candidate
 from pipeline.registry.summary import Registration, evidence_digest
 from pipeline.routing.files import read_routing_file
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.settings import RoutingConfig
 from pipeline.routing.stages import roll_back, route
-from pipeline.run.evidence import registered_engine
-from pipeline.run.identity import IDENTITY_FILE, read_identity
-from pipeline.run.verify import replay_candidate
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
 

@@ -18,12 +18,12 @@ from signing_keys import key_pair, keys
 from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import find_evidence, read_evidence
+from pipeline.evidence.verify import replay
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import find_evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
-from pipeline.run.verify import replay
 from pipeline.trust.keys import Keys, key_id
 from pipeline.trust.movelog import MoveLog
 from pipeline.trust.statement import SIGNATURE_FILE

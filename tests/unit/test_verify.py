@@ -15,13 +15,13 @@ from judged_engine import config_of, exported, judged_engine
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Store
 from pipeline.core.errors import MissingRequirement, UserError, exit_code
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import find_evidence, read_evidence
+from pipeline.evidence.verify import replay
 from pipeline.registry.proof import Finding
 from pipeline.run.chain import Chain
-from pipeline.run.evidence import find_evidence, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, read_identity
 from pipeline.run.job import Run
 from pipeline.run.serving import verify
-from pipeline.run.verify import replay
 from pipeline.verdict.thresholds import RULES
 
 ALL = ("engine", "baseline")

@@ -10,9 +10,13 @@ to even codes, and the sign of NaN is read from the bits of the input, because a
 import triton
 import triton.language as tl
 
+from plugins.kv_attention.kernels.codes import streams_of
+from plugins.kv_attention.kernels.nvfp4 import encode_e2m1, value_e4m3
+
 PAGE: tl.constexpr = tl.constexpr(64)
 MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-14)
 MAX_SCALE: tl.constexpr = tl.constexpr(65504.0)
+SMALLEST_BLOCK_SCALE: tl.constexpr = tl.constexpr(2.0**-9)
 
 
 @triton.jit(do_not_specialize=["pages", "table_width", "buffers"])
@@ -33,12 +37,12 @@ def append(
     Args:
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.
         page_table: (B, P) int32, which must reach position lengths[b].
-        lengths: (B) int32, the position that is written.
+        lengths: (B) int32, the position that is written; nothing is written of a sequence where it is negative.
         exact_slots: (B) int32, exact buffer of each sequence.
-        key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer.
+        key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer; of nvfp4 one.
         pages, table_width, buffers: N, P and M.
         key_pool, value_pool: (L, N, H, 64, W).
-        key_scale_pool, value_scale_pool: Dynamic scales (L, N, H, 64, g) float16.
+        key_scale_pool, value_scale_pool: Dynamic scales (L, N, H, 64, g) float16; of nvfp4 E4M3, as uint8.
         key_exact, value_exact: (L, M, H, E, D) float16.
         GROUPS: g of the values, at least 1.
         FP8: Whether the target converts float32 to float8 in one rounding.
@@ -47,7 +51,9 @@ def append(
     b, layer = tl.program_id(1), tl.program_id(2)
     source = (layer * tl.num_programs(1) + b) * H + heads
     position = tl.load(lengths + b)
-    page = tl.load(page_table + b * table_width + position // PAGE)
+    # Whether to store is decided on the device, so that a captured step can leave out what its own checks refuse.
+    page = tl.load(page_table + b * table_width + position // PAGE, mask=position >= 0, other=0)
+    written = (heads < H) & (position >= 0)
     row = ((layer.to(tl.int64) * pages + page) * H + heads) * PAGE + position % PAGE
     if SINK + RECENT > 0:
         buffer = tl.load(exact_slots + b)
@@ -55,33 +61,36 @@ def append(
     else:
         slot = row
     _append_side(
-        key_new, key_scale, key_pool, key_scale_pool, key_exact, layer, heads, source, row, slot, position,
+        key_new, key_scale, key_pool, key_scale_pool, key_exact,
+        layer, heads, written, source, row, slot, position,
         H, D, R, KEY, KEY_SCALES, 1, SINK, RECENT, FP8,
     )  # fmt: skip
     _append_side(
-        value_new, value_scale, value_pool, value_scale_pool, value_exact, layer, heads, source, row, slot, position,
+        value_new, value_scale, value_pool, value_scale_pool, value_exact,
+        layer, heads, written, source, row, slot, position,
         H, D, R, VALUE, VALUE_SCALES, GROUPS, SINK, RECENT, FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def _append_side(
-    new, static_scale, pool, scale_pool, exact, layer, heads, source, row, slot, position,
+    new, static_scale, pool, scale_pool, exact, layer, heads, written, source, row, slot, position,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr,
     SINK: tl.constexpr, RECENT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values of R heads.
 
-    `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
+    `written` (R): heads that exist, of a token that is stored. `source`, `row`, `slot` (R): rows of `new`, of the pools and of
+    the exact buffer.
     """
-    # A byte of int4 holds channels d and d + D / 2, which are loaded as two tiles.
-    PARTS: tl.constexpr = 2 if DTYPE == "int4" else 1
+    # A byte of 4-bit codes holds channels d and d + D / 2, which are loaded as two tiles.
+    PARTS: tl.constexpr = streams_of(DTYPE)
     W: tl.constexpr = D // PARTS
     n: tl.constexpr = GROUPS // PARTS if GROUPS > PARTS else 1
     s: tl.constexpr = W // n
     group = tl.arange(0, n)
     channel = (group[:, None] * s + tl.arange(0, s)[None, :])[None, :, :]
-    inside = tl.broadcast_to((heads < H)[:, None, None], (R, n, s))
+    inside = tl.broadcast_to(written[:, None, None], (R, n, s))
 
     parts = ()
     for part in tl.static_range(PARTS):
@@ -95,12 +104,16 @@ def _append_side(
             tl.store(pointers, x.to(tl.float16), mask=inside)
 
     pointers = pool + row[:, None, None] * W + channel
-    if static_scale is not None:
+    if DTYPE == "nvfp4":
+        scale_pointers = scale_pool + row[:, None] * GROUPS + group[None, :]
+        stored = _quantize_blocks(parts, tl.load(static_scale + layer), scale_pointers, heads < H, R, n, FP8)
+        stored = stored.to(pool.dtype.element_ty)
+    elif static_scale is not None:
         scales = tl.load(static_scale + layer * SCALES + heads % SCALES)[:, None]
         stored = _encode(parts[0], scales, DTYPE, FP8).to(pool.dtype.element_ty)
     elif scale_pool is not None:
         scale_pointers = scale_pool + row[:, None] * GROUPS + group[None, :]
-        stored = _quantize(parts, scale_pointers, heads < H, R, n, DTYPE, GROUPS, FP8).to(pool.dtype.element_ty)
+        stored = _quantize(parts, scale_pointers, written, R, n, DTYPE, GROUPS, FP8).to(pool.dtype.element_ty)
     elif DTYPE == "bf16":
         stored = round_to_bfloat16(parts[0][0])
     else:
@@ -121,7 +134,7 @@ def _quantize(
 ):
     """Return the packed codes (R, n, s), as int32, of the tiles `parts` (R, n, s), and store their scales.
 
-    `scale_pointers` (R, n): addresses of the scales. `inside` (R): heads that exist.
+    `scale_pointers` (R, n): addresses of the scales. `inside` (R): heads that are stored.
     """
     LIMIT: tl.constexpr = 448.0 if DTYPE == "fp8_e4m3" else 127.0 if DTYPE == "int8" else 7.0
     mask = tl.broadcast_to(inside[:, None], (R, n))
@@ -140,6 +153,22 @@ def _quantize(
             tl.store(scale_pointers + n, high, mask=mask)
         codes = 16 * _encode(parts[1], high.to(tl.float32), DTYPE, FP8)
         codes += _encode(parts[0], low.to(tl.float32), DTYPE, FP8) + 8
+    return codes
+
+
+@triton.jit
+def _quantize_blocks(parts, layer_scale, scale_pointers, inside, R: tl.constexpr, n: tl.constexpr, FP8: tl.constexpr):
+    """Return the packed codes of nvfp4, as _quantize does, and store the scales of blocks, in units of `layer_scale`."""
+    mask = tl.broadcast_to(inside[:, None], (R, n))
+    codes = tl.zeros(parts[0][0].shape, tl.int32)
+    for part in tl.static_range(2):
+        x = parts[part][0]
+        wanted = tl.math.div_rn(_largest(x), tl.broadcast_to(6.0 * layer_scale, (R, n)))
+        scales = _magnitude_e4m3(tl.maximum(wanted, SMALLEST_BLOCK_SCALE), FP8)
+        tl.store(scale_pointers + part * n, scales.to(tl.uint8), mask=mask)
+        unit = value_e4m3(scales) * layer_scale
+        steps = tl.math.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
+        codes += encode_e2m1(tl.where(x == x, steps, 0.0)) << (4 * part)
     return codes
 
 

@@ -10,6 +10,12 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def streams_of(dtype):
+    """Return the codes of a stored byte or element: 2 of 4 bits, else 1."""
+    return 2 if dtype in ("int4", "nvfp4") else 1
+
+
 @triton.jit
 def decode_int8(x, PTX: tl.constexpr):
     """Decode int8 to float16."""

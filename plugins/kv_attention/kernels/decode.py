@@ -1,23 +1,32 @@
-"""First kernel of the attention, split-K: partial sums of one split of the quantized pages.
+"""First kernel of the attention, split-K: partial sums over the quantized pages, divided by the work list of plan.py.
 
 Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
 columns, T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels
-of a chunk of it, S splits, E exact slots.
+of a chunk of it, E exact slots, Y programs of a KV head, R parts, which are what programs compute of a sequence each.
 
-One program attends to the pages of one (split, KV head, sequence). Operands are swapped: scores (T, N) = keys (T, D) x
-query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix instruction's N of 8 and
-nothing is computed for padding when G is 8.
+One program attends with one KV head to its share of all sequences' pages, sequence by sequence. Operands are swapped: scores
+(T, N) = keys (T, D) x query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix
+instruction's N of 8 and nothing is computed for padding when G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
-precision down to 2^-29 of the largest. A value scale is folded into p, divided by the largest scale of this split so far
-rounded up to a power of two, so that neither tiny nor huge scales leave float16's range.
+precision down to 2^-29 of the largest. A value scale is folded into p, divided by the largest scale of this part so far
+rounded up to a power of two, so that neither tiny nor huge scales leave float16's range. Of nvfp4 the product of a code and its
+block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
 """
 
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode
-from plugins.kv_attention.kernels.tiles import channels, decode_values, load_rows, load_scales, load_values
+from plugins.kv_attention.kernels.codes import decode, streams_of
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
+from plugins.kv_attention.kernels.tiles import (
+    channels,
+    decode_values,
+    load_rows,
+    load_scales,
+    load_values,
+    with_block_scales,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(15.0)
@@ -69,7 +78,7 @@ def _attend_tile(
     MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
     into p, `sums` are in multiples of it.
     """
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    STREAMS: tl.constexpr = streams_of(VALUE)
     W: tl.constexpr = D // STREAMS
     C: tl.constexpr = W // CHUNKS
     t = tl.arange(0, T)
@@ -78,6 +87,8 @@ def _attend_tile(
     scales = ()
     if VALUE_SCALE == "group":
         scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
+    elif VALUE_SCALE == "block":
+        stored = with_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
@@ -128,7 +139,7 @@ def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constex
 @triton.jit
 def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
     """Return the initial m, l and sums, in multiples of `unit`: of the current token, or of no token if not `seeded`."""
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     m = tl.where(seeded, score - HEADROOM, float("-inf"))
     l = tl.where(seeded, P_MAX, 0.0) + tl.zeros((N,), tl.float32)
@@ -146,8 +157,8 @@ def _store(
     partial_acc, partial_ml, row, rows, m, l, unit, sums,
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a split. row (N): number of the (sequence, query head, split); rows (N): query heads that exist."""
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    """Store the results of a part. row (N): number of the (part, query head); rows (N): query heads that exist."""
+    STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     for c in tl.static_range(CHUNKS):
         for s in tl.static_range(STREAMS):
@@ -159,7 +170,7 @@ def _store(
 
 
 @triton.jit
-def _exact_split(
+def _exact_part(
     key_exact, value_exact, value_new, length, row, rows, scaled, per_column, score_new, partial_acc, partial_ml,
     N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
     PTX: tl.constexpr, FP8: tl.constexpr,
@@ -185,30 +196,28 @@ def _exact_split(
 
 
 @triton.jit
-def _tiles(length, split, splits, heads, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Return the first tile of a split and the one after its last, of the tiles of positions SINK to length - RECENT.
+def _tiles(length, low_page, high_page, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """Return the first tile with a position from SINK to length - RECENT in a range of pages, and the one after the last.
 
-    A split has 128 tokens at least, and 256 where there are enough `heads` (of KV, of all sequences) to fill a GPU: writing and
-    reading its result takes as much traffic as some 40 tokens.
+    Pages count from the one with position SINK.
     """
-    FIRST: tl.constexpr = SINK // T
+    PER: tl.constexpr = 64 // T  # tiles of a page
     end = length - RECENT
-    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
-    least = tl.where(heads < 64, 128 // T, 256 // T)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), least)
-    return FIRST + tl.minimum(split * tiles_per_split, tiles), FIRST + tl.minimum((split + 1) * tiles_per_split, tiles)
+    low = tl.maximum((SINK // 64 + low_page) * PER, SINK // T)
+    high = tl.where(end > SINK, tl.minimum((SINK // 64 + high_page) * PER, tl.cdiv(end, T)), low)
+    return low, high
 
 
 @triton.jit
-def _pool_split(
-    key_pool, value_pool, key_scale, value_scale, table, value_new, length, low, high, split, h, row, rows, scaled, per_column,
-    score_new, partial_acc, partial_ml,
+def _pool_part(
+    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, value_new, length, low, high, seeded, h, row, rows,
+    scaled, per_column, score_new, partial_acc, partial_ml,
     H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles [low, high), from the pages, and in split 0 to the current token if no split is exact."""
+    """Attend to tiles [low, high), from the pages, and if `seeded` to the current token."""
     queries = _query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
@@ -222,9 +231,12 @@ def _pool_split(
         factor = tl.load(value_scale + h)
     elif VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
-    m, l, sums = _seed((SINK + RECENT == 0) & (split == 0), score_new, value_new, factor, N, D, VALUE, CHUNKS)
+    elif VALUE_SCALE == "block":
+        factor = tl.load(value_scale) * NVFP4_GAIN
+        value_scale = value_block_scale
+    m, l, sums = _seed(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
-    # Of the split's tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
+    # Of the part's tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
     PER: tl.constexpr = 64 // T  # tiles of a page
     end = length - RECENT
     whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
@@ -250,9 +262,30 @@ def _pool_split(
     _store(partial_acc, partial_ml, row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
 
 
+@triton.jit
+def _scaled_query(query, key_new, head, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr):
+    """Return a group's queries (D, N), each divided by a power of two, the factor of its scores, and the current token's score.
+
+    The power of two is near the query's largest magnitude, so that it and its products fit float16.
+    """
+    d = tl.arange(0, D)
+    n = tl.arange(0, N)
+    columns = tl.load(
+        query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to((n < G)[None, :], (D, N)), other=0.0
+    )
+    columns = columns.to(tl.float32)
+    power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
+    scaled = columns * _inverse(power)[None, :]
+    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+    score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
+    return scaled, per_column, score_new
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def decode_partial(
-    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, page_table, lengths,
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table, lengths, work,
+    sequences,
     key_exact, value_exact, exact_slots, table_width, partial_acc, partial_ml,
     H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     SCALING: tl.constexpr, PARTS: tl.constexpr,
@@ -260,74 +293,57 @@ def decode_partial(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the pages of one (split, KV head, sequence). Grid (S, H, B).
+    """Attend with one KV head to the pages that a row of the work list names. Grid (H, Y).
 
-    With exact tokens, the last split reads the exact buffers and the other splits the pages. Tensors that the layout does not
-    have are None.
+    With exact tokens, rows of their own name the sequences whose exact buffers are read. Tensors that the layout does not have
+    are None.
 
     Args:
         query: (B, Hq, D).
         key_new, value_new: (B, H, D), the current token.
         key_pool, value_pool: (pages, H, 64, W).
         key_scale, value_scale: (1) or (H) float32 for KEY_SCALE, VALUE_SCALE "tensor" or "head"; (pages, H, 64, GROUPS)
-            float16 for "token" or "group"; None for "none".
+            float16 for "token" or "group"; None for "none". (1) float32 for "block".
+        value_block_scale: (pages, H, 64, GROUPS) bytes of E4M3 for VALUE_SCALE "block", else None.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the current one.
+        work, sequences: (Y, 5) and (B, 4) int32, as plan_work writes them.
         key_exact, value_exact: (buffers, H, E, D) float16.
         exact_slots: (B) int32, exact buffer of each sequence.
-        partial_acc: Output (B, Hq, S, D) float32, sums of weighted values; those of an empty split are not written.
-        partial_ml: Output (B, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
+        partial_acc: Output (R, Hq, D) float32, sums of weighted values; those of numbers without a part are not written.
+        partial_ml: Output (R, Hq, 2) float32, m and l; -inf and 0 of a part without tokens.
     """
-    split = tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2)
-    splits = tl.num_programs(0)
+    h = tl.program_id(0)
+    work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
-    d = tl.arange(0, D)
     n = tl.arange(0, N)
     rows = n < G
-    head = b * H + h
-    length = tl.load(lengths + b)
-    table = page_table + b.to(tl.int64) * table_width
-    row = (head * G + n).to(tl.int64) * splits + split
-
-    low, high = _tiles(
-        length, split, splits - (1 if EXACT > 0 else 0), tl.num_programs(1) * tl.num_programs(2), T, SINK, RECENT
-    )
-    if (low == high) & (split != (splits - 1 if EXACT > 0 else 0)):
-        # This split is empty: its sums are not read, since m says so.
-        tl.store(partial_ml + row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
-        tl.store(partial_ml + row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
-        return
-
-    # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
-    query_columns = tl.load(
-        query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0
-    )
-    query_columns = query_columns.to(tl.float32)
-    power = tl.max(tl.abs(query_columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
-    scaled = query_columns * _inverse(power)[None, :]
-    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
-    score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
-
-    if EXACT == 0:
-        _pool_split(
-            key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, low, high, split, h, row, rows,
+    count = tl.load(work + 1) - tl.load(work)
+    for i in tl.range(0, count, num_stages=1):
+        # The row is read again for each sequence: what is kept meanwhile takes registers from the loop over tiles.
+        b = tl.load(work) + i
+        part = tl.load(work + 4) + (2 if EXACT > 0 else 1) * i
+        head = b * H + h
+        begin = tl.load(sequences + b * 4)
+        before = tl.maximum(tl.load(work + 2) - begin, 0)
+        pages = tl.minimum(tl.load(work + 3), tl.load(sequences + b * 4 + 1)) - begin
+        length = tl.load(lengths + b)
+        low, high = _tiles(length, before, pages, T, SINK, RECENT)
+        scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
+        _pool_part(
+            key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table + b.to(tl.int64) * table_width,
+            value_new + head * D, length, low, high, (EXACT == 0) & (before == 0), h, (part.to(tl.int64) * H + h) * G + n, rows,
             scaled, per_column, score_new, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
         )  # fmt: skip
-    else:  # noqa: PLR5501
-        if split == splits - 1:
+    if EXACT > 0:  # noqa: SIM102  (one condition is the compiler's, the other the program's)
+        if count == 0:
+            b = tl.load(work)
+            head = b * H + h
+            scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
             buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * (EXACT * D)
-            _exact_split(
-                key_exact + buffer, value_exact + buffer, value_new + head * D, length, row, rows,
-                scaled, per_column, score_new, partial_acc, partial_ml,
+            _exact_part(
+                key_exact + buffer, value_exact + buffer, value_new + head * D, tl.load(lengths + b),
+                (tl.load(work + 4).to(tl.int64) * H + h) * G + n, rows, scaled, per_column, score_new, partial_acc, partial_ml,
                 N, D, PARTS, SINK, RECENT, PTX, FP8,
-            )  # fmt: skip
-        else:
-            _pool_split(
-                key_pool, value_pool, key_scale, value_scale, table, value_new + head * D, length, low, high, split, h, row,
-                rows, scaled, per_column, score_new, partial_acc, partial_ml,
-                H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
             )  # fmt: skip

@@ -1,13 +1,14 @@
 """Loads of the cache's tiles, and decoding of value tiles.
 
 Shapes: T tokens of a tile, D head_dim, W stored elements of a value row, C channels of a chunk of a stream. A value row is one
-stream of channels; int4 has two, the channels of the low and of the high bits.
+stream of channels; int4 and nvfp4 have two, the channels of the low and of the high bits.
 """
 
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode, decode_words
+from plugins.kv_attention.kernels.codes import decode, decode_words, streams_of
+from plugins.kv_attention.kernels.nvfp4 import decode_blocks
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def load_values(
 
     Whole rows are loaded and then cut into chunks, because a chunk alone may be less than 16 bytes per thread.
     """
-    W: tl.constexpr = D // 2 if VALUE == "int4" else D
+    W: tl.constexpr = D // streams_of(VALUE)
     if VALUE == "fp16" or VALUE == "bf16":
         t = tl.arange(0, T)
         tile = load_rows(values + block * (T * W) + (t[:, None] * W + tl.arange(0, W)[None, :]), visible, T, W, MASKED)
@@ -86,6 +87,29 @@ def load_values(
 
 
 @triton.jit
+def with_block_scales(
+    stored, scales, block, visible, T: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
+):
+    """Add its scales to each chunk of nvfp4 that load_values loaded: bytes of E4M3 (T / 2, C / 16), one for each block.
+
+    Those of the even and of the odd tokens for the low bits' channels, then the same for the high bits'.
+    """
+    G: tl.constexpr = D // 16
+    even = scales + block * (T * G) + (tl.arange(0, T // 2)[:, None] * (2 * G) + tl.arange(0, G)[None, :])
+    if MASKED:
+        visible_even, visible_odd = tl.split(tl.reshape(visible, (T // 2, 2)))
+    else:
+        visible_even = None
+        visible_odd = None
+    evens = _cut(load_rows(even, visible_even, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
+    odds = _cut(load_rows(even + G, visible_odd, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        chunks = chunks + (stored[c] + (evens[c], odds[c], evens[CHUNKS + c], odds[CHUNKS + c]),)
+    return chunks
+
+
+@triton.jit
 def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
     """Cut a tile (ROWS, LAST) into its 1, 2 or 4 chunks of columns."""
     if CHUNKS == 1:
@@ -98,12 +122,18 @@ def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Decode a chunk that load_values loaded to its streams (T, C). Columns are in the order that `channels` returns."""
-    STREAMS: tl.constexpr = 2 if VALUE == "int4" else 1
+    """Decode a chunk that load_values loaded to its streams (T, C). Columns are in the order that `channels` returns.
+
+    A chunk of nvfp4 has its scales beside it (with_block_scales): the streams are the codes times those, over NVFP4_GAIN.
+    """
+    STREAMS: tl.constexpr = streams_of(VALUE)
     if VALUE == "fp16" or VALUE == "bf16":
         streams = (decode(stored[0], VALUE, PTX, FP8),)
     else:
-        codes = decode_words(stored[0], stored[1], VALUE, PTX, FP8)
+        if VALUE == "nvfp4":
+            codes = decode_blocks(stored, T, C, PTX, FP8)
+        else:
+            codes = decode_words(stored[0], stored[1], VALUE, PTX, FP8)
         streams = ()
         for s in tl.static_range(STREAMS):
             streams = streams + (

@@ -17,6 +17,12 @@ GROUP_LIMIT = 16
 APPEND_TILE = 512
 """Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
 
+PLAN_ROWS = 16
+"""Programs of decode_partial that one program of plan_work plans: few, so that many of them compare them with all sequences."""
+
+PLAN_BLOCK = 256
+"""Sequences that plan_work reads at once."""
+
 WIDE = ("fp16", "bf16")
 """Dtypes of 16 bits."""
 
@@ -80,8 +86,9 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         raise ValueError(f"scaling must be positive, got {scaling}")
     value, dim = layout.value, layout.head_dim
     width, groups = value.width(dim), value.groups(dim)
-    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p.
-    chunk = min(width, dim // groups) if groups else width
+    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. Of
+    # nvfp4, whose scales are multiplied into the codes, it is as many channels as a word of four scales covers.
+    chunk = min(width, 64 if value.in_blocks else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     parts = _query_parts(layout.key, query_dtype, sm)
     size = columns * dim * parts
@@ -128,44 +135,59 @@ def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int
         sm: Compute capability (80), or None for Triton's interpreter.
     """
     dim, value = layout.head_dim, layout.value
+    # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions, which take more registers.
+    below = sm is not None and sm < FP8_SM
+    software = below and "fp8_e4m3" in (layout.key.dtype, value.dtype)
     # Values of the largest head in bytes, beside exact tokens, need more than one warp's 255 registers there.
-    crowded = sm is not None and sm < FP8_SM and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
+    crowded = below and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
     if any(side.dtype in WIDE for side in (layout.key, value)):
         halvings = 2
     else:
-        halvings = 1 if value.dtype != "int4" or size > 1024 else 0
+        halvings = 1 if not value.packed or size > 1024 or software else 0
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not crowded:
         return tile, 1
     if size < 8192:
         return max(16, tile), 2
-    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of int4, or of 16 of wider values.
-    return 32 if value.dtype == "int4" else 16, 4
+    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of 4 bits, or of 16 of wider values.
+    return 32 if value.packed else 16, 4
 
 
-def reduce_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
-    """Return the variant of decode_reduce.
-
-    Args:
-        layout: Format of the cache.
-        splits: S, partial results per query head, the one over exact tokens included.
-        out_dtype: "float16", "bfloat16" or "float32".
-        sm: Compute capability (90), or None for Triton's interpreter.
-    """
-    constants = {
-        "D": layout.head_dim,
-        "BLOCK": 1 << (splits - 1).bit_length(),
-        "ROUND": sm is None and out_dtype == "bfloat16",
-    }
+def plan_variant(*, sink_tokens: int, recent_tokens: int) -> Variant:
+    """Return the variant of plan_work, for any number of sequences and programs. Exact tokens are those of the layout."""
+    constants = {"SINK": sink_tokens, "RECENT": recent_tokens, "ROWS": PLAN_ROWS, "BLOCK": PLAN_BLOCK}
     return Variant(constants, num_warps=4, num_stages=1)
 
 
-def partial_splits(layout: CacheLayout, splits: int) -> int:
-    """Return S: `splits` over the pages, and one more over the exact tokens if there are any."""
-    return splits + (1 if layout.exact_tokens else 0)
+def plan_grid(programs: int) -> int:
+    """Return the programs of plan_work for `programs` of decode_partial over the pages of a KV head."""
+    return -(-programs // PLAN_ROWS)
+
+
+def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
+    """Return Y, the programs of a KV head: `programs` over the pages, and one over the exact tokens of each sequence.
+
+    `batch` may be a symbolic expression, and the result is one then.
+    """
+    return batch + programs if exact else programs
+
+
+def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | None) -> Variant:
+    """Return the variant of decode_reduce.
+
+    Args:
+        q_heads: Hq.
+        head_dim: D.
+        out_dtype: "float16", "bfloat16" or "float32".
+        sm: Compute capability (90), or None for Triton's interpreter.
+    """
+    constants = {"HQ": q_heads, "D": head_dim, "ROUND": sm is None and out_dtype == "bfloat16"}
+    return Variant(constants, num_warps=4, num_stages=1)
 
 
 def _scale_kind(side: SideLayout, dynamic: str) -> str:
+    if side.in_blocks:
+        return "block"
     kinds = {"none": "none", "per_tensor": "tensor", "per_head": "head", "per_token": dynamic, "per_group": dynamic}
     return kinds[side.granularity]
 
@@ -186,15 +208,15 @@ def append_variant(layout: CacheLayout, *, sm: int | None) -> Variant:
         sm: Compute capability (90), or None for Triton's interpreter.
     """
     key, value, dim = layout.key, layout.value, layout.head_dim
-    static_scales = {"per_tensor": 1, "per_head": layout.kv_heads}
+    static_scales = {name: shape[0] for name, (_, shape) in layout.static_scales().items()}
     constants = {
         "H": layout.kv_heads,
         "D": dim,
         "R": min(1 << (layout.kv_heads - 1).bit_length(), APPEND_TILE // dim),
         "KEY": key.dtype,
-        "KEY_SCALES": static_scales.get(key.granularity, 0),
+        "KEY_SCALES": static_scales.get("key_scale", 0),
         "VALUE": value.dtype,
-        "VALUE_SCALES": static_scales.get(value.granularity, 0),
+        "VALUE_SCALES": static_scales.get("value_scale", 0),
         "GROUPS": max(1, value.groups(dim)),
         "SINK": layout.sink_tokens,
         "RECENT": layout.recent_tokens,

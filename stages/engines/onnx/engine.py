@@ -23,7 +23,8 @@ from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
+from stages.engines.paged.places import Spans
+from stages.engines.paged.pool import Array, PagedPool, scaled
 from stages.engines.paged.prefixes import PrefixCache
 
 

@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.core.formats import LARGEST_NVFP4_SCALE, MAX_FLOAT16, MIN_SCALE, SMALLEST_NVFP4_SCALE
+from pipeline.core.formats import (
+    LARGEST_NVFP4_SCALE,
+    MAX_FLOAT16,
+    MIN_SCALE,
+    SMALLEST_NVFP4_SCALE,
+    SMALLEST_TURBOQUANT_SCALE,
+)
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from stages.engines.onnx.graph import Body
 from stages.engines.paged.layout import FLOAT16, PACKED, STORAGE, Storage, StoredSide
@@ -31,6 +37,8 @@ class SideCodec(StoredSide):
         x = self.rotated(body, x)
         if self.form.in_blocks:
             return self._in_blocks(body, x)
+        if self.form.arithmetic == "vllm_turboquant":
+            return self._turboquant(body, x)
         if self.form.static:
             shifted = x if self.form.symmetric else body.op("Sub", x, body.to_compute(f"{self.side}_zero"))
             return [self._round(body, body.op("Div", shifted, body.to_compute(f"{self.side}_scale")))]
@@ -85,6 +93,21 @@ class SideCodec(StoredSide):
         scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
         return [body.op("Cast", byte, to=onnx_type(STORAGE["nvfp4"])), scales]
 
+    def _turboquant(self, body: Body, x: str) -> list[str]:
+        """Write codes, scales and zeros of vLLM's turboquant values, in float32: codes are of the unrounded scale and zero."""
+
+        def real(value: float) -> str:
+            return body.const(value, np.float32)
+
+        x = body.to_float32(x)
+        low, high = (body.op(end, x, body.ints([-1]), keepdims=1) for end in ("ReduceMin", "ReduceMax"))
+        scale = body.op("Div", body.op("Sub", high, low), real(self.form.code.levels))
+        scale = body.op("Max", scale, real(SMALLEST_TURBOQUANT_SCALE))
+        steps = body.op("Add", body.op("Div", body.op("Sub", x, low), scale), real(0.5))
+        codes = body.op("Clip", body.op("Floor", steps), real(0.0), real(self.form.code.levels))
+        stored = [body.op("Cast", part, to=onnx_type(FLOAT16)) for part in (scale, low)]
+        return [self._packed(body, body.to_compute(codes)), *stored]
+
     def _e2m1(self, body: Body, steps: str) -> tuple[str, str]:
         """The nearest codes 0 to 15 of float32 numbers in units of their scale, ties to even codes, and what they stand for."""
 
@@ -120,8 +143,11 @@ class SideCodec(StoredSide):
         if code.kind == "float":
             clipped = body.op("Clip", x, body.real(low), body.real(high))
             return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(STORAGE[self.form.dtype]))
-        codes = body.op("Clip", body.op("Round", x), body.real(low), body.real(high))
-        weights = 2.0 ** (code.bits * np.arange(len(self.packing)))
+        return self._packed(body, body.op("Clip", body.op("Round", x), body.real(low), body.real(high)))
+
+    def _packed(self, body: Body, codes: str) -> str:
+        """Pack codes (B, H, S, D) of an integer type, in the compute dtype, as they are stored."""
+        weights = 2.0 ** (self.form.code.bits * np.arange(len(self.packing)))
         if len(weights) > 1:
             # Whole numbers below 256, so that the product is exact; one node instead of a chain of them.
             width = self.head_dim // len(weights)

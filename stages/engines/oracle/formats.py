@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.core.formats import LARGEST_NVFP4_SCALE, MAX_FLOAT16, MIN_SCALE, SMALLEST_NVFP4_SCALE, Format
 from pipeline.core.kv import SideScales
+from stages.engines.oracle import vllm_formats
 
 TYPES = {
     "fp16": torch.float16,
@@ -41,7 +42,7 @@ class Stored:
     codes: Tensor
     """(..., H, T, W) in the storage type."""
     scale: Tensor | None
-    """(..., H, T, g) float16, of NVFP4 float8_e4m3fn; None for static and exact formats."""
+    """(..., H, T, g) float16, of NVFP4 float8_e4m3fn, of vllm_token_head float32; None for static and exact formats."""
     zero: Tensor | None
 
 
@@ -64,6 +65,12 @@ def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bo
     x = x.float()
     if form.exact:
         return Stored(x.to(TYPES[form.dtype]), None, None)
+    if form.arithmetic == "vllm_turboquant":
+        codes, scale, low = vllm_formats.turboquant(x, towards_zero=towards_zero)
+        return Stored(_pack(codes - 8, 4), scale, low)
+    if form.arithmetic == "vllm_token_head":
+        codes, scale = vllm_formats.token_head(x, towards_zero=towards_zero)
+        return Stored(_pack(codes - 8, 4), scale, None)
     if form.rotation == "hadamard":
         x = x @ hadamard(x.shape[-1])
     if form.in_blocks:
@@ -99,6 +106,9 @@ def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     codes = _unpack(stored.codes, form.code.bits) if form.code.kind == "integer" else stored.codes.float()
     if not form.symmetric:
         codes = codes + (1 << form.code.bits - 1)
+    if form.arithmetic == "vllm_token_head":
+        assert stored.scale is not None
+        return vllm_formats.token_head_values(codes, stored.scale)
     if static is not None:
         x = _affine(codes, static.scale, static.zero)
     else:

@@ -46,3 +46,11 @@ class PageAllocator:
         if not self._users[page]:
             del self._users[page]
             heapq.heappush(self._free, page)
+
+    def state(self) -> tuple[dict[int, int], list[int]]:
+        """Return which pages are in use, for `restore`."""
+        return dict(self._users), list(self._free)
+
+    def restore(self, state: tuple[dict[int, int], list[int]]) -> None:
+        """Let the pages be in use that were, of the same capacity."""
+        self._users, self._free = dict(state[0]), list(state[1])

@@ -12,11 +12,11 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import (
     GRANULARITIES,
-    GROUP_SIZES,
     HEAD_DIMS,
     KEY_DTYPES,
     CacheLayout,
     SideLayout,
+    group_sizes,
 )
 
 POLICY_FIX = "set backend.device=cpu, or choose another policy"
@@ -117,8 +117,16 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
     if form.granularity not in granularities:
         reason = f"the CUDA kernels hold {form.dtype} {_listed(granularities)}"
         return KernelRefusal(f"{key}.granularity", form.granularity, reason)
-    if form.granularity == "per_group" and form.group_size not in GROUP_SIZES:
-        return KernelRefusal(f"{key}.group_size", form.group_size, f"the CUDA kernels take {_listed(GROUP_SIZES)}")
+    return _refuse_groups(key, form)
+
+
+def _refuse_groups(key: str, form: Format) -> KernelRefusal | None:
+    """The reason why the kernels do not hold the groups of a format whose dtype and granularity they hold."""
+    sizes = group_sizes(form.dtype)
+    if form.granularity == "per_group" and form.group_size not in sizes:
+        return KernelRefusal(f"{key}.group_size", form.group_size, f"the CUDA kernels take {_listed(sizes)}")
+    if form.block_scale == "4over6":
+        return KernelRefusal(f"{key}.block_scale", form.block_scale, "the CUDA kernels choose a block's scale by its maximum")
     return None
 
 

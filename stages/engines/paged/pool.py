@@ -6,7 +6,6 @@ each. Every array belongs to one layer and is named like the graph's input: `key
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,24 +18,12 @@ from pipeline.core.records import MemoryReport
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices, entries, evict, pages_for
 from stages.engines.paged.layout import FLOAT16, layer_sides
+from stages.engines.paged.places import Places, Spans, exact_places, lookup, table
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
 """Of a whole array, or (1, H, 1, 1) of its heads."""
-Places = tuple[Indices, Indices, Indices]
-"""Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
-
-
-@dataclass(frozen=True)
-class Spans:
-    """First and one past the last exact buffer, page and window page that a graph reads."""
-
-    moves: int
-    """Counts the times that arrays were allocated anew, which changed their addresses."""
-    buffers: tuple[int, int]
-    pages: tuple[int, int]
-    window_pages: tuple[int, int]
 
 
 class PagedPool(SequencePages):
@@ -171,16 +158,16 @@ class PagedPool(SequencePages):
         low = min((page for row, end in zip(rows, ends, strict=True) for page in row.pages[:end]), default=0)
         window = self.policy.window
         if window is None:
-            tables["page_table"] = _table([row.pages[:end] for row, end in zip(rows, ends, strict=True)], low)
+            tables["page_table"] = table([row.pages[:end] for row, end in zip(rows, ends, strict=True)], low)
         else:
             if not self.window_pages.capacity:
                 self._enlarge(self.window_pages, 1)
             firsts = [window.first_page(row.length) - row.evicted_pages for row in rows]
-            tables["page_table"] = _table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
+            tables["page_table"] = table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
             in_window = [row.pages[first:end] for row, first, end in zip(rows, firsts, ends, strict=True)]
-            tables["window_base_table"] = _table(in_window, low)
+            tables["window_base_table"] = table(in_window, low)
             lowest = min((page for row in rows for page in row.window_pages), default=0)
-            tables["window_table"] = _table([row.window_pages for row in rows], lowest)
+            tables["window_table"] = table([row.window_pages for row in rows], lowest)
             tables["window_starts"] = np.array(firsts, np.int32) * PAGE_TOKENS
         if self.policy.exact_tokens:
             tables["exact_slots"] = np.array([row.buffer for row in rows], np.int32)
@@ -193,8 +180,15 @@ class PagedPool(SequencePages):
             handles: The B sequences.
             new: What is stored of the new tokens, (B, H, S, W) by the array's name.
         """
-        rows = [self.sequences[handle] for handle in handles]
         tokens = next(iter(new.values())).shape[2]
+        places = self.places(handles, tokens)
+        for name, values in new.items():
+            self._write(self.arrays[name], values, places[self._allocators[name]])
+        self.advance(handles, tokens)
+
+    def places(self, handles: Sequence[int], tokens: int) -> dict[PageAllocator, list[Places]]:
+        """Return where the next `tokens` of each sequence go, by what numbers the arrays, after moving windows there."""
+        rows = [self.sequences[handle] for handle in handles]
         starts = np.array([row.length for row in rows])[:, None]
         positions = starts + np.arange(tokens)
         pages = positions // PAGE_TOKENS
@@ -204,21 +198,18 @@ class PagedPool(SequencePages):
             for row in rows:
                 self._move_window(row, row.length + tokens)
             inside = np.flatnonzero(pages >= np.array([row.first_window_page for row in rows])[:, None])
-            numbers = _lookup([(row.window_pages, row.first_window_page) for row in rows], pages)
+            numbers = lookup([(row.window_pages, row.first_window_page) for row in rows], pages)
             places[self.window_pages] = [(inside, numbers[inside], slots[inside])]
         if self.policy.exact_tokens:
             places[self.buffers] = self._exact_places(rows, positions, starts + tokens)
-        indices = {allocator: [self._index(place) for place in listed] for allocator, listed in places.items()}
-        for name, values in new.items():
-            self._write(self.arrays[name], values, indices[self._allocators[name]])
-        for row in rows:
-            row.length += tokens
+        return places
 
-    def _index(self, place: Places) -> tuple[Any, Any, Any]:
-        """Indices for the arrays; a subclass on another device returns torch's."""
-        return place
+    def advance(self, handles: Sequence[int], tokens: int) -> None:
+        """Count tokens that were written to their places."""
+        for handle in handles:
+            self.sequences[handle].length += tokens
 
-    def _write(self, array: Any, values: Any, places: list[tuple[Any, Any, Any]]) -> None:
+    def _write(self, array: Array, values: Array, places: list[Places]) -> None:
         """Write the new tokens `values` (B, H, S, W) to their places in an array."""
         flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])
         for chosen, number, slot in places:
@@ -231,12 +222,12 @@ class PagedPool(SequencePages):
         """Places of the new tokens on the pages that are kept; those that leave are freed."""
         listed = [(row.pages, 0) for row in rows]
         if self.policy.latest_tokens(self.shape) is None:
-            return np.arange(slots.size), _lookup(listed, pages), slots
+            return np.arange(slots.size), lookup(listed, pages), slots
         for row in rows:
             for page in evict(self.policy, self.shape, row, tokens):
                 self.pages.free(page)
         kept, places = entries(rows, pages, self.policy.sink_pages)
-        return kept, _lookup(listed, places)[kept], slots[kept]
+        return kept, lookup(listed, places)[kept], slots[kept]
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
         """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""
@@ -250,16 +241,7 @@ class PagedPool(SequencePages):
             row.window_pages.append(self._allocate(self.window_pages))
 
     def _exact_places(self, rows: list[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
-        """Places in the exact buffers: those of the sinks, then those of the newest tokens."""
-        sink, recent = self.policy.sink_tokens, self.policy.recent_tokens
-        buffers = np.broadcast_to(np.array([row.buffer for row in rows])[:, None], positions.shape).ravel()
-        flat = positions.ravel()
-        chosen = [np.flatnonzero(positions < sink)] if sink else []
-        slots = [flat[tokens] for tokens in chosen]
-        if recent:
-            chosen.append(np.flatnonzero(positions >= ends - recent))
-            slots.append(sink + flat[chosen[-1]] % recent)
-        return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
+        return exact_places(self.policy, rows, positions, ends)
 
     def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
         """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens.
@@ -311,23 +293,3 @@ class PagedPool(SequencePages):
 def scaled(values: Array, factor: Factor) -> Array:
     """Return floating-point values times a factor, saturating at float16's range."""
     return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)
-
-
-def _table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
-    """Rows of unequal lengths, filled up; at least one column, because a graph must have something to gather."""
-    table = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = row
-    return table
-
-
-def _lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
-    """Numbers of the pages (B, S) of sequences, flat.
-
-    A row lists the numbers of a sequence's pages from some first page on; for pages before that one any number is returned.
-    """
-    numbers = []
-    for (listed, first), positions in zip(rows, pages, strict=True):
-        start = max(first, int(positions[0]))
-        numbers.append(np.array(listed[start - first :])[np.maximum(positions - start, 0)])
-    return np.concatenate(numbers)

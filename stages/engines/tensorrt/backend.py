@@ -11,6 +11,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.exports import holder
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
+from stages.engines.onnx.refusals import refuse_zeros_in_scales
 from stages.engines.tensorrt.library import Name, load
 
 TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
@@ -153,6 +154,7 @@ class TensorRTBackend(PlanBackend):
 def refuse_partial_caches(job: Job) -> None:
     """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
     policy = job.policy
+    refuse_zeros_in_scales(policy)
     refuse_sliding_layers(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(

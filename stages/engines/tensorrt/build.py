@@ -4,24 +4,29 @@ plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import onnx
+
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.files import link_or_copy
 from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
-from stages.engines.onnx.bundle import ModelInfo, Tensor
+from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.library import Name, load
 from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse
 from stages.engines.tensorrt.refusal import refusal
 from stages.engines.tensorrt.shapes import Limits, Range
+from stages.engines.tensorrt.weights import Weight, as_inputs
 
 
 @dataclass(frozen=True)
@@ -79,25 +84,34 @@ def build_bundle(
     graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
     unchanged = nullcontext(DecodeGraph(graphs["decode"], {}, {}))
-    with adapt(graphs["decode"], described.model, limits) if adapt is not None else unchanged as adapted:
+    weights: list[Weight] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
+        adapt(graphs["decode"], described.model, limits) if adapt is not None else unchanged as adapted,
+    ):
         graphs["decode"] = adapted.graph
         for mode, graph in graphs.items():
 
             def steps(done: int, total: int, mode: str = mode) -> None:
                 progress(f"{mode} plan", done, total)
 
+            open_graph = Path(scratch, f"{mode}.onnx")
+            found = _without_weights(graph, open_graph)
+            assert weights in ([], found), "both graphs have the decoder's weights"
+            weights = found
             try:
-                plan = build(parse(trt, graph), limits.ranges(mode), targets, steps)
+                plan = build(parse(trt, open_graph), limits.ranges(mode), targets, steps)
             except GraphRefusal as refused:
                 raise refusal(trt, policy, refused, targets, gpu) from refused
             (out / PLANS[mode]).write_bytes(plan.data)
-            plans[mode] = replace(plan, data=b"")  # it contains all weights: no two plans are kept in memory
+            plans[mode] = replace(plan, data=b"")
+    link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)
     write_policy(out, policy, read_scales(scales, policy, described.model.shape))
     for name in TOKENIZER_FILES:
         if (onnx_bundle / name).is_file():
             shutil.copyfile(onnx_bundle / name, out / name)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
-    names = (*PLANS.values(), POLICY_FILE, SCALES_FILE)
+    names = (*PLANS.values(), WEIGHTS_FILE, POLICY_FILE, SCALES_FILE)
     record = PlanRecord(
         backend=library,
         built_for=BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities),
@@ -108,6 +122,7 @@ def build_bundle(
         plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
         model=described.model,
+        weights=weights,
         max_batch=max_batch,
         max_tokens=max_tokens,
         inputs={mode: plan.inputs for mode, plan in plans.items()},
@@ -116,6 +131,14 @@ def build_bundle(
         files={name: file_digest(out / name) for name in names},
     )
     write_bundle(out, record)
+
+
+def _without_weights(graph: Path, out: Path) -> list[Weight]:
+    """Write a graph whose weights are inputs, and return them."""
+    model = onnx.load(graph, load_external_data=False)
+    weights = as_inputs(model)
+    onnx.save(model, out)
+    return weights
 
 
 def _profile(inputs: Sequence[Tensor], ranges: Mapping[str, Range]) -> dict[str, Range]:

@@ -8,6 +8,7 @@ from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_poli
 from stages.engines.onnx.bundle import ModelInfo, Tensor
 from stages.engines.tensorrt.library import Name
 from stages.engines.tensorrt.shapes import Limits, Range
+from stages.engines.tensorrt.weights import Weight
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
@@ -30,6 +31,8 @@ class PlanRecord(BundleRecord):
     native: dict[str, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     model: ModelInfo
+    weights: list[Weight]
+    """Inputs of both plans, of which `weights.bin` has the values."""
     max_batch: int
     max_tokens: int
     inputs: dict[str, list[Tensor]]

@@ -16,10 +16,12 @@ from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.engines.tensorrt.device import CudaDevice, Device, aligned
 from stages.engines.tensorrt.library import Library, Name, load
-from stages.engines.tensorrt.pool import TorchPool, scaled
-from stages.engines.tensorrt.session import CudaDevice, Device, PlanSession, aligned
+from stages.engines.tensorrt.pool import TorchPool
+from stages.engines.tensorrt.session import PlanSession
 from stages.engines.tensorrt.shapes import Limits, bucket
+from stages.engines.tensorrt.weights import load_weights
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
@@ -45,8 +47,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
         if engine is None:
             raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
         sessions[mode] = open_session(trt, engine, device, described, mode, cuda_graphs=cuda_graphs)
-    limits = described.limits(policy)
-    return PlanEngine(described, limits, scales, sessions, device)
+    return PlanEngine(bundle, described, described.limits(policy), scales, sessions, device)
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
@@ -79,21 +80,23 @@ def open_session(
 
 
 class PlanEngine(PagedEngine):
-    """pipeline.core.records.Engine on TensorRT. The graphs read the pool in place; only new tokens are copied."""
+    """pipeline.core.records.Engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
 
     def __init__(
         self,
+        directory: Path,
         bundle: PlanRecord,
         limits: Limits,
         scales: KVScales,
         sessions: Mapping[Mode, PlanSession],
         device: Device,
     ) -> None:
-        """Raises UserError when the GPU has no room for the pool and the plans' activations."""
+        """Raises UserError when the GPU has no room for the weights, the pool and the plans' activations."""
         self._device, self._limits, self._sessions = device, limits, sessions
         activations = max(session.memory_bytes for session in sessions.values())
         with device.running():
             try:
+                weights = load_weights(directory, bundle.weights, device.torch_device)
                 pool = TorchPool(limits, bundle.model.shape, device.torch_device)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
@@ -103,7 +106,7 @@ class PlanEngine(PagedEngine):
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
             for session in sessions.values():
-                session.use(memory, {**pool.tensors, **self._constants})
+                session.use(memory, {**pool.tensors, **self._constants, **weights}, pool)
 
     def fork(self, sequence: int) -> int:
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
@@ -112,6 +115,9 @@ class PlanEngine(PagedEngine):
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
         with self._device.running():
             super().corrupt_scale(side, factor, layer, head)
+            self._torch_pool.set_faults(self._faults)
+        for session in self._sessions.values():
+            session.forget_graphs()
 
     def repeat_page(self) -> None:
         with self._device.running():
@@ -145,16 +151,23 @@ class PlanEngine(PagedEngine):
             step = self._sessions[mode].step(**self._sizes(mode, batch, tokens, tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
+            pool = self._torch_pool
+            windows = pool.window_state(handles)
+            pool.put_places(step, handles, tokens)
+            step.upload()
             step.run()
-            out = {name: tensor[:batch] for name, tensor in step.outputs.items()}
-            sums = out[NOT_FINITE][:, :, :tokens].float().cpu().numpy()
-            if sums.any():
+            logits, stored = step.read()
+            if not stored:
+                pool.restore(windows)
+                sums = step.outputs[NOT_FINITE][:batch, :, :tokens].float().cpu().numpy()
                 self._refuse(sums, handles)
-            new = {name: out[f"new_{name}"][:, :, :tokens] for name in self.pool.arrays}
-            new |= {name: scaled(new[name], factor) for name, factor in self._faults.items()}
-            self.pool.append(handles, new)  # type: ignore[arg-type]
-            logits: npt.NDArray[np.float32] = out["logits"].float().cpu().numpy()
-        return logits
+            pool.advance(handles, tokens)
+        return logits[:batch].astype(np.float32)  # a copy: the next step overwrites what was read
+
+    @property
+    def _torch_pool(self) -> TorchPool:
+        assert isinstance(self.pool, TorchPool)
+        return self.pool
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
         """The shape that a run is padded to."""

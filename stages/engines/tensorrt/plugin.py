@@ -14,14 +14,13 @@ from typing import Literal
 
 import onnx
 
-from pipeline.artifacts.files import link_or_copy
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.engines.bundle import BUNDLE_FILE
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
+from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.build import DecodeGraph
@@ -67,8 +66,7 @@ def build_bundle(
         if not layers.layouts:
             yield DecodeGraph(graph, _reasons(layers), {})
             return
-        # beside `out`, so that the weights can be linked
-        with TemporaryDirectory(prefix=".plugin-", dir=out.parent) as folder:
+        with TemporaryDirectory(prefix="kvgate-") as folder:
             yield write_plugin_graph(graph, Path(folder), info=info, limits=limits, sm=sm)
 
     build.build_bundle(
@@ -106,11 +104,11 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 
 def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> DecodeGraph:
-    """Write a decode graph with plugin nodes to `folder`, beside its weights, and register the plugin with TensorRT.
+    """Write a decode graph with plugin nodes to `folder`, without its weights, and register the plugin with TensorRT.
 
     Args:
         graph: The decode graph of an ONNX bundle. The kernels hold at least one of its layers.
-        folder: An empty directory on the file system of the bundle, so that the weights can be linked.
+        folder: An empty directory.
         info: The bundle's model.
         limits: What the plans are sized for.
         sm: Compute capability that the kernels are compiled for, 90 for SM 9.0.
@@ -125,11 +123,10 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
             f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again with stage=build"
         )
     model = onnx.load(graph, load_external_data=False)
-    layers = use_plugin(model, info, limits.policy, splits=default_splits(info, limits), sm=sm)
+    layers = use_plugin(model, info, limits.policy, programs=default_programs(info, limits, sm), sm=sm)
     register()
     out = folder / graph.name
     onnx.save(model, out)
-    link_or_copy(graph.with_name(WEIGHTS_FILE), folder / WEIGHTS_FILE)
     return DecodeGraph(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
 
 
@@ -144,13 +141,20 @@ def register() -> None:
         import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def default_splits(info: ModelInfo, limits: Limits) -> int:
-    """Return the splits of a sequence's pages that fill this GPU with one sequence; more sequences are more programs."""
+def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
+    """Return the programs over the pages of a KV head that fill this GPU, in every layer that the kernels hold."""
     import torch
 
     with _triton():
-        from plugins.kv_attention import ops
-    return ops.default_splits(torch.device("cuda"), 1, info.kv_heads, limits.sequence_pages)
+        from plugins.kv_attention import launch, ops
+        from plugins.kv_attention.kernels.variants import decode_variant
+    group = info.q_heads // info.kv_heads
+    resident = min(
+        decode_variant(layout, group=group, query_dtype=info.compute_dtype, scaling=1.0, sm=sm).resident
+        for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
+    )
+    batch, pages, sm_count = limits.max_batch, limits.sequence_pages, ops.sm_count(torch.device("cuda"))
+    return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
 
 
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
@@ -159,7 +163,9 @@ def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], i
         from plugins.kv_attention import aot
     nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
     by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    digests: dict[str, str] = {}
+    plan = nodes["plan_work"]
+    exact = {name: plan[name] for name in ("sink_tokens", "recent_tokens")}
+    digests = {"plan_work": _sha256(aot.compile_plan(**exact, sm=plan["sm"]).ptx)}
     for layer, layout in layouts.items():
         attributes = nodes[f"decode_partial.{layer}"]
         key = (layout, *attributes.values())
@@ -171,7 +177,9 @@ def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], i
                 scaling=bits_float(attributes["scaling_bits"]),
                 sm=attributes["sm"],
             )
-            reduce = aot.compile_reduce(layout, splits=attributes["splits"], out_dtype=info.compute_dtype, sm=attributes["sm"])
+            reduce = aot.compile_reduce(
+                q_heads=info.q_heads, head_dim=info.head_dim, out_dtype=info.compute_dtype, sm=attributes["sm"]
+            )
             by_kernel[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
         digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = by_kernel[key]
     return digests

@@ -1,6 +1,13 @@
-"""The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change."""
+"""The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change.
 
-from collections.abc import Sequence
+New tokens are written to their places on the device, in the step that computes them: arrays of one name, type and shape lie in
+one tensor, whatever their layers, and so do the plan's outputs for them, so that one launch writes all layers.
+
+Shapes: l layers, B sequences, S new tokens of each, T = B * S, H KV heads, N pages or buffers, W elements of a token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +17,11 @@ import torch
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import KVShape
-from stages.engines.paged.eviction import Indices
+from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.pool import Factor, PagedPool
+from stages.engines.staging import Section, stacked
+from stages.engines.tensorrt.session import Step
 from stages.engines.tensorrt.shapes import Limits
 
 STORAGE = {
@@ -23,11 +33,24 @@ STORAGE = {
 """torch's type of the same bytes, by the numpy type of the ONNX engine's pool (FP8 codes are bytes in both)."""
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Arrays of several layers in one tensor."""
+
+    names: list[str]
+    tensor: torch.Tensor
+    """(l, N, H, 64 or exact slots, W)."""
+    allocator: PageAllocator
+
+
 class TorchPool(PagedPool):
     """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
 
     def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
+        self.stacks: list[Stack] = []
+        self._factors: dict[str, torch.Tensor] = {}
+        """The canary's factors (l, H, 1) on what is written, by the first name of a stack."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
@@ -65,15 +88,114 @@ class TorchPool(PagedPool):
         kind = dtype if isinstance(dtype, torch.dtype) else STORAGE[np.dtype(dtype).name]
         return torch.zeros(shape, dtype=kind, device=self.device)
 
+    def window_state(self, handles: Sequence[int]) -> list[Any]:
+        """Return what `places` changes, for `restore`."""
+        if self.policy.window is None:
+            return []
+        rows = [self.sequences[handle] for handle in handles]
+        return [self.window_pages.state(), *((row, list(row.window_pages), row.first_window_page) for row in rows)]
+
+    def restore(self, state: list[Any]) -> None:
+        """Take back that windows moved: the step that moved them stored nothing."""
+        for allocator_state in state[:1]:
+            self.window_pages.restore(allocator_state)
+        for row, pages, first in state[1:]:
+            row.window_pages, row.first_window_page = pages, first
+
     def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
         held: npt.NDArray[np.uint8] = array[numbers].contiguous().view(torch.uint8).cpu().numpy()
         return held
 
-    def _index(self, place: tuple[Indices, Indices, Indices]) -> tuple[Any, Any, Any]:
-        chosen, number, slot = (torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in place)
-        return chosen, number, slot
+    def _resize(self, allocator: PageAllocator, capacity: int) -> None:
+        """Allocate the arrays of `allocator`, once."""
+        allocator.grow(capacity)
+        stacks: dict[tuple[Any, ...], list[str]] = {}
+        for name, array in self.tensors.items():
+            if self._allocators[name] is allocator:
+                stacks.setdefault((name.partition(".")[0], array.dtype, array.shape[1:]), []).append(name)
+        for (_, dtype, shape), names in stacks.items():
+            tensor = stacked(len(names), (capacity, *shape), dtype, self.device)
+            self.stacks.append(Stack(names, tensor, allocator))
+            self.arrays |= dict(zip(names, tensor, strict=True))
+
+    @property
+    def families(self) -> Sequence[Sequence[str]]:
+        """The plans' outputs that go to each stack."""
+        return [[f"new_{name}" for name in stack.names] for stack in self.stacks]
+
+    @property
+    def _kinds(self) -> dict[str, tuple[PageAllocator, int]]:
+        """Lists of places by the name of their input: what numbers the arrays, and which of its lists."""
+        exact = bool(self.policy.sink_tokens) + bool(self.policy.recent_tokens)
+        counts = {"page": (self.pages, 1), "window": (self.window_pages, self.policy.window is not None)}
+        counts["buffer"] = (self.buffers, exact)
+        return {f"places.{kind}.{i}": (allocator, i) for kind, (allocator, n) in counts.items() for i in range(n)}
+
+    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
+        """Return what a step needs to write its tokens: (3, T) indices a list of places, and how much of it is padding."""
+        places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
+        return {"tokens": (torch.int32, (2,)), "stored_places": (torch.int32, (len(places),)), **places}
+
+    def put_places(self, step: Step, handles: Sequence[int], tokens: int) -> None:
+        """Set where the next `tokens` of each sequence go.
+
+        A list is filled up with its first place, which is then written several times with the same; an empty one is not used.
+        """
+        places, batch = self.places(handles, tokens), len(handles)
+        columns = step.inputs["input_ids"].shape[1]
+        counts = []
+        for name, (allocator, i) in self._kinds.items():
+            chosen, number, slot = places[allocator][i]
+            counts.append(len(chosen))
+            filled = np.zeros(tuple(step.inputs[name].shape), np.int64)
+            if len(chosen):
+                listed = np.stack([chosen // tokens * columns + chosen % tokens, number, slot])
+                filled[:] = listed[:, :1]
+                filled[:, : len(chosen)] = listed
+            step.put(name, filled)
+        step.put("tokens", np.array([batch, tokens], np.int32))
+        step.put("stored_places", np.array(counts, np.int32))
+
+    def results(self, step: Step) -> Sequence[torch.Tensor]:
+        """Return logits (B, V) float32, and whether the tokens were stored."""
+        logits = torch.zeros(step.outputs["logits"].shape, dtype=torch.float32, device=self.device)
+        return logits, torch.zeros((), dtype=torch.bool, device=self.device)
+
+    def consume(self, step: Step) -> None:
+        """Write the new tokens to their places, or none where a key or value of any is not finite."""
+        logits, stored = step.results
+        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]
+        rows, columns = (torch.arange(n, device=self.device) for n in (sums.shape[0], sums.shape[2]))
+        real = (rows < sizes[0])[:, None] & (columns < sizes[1])
+        stored.copy_(((sums == 0) | ~real[:, None]).all())
+        logits.copy_(step.outputs["logits"])
+        for stack, new in zip(self.stacks, step.families, strict=True):
+            tokens = new.movedim(3, 2).flatten(1, 2)  # (l, T, H, W)
+            for i, (name, (allocator, _)) in enumerate(self._kinds.items()):
+                if allocator is stack.allocator:
+                    chosen, number, slot = step.inputs[name]
+                    used = stored & (step.inputs["stored_places"][i] > 0)
+                    self._write_stack(stack, tokens[:, chosen], number, slot, used)
+
+    def _write_stack(
+        self, stack: Stack, new: torch.Tensor, number: torch.Tensor, slot: torch.Tensor, stored: torch.Tensor
+    ) -> None:
+        """Write `new` (l, T, H, W). What is not stored writes what is there, so that nothing depends on the host."""
+        if stack.names[0] in self._factors:
+            new = scaled(new, self._factors[stack.names[0]][:, None])
+        # (T, l, H, W): indices on both sides of a slice put their dimension first.
+        held = stack.tensor[:, number, :, slot]
+        stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), held)
+
+    def set_faults(self, faults: Mapping[str, Factor]) -> None:
+        """Multiply what is written to these arrays from now on, (1, H, 1, 1) each."""
+        for stack in self.stacks:
+            if any(name in faults for name in stack.names):
+                ones = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
+                factors = np.stack([np.broadcast_to(faults.get(name, ones), ones.shape)[0, :, 0] for name in stack.names])
+                self._factors[stack.names[0]] = torch.from_numpy(factors).to(self.device)
 
 
-def scaled(values: torch.Tensor, factor: Factor) -> torch.Tensor:
+def scaled(values: torch.Tensor, factor: Factor | torch.Tensor) -> torch.Tensor:
     """Return floating-point values times a factor, saturating at float16's range."""
     return (values.float() * torch.as_tensor(factor, device=values.device)).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

@@ -3,10 +3,12 @@
 A captured graph holds the addresses and the shape that it was captured with, and ends with its context. So every shape has a
 context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
 memory: everything runs on one stream, one after the other.
+
+What the engine does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills one
+buffer before it and reads one result after it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 
 from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
+from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
+from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
 
@@ -29,58 +33,26 @@ DTYPES = {
 }
 """torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes: torch has few operators on float8."""
 
-ALIGNMENT = 256
-"""Alignment of activation memory, in bytes."""
 
-
-def aligned(size: int, device: torch.device) -> torch.Tensor:
-    """Return `size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
-    memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
-    first = -memory.data_ptr() % ALIGNMENT
-    return memory[first : first + max(1, size)]
-
-
-class Device(Protocol):
-    """The device of the tensors, and the stream that everything runs on."""
-
-    torch_device: torch.device
+class Consumer(Protocol):
+    """What runs on the device after the plan, in the same step."""
 
     @property
-    def stream(self) -> int:
-        """CUDA's handle of the stream."""
+    def families(self) -> Sequence[Sequence[str]]:
+        """Outputs of one type and shape that it takes as one tensor."""
         ...
 
-    def running(self) -> Any:
-        """Return a context manager in which torch launches on the stream."""
+    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
+        """Return what it takes from the host besides the plan's inputs, at a shape."""
         ...
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` launches, without running it, and return a function that replays it."""
+    def results(self, step: "Step") -> Sequence[torch.Tensor]:
+        """Return the tensors that it leaves for the host."""
         ...
 
-
-class CudaDevice:
-    """The current GPU, with a stream of its own: on the default stream TensorRT synchronizes the whole device."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-
-    @property
-    def stream(self) -> int:
-        handle: int = self._stream.cuda_stream
-        return handle
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            work()
-        return graph.replay
+    def consume(self, step: "Step") -> None:
+        """Launch it."""
+        ...
 
 
 class Step:
@@ -88,15 +60,34 @@ class Step:
 
     def __init__(self, session: "PlanSession", sizes: Mapping[str, int]) -> None:
         self._session = session
-        self.inputs = {t.name: session.tensor(t, sizes) for t in session.inputs.values() if t.name not in session.bound}
-        self.outputs = {t.name: session.tensor(t, sizes) for t in session.outputs.values()}
+        own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
+        sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
+        sections |= session.consumer.sections(sizes)
+        # Tables change once in many steps: what lies before them is then all that is copied.
+        self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
+        self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
+        self._changed = -1
+        """Place in `_order` of the last input that differs from the device's."""
+        self.inputs = self._staged.tensors
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.families: list[torch.Tensor] = []
+        """As session.consumer.families names them, each (outputs, *shape)."""
+        for names in session.consumer.families:
+            first = session.outputs[names[0]]
+            shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
+            self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
+            self.outputs |= dict(zip(names, self.families[-1], strict=True))
+        self.outputs |= {t.name: session.tensor(t, sizes) for t in session.outputs.values() if t.name not in self.outputs}
+        self.results = list(session.consumer.results(self))
+        self._results = StepResults(*self.results)
         self._context = session.context()
-        for name, tensor in (session.bound | self.inputs).items():
+        bindings = session.bound | {name: self.inputs[name] for name in own}
+        for name, tensor in bindings.items():
             if name in session.inputs:
                 session.check(
                     self._context.set_input_shape(name, tuple(tensor.shape)), f"shape {tuple(tensor.shape)} of {name}"
                 )
-        for name, tensor in (session.bound | self.inputs | self.outputs).items():
+        for name, tensor in (bindings | self.outputs).items():
             if name in session.inputs or name in session.outputs:
                 session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
         missing = self._context.infer_shapes()
@@ -108,10 +99,23 @@ class Step:
         self._replay: Callable[[], None] | None = None
 
     def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Copy values to an input and fill the rest of its padded shape with 0; skip an input that the plan does not read."""
-        if name in self.inputs:
-            tensor = self.inputs[name]
-            tensor.copy_(torch.from_numpy(padded(values, tuple(tensor.shape))))
+        """Set an input and fill the rest of its padded shape with 0; skip an input that the plan does not read."""
+        if name in self._staged.arrays:
+            array = self._staged.arrays[name]
+            new = padded(values, array.shape)
+            if not np.array_equal(array, new):
+                array[...] = new
+                self._changed = max(self._changed, self._order.index(name))
+
+    def upload(self) -> None:
+        """Copy what `put` has changed to the device, in one copy, without waiting."""
+        if self._changed >= 0:
+            self._staged.upload(self._order[self._changed])
+        self._changed = -1
+
+    def read(self) -> list[npt.NDArray[np.generic]]:
+        """Wait for the device once and return the consumer's results, which the next call overwrites."""
+        return self._results.read()
 
     def run(self) -> None:
         """Run once on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
@@ -119,6 +123,10 @@ class Step:
             self._replay = self._session.device.capture(self._enqueue)
         self._runs += 1
         (self._replay or self._enqueue)()
+
+    def forget(self) -> None:
+        """Capture the next run anew: what runs after the plan has changed."""
+        self._replay = None
 
     @property
     def replayed(self) -> bool:
@@ -128,6 +136,7 @@ class Step:
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
+        session.consumer.consume(self)
 
 
 class PlanSession:
@@ -152,6 +161,7 @@ class PlanSession:
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
+        self.consumer: Consumer
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
         self._compiled: Any = None
@@ -162,10 +172,10 @@ class PlanSession:
         """Activation memory that a context needs."""
         return int(self.engine.device_memory_size_v2)
 
-    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor]) -> None:
-        """Give the contexts their activation memory, and bind tensors whose addresses never change."""
+    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor], consumer: Consumer) -> None:
+        """Give the contexts their activation memory, bind tensors whose addresses never change, and set what runs after."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
-        self._memory = memory
+        self._memory, self.consumer = memory, consumer
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
 
     @property
@@ -179,6 +189,11 @@ class PlanSession:
         if key not in self._steps:
             self._steps[key] = Step(self, sizes)
         return self._steps[key]
+
+    def forget_graphs(self) -> None:
+        """Let every step be captured anew."""
+        for step in self._steps.values():
+            step.forget()
 
     def context(self) -> Any:
         """Return a new execution context in the shared activation memory."""
@@ -207,8 +222,11 @@ class PlanSession:
 
     def tensor(self, described: Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
         """Return a tensor of zeros for an input or output at a shape."""
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in described.shape]
-        return torch.zeros(shape, dtype=DTYPES[described.dtype], device=self.device.torch_device)
+        return torch.zeros(self.shape(described, sizes), dtype=DTYPES[described.dtype], device=self.device.torch_device)
+
+    def shape(self, described: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of an input or output where its dimensions have these sizes."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in described.shape)
 
     def check(self, done: bool, what: str) -> None:
         """Raise RuntimeError with the reason in TensorRT's log unless a call returned True."""

@@ -1,7 +1,8 @@
 """A decode graph whose attention over the cache is the plugin's: kv.PagedAttention_N becomes two plugin nodes.
 
-The split attention and the reduction of its splits are two plugins, because an ahead-of-time plugin launches one kernel; the
-partial sums between them are ordinary tensors. Layers whose formats the kernels do not hold keep their function body.
+The attention of parts of sequences and the reduction of these are two plugins, because an ahead-of-time plugin launches one
+kernel; the partial sums between them are ordinary tensors. So is the work list of both, which one more plugin makes of the
+lengths, once for all layers. Layers whose formats the kernels do not hold keep their function body.
 """
 
 from typing import Any
@@ -12,11 +13,13 @@ from onnx import helper
 from pipeline.core.kv import KVPolicy
 from plugins.kv_attention.tensorrt_nodes import (
     NAMESPACE,
+    PLAN,
     REDUCE,
     Compute,
     Node,
     decode_attributes,
     node_of,
+    plan_attributes,
     reduce_attributes,
 )
 from stages.engines.onnx.bundle import ModelInfo
@@ -30,14 +33,14 @@ PLUGIN_VERSION = "1"
 COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16"}
 
 
-def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, splits: int, sm: int) -> KernelLayers:
+def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, programs: int, sm: int) -> KernelLayers:
     """Replace the attention of every layer that the kernels hold, in place.
 
     Args:
         model: The decode graph of a bundle.
         info: The bundle's model, with the attention's scaling.
         policy: The bundle's policy.
-        splits: Parts that a sequence's pages are split into.
+        programs: Programs over the pages of a KV head that run at once.
         sm: Compute capability of the GPU that the kernels are compiled for, 90 say.
 
     Returns:
@@ -52,11 +55,19 @@ def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, spl
         (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
         spec = AttentionSpec(policy, info.shape, layer, info.q_heads, scaling, info.compute_dtype, "decode")
         names = dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
+        names |= {name: f"{name}.plan" for name in PLAN.outputs}
+        if not any(made.name == PLAN.operation for made in model.graph.node):
+            # The exact tokens are the policy's, and with them the work list is the same in every layer.
+            outputs = [names[name] for name in PLAN.outputs]
+            attributes = plan_attributes(layout, programs=programs, sm=sm)
+            model.graph.node.insert(0, _plugin_node(PLAN, [names["lengths"]], outputs, attributes))
         partial = node_of("decode_partial", layout)
-        sums = [f"{name}.{layer}" for name in REDUCE.inputs]
-        attributes = decode_attributes(layout, splits=splits, scaling=scaling, sm=sm)
+        sums = [f"{name}.{layer}" for name in partial.outputs]
+        attributes = decode_attributes(layout, scaling=scaling, sm=sm)
         attend = _plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
-        join = _plugin_node(REDUCE, sums, list(node.output), reduce_attributes(COMPUTE[info.compute_dtype], sm), layer)
+        join = _plugin_node(
+            REDUCE, [*sums, names["sequences"]], list(node.output), reduce_attributes(COMPUTE[info.compute_dtype], sm), layer
+        )
         position = list(model.graph.node).index(node)
         model.graph.node.remove(node)
         model.graph.node.insert(position, join)
@@ -66,7 +77,10 @@ def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, spl
     return layers
 
 
-def _plugin_node(node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], layer: int) -> onnx.NodeProto:
+def _plugin_node(
+    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], layer: int | None = None
+) -> onnx.NodeProto:
     """The ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
+    name = node.operation if layer is None else f"{node.operation}.{layer}"
     fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
-    return helper.make_node(node.name, inputs, outputs, name=f"{node.operation}.{layer}", domain=NAMESPACE, **fields)
+    return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)

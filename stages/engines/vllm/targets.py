@@ -22,6 +22,9 @@ OTHERWISE = {
     "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16",
     "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16",
     "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits",
+    "int4 per_token asymmetric rotation=signed_hadamard arithmetic=vllm_token_head": (
+        "int4_per_token_head is this very format, but its codes were not read back yet"
+    ),
 }
 """Formats that vLLM has something like -> how that differs."""
 

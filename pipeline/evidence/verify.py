@@ -24,11 +24,11 @@ from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.records import Engine
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.evidence.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
+from pipeline.evidence.reading import Evidence, lineage, read_evidence
+from pipeline.loading.load import again, evaluation, required_libraries
 from pipeline.registry.proof import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
-from pipeline.run.evidence import Evidence, lineage, read_evidence
-from pipeline.run.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
-from pipeline.run.loading import again, evaluation, required_libraries
 from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, problem_of
 from pipeline.verdict.coverage import Limits

@@ -3,7 +3,7 @@
 It holds the manifest of every artifact of the chain: what the artifact was made from, by which code and libraries, on which
 hardware, and the digest of every file. A manifest's key is the digest of its parts, and the parts name the digests of the
 inputs. The chain is closed in this way: whoever exchanges one artifact breaks the next one's key.
-The field `binds` repeats by name what people look up. `pipeline.run.verify` replays all of it.
+The field `binds` repeats by name what people look up. `pipeline.evidence.verify` replays all of it.
 """
 
 import hashlib

@@ -12,10 +12,7 @@ from pathlib import Path
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.registry.proof import Finding
-from pipeline.registry.summary import Candidate, Cited, Registration
-from pipeline.routing.engines import Engine
-from pipeline.run.identity import (
+from pipeline.evidence.identity import (
     BUNDLE_FILE,
     IDENTITY_FILE,
     NOT_OF_SERVERS,
@@ -25,6 +22,9 @@ from pipeline.run.identity import (
     read_identity,
     round_input,
 )
+from pipeline.registry.proof import Finding
+from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.routing.engines import Engine
 from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
@@ -59,7 +59,7 @@ ROUND_ROLES: dict[str, dict[str, Role]] = {"baseline": {"baseline": "baseline"},
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `pipeline.run.verify.replay` checks."""
+    """What `pipeline.evidence.verify.replay` checks."""
 
     directory: Path
     """Holds the identity, the report and its samples."""

@@ -1,0 +1,1 @@
+"""What binds a judged engine to all that made it, and its verification."""

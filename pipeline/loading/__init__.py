@@ -1,0 +1,1 @@
+"""The way from the pipeline into `stages/`."""

@@ -1,0 +1,206 @@
+"""The chain of artifacts from a checkpoint to an engine: each is made from the ones before it, or found in the store."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
+from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
+from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.config.config import Config
+from pipeline.core.backends import BackendConfig
+from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
+from pipeline.core.kv import SCALES_FILE, KVPolicy, KVShape
+from pipeline.core.records import Progress
+from pipeline.loading import load
+from pipeline.terminal import console
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """A stage whose artifact was made or reused, for the console, the identity and the tracking store."""
+
+    title: str
+    artifact: Artifact
+    params: dict[str, object]
+
+
+def digest_of_model(checkpoint: Path) -> str:
+    """Return the digest of the files that make a model; a repository may hold other formats beside them."""
+    info = inspect_checkpoint(checkpoint)
+    return files_digest({name: file_digest(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+
+
+@dataclass
+class BuildChain:
+    """The artifacts of one configuration (`pipeline.artifacts.backend.Artifacts`), up to its engine."""
+
+    config: Config
+    store: Store
+    finished: list[FinishedStage] = field(default_factory=list)
+    """Finished stages, in the order in which they finished."""
+
+    @cached_property
+    def loader(self) -> Loader:
+        """The configured backend, as far as every backend is alike."""
+        return load.open_loader(self.config.backend)
+
+    @property
+    def backend(self) -> Backend:
+        """The configured backend."""
+        assert isinstance(self.loader, Backend), "a chain of servers builds nothing"
+        return self.loader
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
+        path = locate_checkpoint(self.config.model.path)
+        return self._converted(path).path if path.is_file() else path
+
+    @property
+    def shape(self) -> KVShape:
+        """What of the model decides its cache."""
+        return inspect_checkpoint(self.checkpoint).shape
+
+    @cached_property
+    def checkpoint_digest(self) -> str:
+        """Digest of the files that make the model."""
+        checkpoint = self.checkpoint
+        with console.doing("reading the model's files"):
+            return digest_of_model(checkpoint)
+
+    def _converted(self, gguf: Path) -> Artifact:
+        """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
+        libraries = (*TORCH, "gguf", "numpy")
+        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
+        return self.make(recipe, lambda out, progress: load.conversion().convert_gguf(gguf, out, progress=progress))
+
+    def calibration(self) -> Artifact:
+        """Return the texts that static scales are measured on."""
+        options, seed = self.config.calibration, self.config.seed
+        config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
+        inputs = {"checkpoint": self.checkpoint_digest}
+        if options.file is not None:
+            inputs["jsonl"] = file_digest(options.file)
+        recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
+
+        def fill(out: Path, progress: Progress) -> None:
+            load.calibration().calibration_texts(
+                self.checkpoint,
+                out,
+                samples=options.samples,
+                workloads=options.workloads,
+                jsonl=options.file,
+                seed=seed,
+                progress=progress,
+            )
+
+        return self.make(recipe, fill)
+
+    def quantized(self, policy: KVPolicy) -> Artifact:
+        """Return the quantized checkpoint: weights, and the cache's static scales."""
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
+        recipe = Recipe(
+            "quantize",
+            ("stages.quantize.run",),
+            self._recipe_config(policy),
+            inputs,
+            (*TORCH, "nvidia-modelopt"),
+            independent=self._independent_of_calibration(policy),
+        )
+
+        def fill(out: Path, progress: Progress) -> None:
+            options, device = self._recipe_options(policy), self.config.quantize.device
+            load.quantization().quantize(self.checkpoint, out, **options, device=device, progress=progress)
+
+        return self.make(recipe, fill, policy)
+
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, where they can express the policy."""
+        quantized = self.quantized(policy)
+        inputs = {
+            "checkpoint": self.checkpoint_digest,
+            "calibration": self.calibration().digest,
+            "quantized": quantized.digest,
+        }
+        recipe = Recipe(
+            "exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt")
+        )
+
+        def fill(out: Path, progress: Progress) -> None:
+            options = self._recipe_options(policy)
+            load.exporting().export(self.checkpoint, quantized.path, out, **options, progress=progress)
+
+        return self.make(recipe, fill, policy)
+
+    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
+        """Return what decides how ModelOpt quantizes, besides checkpoint and texts."""
+        max_length, seed = self.config.calibration.max_length, self.config.seed
+        device, weights = self.config.quantize.device, self.config.weights.format
+        return {"weights": weights, "kv": policy.model_dump(), "max_length": max_length, "seed": seed, "device": device}
+
+    def _independent_of_calibration(self, policy: KVPolicy) -> dict[str, tuple[str, ...]]:
+        """Return what of a quantized checkpoint is the same for every policy, and what no text is run for."""
+        calibration = ("calibration", "max_length", "seed", "device")
+        weights = calibration if self.config.weights.format == "none" else ()
+        independent: dict[str, tuple[str, ...]] = {"checkpoint": ("kv", *weights)}
+        if not any(form.scale == "calibrated" for _, form in policy.formats):
+            independent[SCALES_FILE] = ("weights", *calibration)
+        return independent
+
+    def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
+        """Return the same with the texts, as arguments of the stages."""
+        texts = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
+        return {
+            "weights": self.config.weights.format,
+            "policy": policy,
+            "calibration_texts": texts,
+            "max_length": self.config.calibration.max_length,
+            "seed": self.config.seed,
+        }
+
+    def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
+        """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
+        backend = self.backend if config is None else load.open_backend(config)
+        note = "" if config is None or config.name == self.config.backend.name else f" as {config.name}"
+        source, quantized = backend.source(self, policy), self.quantized(policy)
+        content = {"kv": policy.model_dump(), **backend.build_parts()}
+        inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
+        code, libraries = (backend.build_module, write_sbom.__module__), (*backend.libraries, SBOM_LIBRARY)
+        recipe = Recipe("build", code, content, inputs, libraries)
+
+        def fill(out: Path, progress: Progress) -> None:
+            backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
+            write_sbom(out, recipe.parts)
+
+        return self.make(recipe, fill, policy, note)
+
+    def make(
+        self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Artifact:
+        """Return the artifact of `recipe`, with its progress on the console.
+
+        It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage; for `resumable`
+        see `Store.get`.
+        """
+        known = next((stage.artifact for stage in self.finished if stage.artifact.key == recipe.key), None)
+        if known is not None:
+            return known
+        title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
+        artifact = self._get(recipe, fill, title, resumable)
+        self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
+        return artifact
+
+    def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
+        with console.progress(title) as progress:
+
+            def fill_with_progress(out: Path) -> None:
+                with load.required_libraries():
+                    fill(out, progress)
+
+            artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
+        console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
+        return artifact

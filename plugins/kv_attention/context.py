@@ -1,0 +1,213 @@
+"""Launches of the attention of several new tokens of each sequence: context_partial, then context_reduce.
+
+As in launch.py, launches and checks depend on shapes, types, strides and addresses only, so that a CUDA graph can capture
+them.
+
+Shapes: B sequences, X new tokens of all of them, H KV heads, Hq query heads, D head_dim, P columns of the page table, S splits.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
+from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
+from plugins.kv_attention.kernels.variants import Variant
+from plugins.kv_attention.launch import (
+    _check_cache,
+    _check_contiguous,
+    _check_device,
+    _check_inputs,
+    _check_shape,
+    _check_tables,
+    _scales,
+    as_bytes,
+    compute_capability,
+)
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
+
+INTERPRETED_PROGRAMS = 4
+"""Programs to fill in the interpreter, which runs one after the other."""
+
+
+def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> int:
+    """Return the number of splits over pages that fills the GPU: many of a few drafted tokens, one of a long chunk.
+
+    Args:
+        blocks: Blocks of query rows of a KV head.
+        kv_heads: H.
+        max_pages: P, columns of the page table.
+        programs: Programs that the GPU runs at once.
+    """
+    return max(1, min(programs // (blocks * kv_heads), max_pages * PAGE_TOKENS // int(SPLIT_TOKENS)))
+
+
+def variant_of(layout: CacheLayout, query: Tensor, sequences: int, scaling: float) -> Variant:
+    """Return the variant for queries (X, Hq, D) of so many sequences."""
+    group = query.shape[1] // layout.kv_heads
+    return context_variant(
+        layout,
+        group=group,
+        rows=-(-len(query) * group // sequences),
+        query_dtype=str(query.dtype).removeprefix("torch."),
+        scaling=scaling,
+        sm=compute_capability(query.device),
+    )
+
+
+def context_attention(
+    layout: CacheLayout,
+    query: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: Mapping[str, Tensor],
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    query_starts: Tensor | None = None,
+    scaling: float,
+    splits: int | None = None,
+    exact_slots: Tensor | None = None,
+) -> Tensor:
+    """Run the attention of several new tokens of each sequence in one layer.
+
+    Args:
+        layout: Format of the cache.
+        query: (X, Hq, D) float32, float16 or bfloat16, the new tokens of one sequence after another.
+        key_new: (X, H, D), keys of the new tokens, of the query's type.
+        value_new: (X, H, D), values of the new tokens, of the query's type.
+        cache: As in launch.decode_attention.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new ones.
+        query_starts: (B + 1) int32, ascending from 0: the first new token of each sequence, and X. None: each has X / B.
+        scaling: Factor of the scores before the softmax.
+        splits: Splits over pages; None chooses them for this device.
+        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
+
+    Returns:
+        (X, Hq, D) in the type of query.
+
+    Raises:
+        ValueError: A tensor does not fit the layout.
+    """
+    partial_acc, partial_ml = context_partials(
+        layout,
+        query,
+        key_new,
+        value_new,
+        cache,
+        page_table,
+        lengths,
+        query_starts=query_starts,
+        scaling=scaling,
+        splits=splits,
+        exact_slots=exact_slots,
+    )
+    return join_partials(layout, partial_acc, partial_ml, query.dtype)
+
+
+def context_partials(
+    layout: CacheLayout,
+    query: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    cache: Mapping[str, Tensor],
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    query_starts: Tensor | None = None,
+    scaling: float,
+    splits: int | None = None,
+    exact_slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run context_partial: the attention of every split. Arguments and errors are those of context_attention.
+
+    Returns:
+        partial_acc (X, Hq, S, D) and partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
+    """
+    if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
+        raise ValueError(f"query must be (X, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
+    tokens, q_heads, dim = query.shape
+    new = {"key_new": key_new, "value_new": value_new}
+    _check_inputs({"query": query} | new, query.device)
+    for name, tensor in new.items():
+        _check_shape(name, tensor, (tokens, layout.kv_heads, dim))
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
+    sequences = len(lengths)
+    if query_starts is None and (not sequences or tokens % sequences):
+        raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits must be at least 1, got {splits}")
+    _check_cache(layout, cache, (), query.device)
+    _check_tables(layout, sequences, page_table, lengths, exact_slots, query.device)
+    if query_starts is not None:
+        _check_starts(query_starts, sequences, query.device)
+    variant = variant_of(layout, query, sequences, scaling)
+    blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
+    if splits is None:
+        splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], _programs(query.device, variant.resident))
+    parts = context_splits(splits)
+    partial_acc = query.new_empty((tokens, q_heads, parts, dim), dtype=torch.float32)
+    partial_ml = query.new_empty((tokens, q_heads, parts, 2), dtype=torch.float32)
+    exact = layout.exact_tokens > 0
+    # Triton launches on the current device, which may differ from the device of the tensors.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        context_partial[(blocks, layout.kv_heads, parts)](
+            query.contiguous(),
+            key_new.contiguous(),
+            value_new.contiguous(),
+            *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
+            *_scales(layout, cache),
+            query_starts,
+            page_table,
+            lengths,
+            *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
+            page_table.shape[1],
+            tokens // sequences if query_starts is None else None,
+            None if query_starts is None else sequences,
+            partial_acc,
+            partial_ml,
+            **variant.constants,
+            **variant.options,
+        )
+    return partial_acc, partial_ml
+
+
+def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run context_reduce: join the splits of context_partials to the attention's output.
+
+    Args:
+        layout: Format of the cache.
+        partial_acc: (X, Hq, S, D) float32.
+        partial_ml: (X, Hq, S, 2) float32.
+        dtype: Type of the output.
+
+    Returns:
+        (X, Hq, D) in `dtype`.
+    """
+    tokens, q_heads, parts, dim = partial_acc.shape
+    sm = compute_capability(partial_acc.device)
+    variant = join_variant(layout, splits=parts, out_dtype=str(dtype).removeprefix("torch."), sm=sm)
+    out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
+    with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
+        context_reduce[(tokens * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
+    return out
+
+
+def _check_starts(query_starts: Tensor, sequences: int, device: torch.device) -> None:
+    if query_starts.dtype != torch.int32:
+        raise ValueError(f"query_starts must be torch.int32, got {query_starts.dtype}")
+    _check_shape("query_starts", query_starts, (sequences + 1,))
+    _check_contiguous("query_starts", query_starts)
+    _check_device("query_starts", query_starts, device)
+
+
+@functools.cache
+def _programs(device: torch.device, resident: int) -> int:
+    """Programs that a device runs at once, `resident` of them on an SM."""
+    if device.type == "cpu":
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * resident

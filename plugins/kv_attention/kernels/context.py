@@ -1,0 +1,300 @@
+"""Attention of several new tokens of each sequence over the quantized pages: chunks of a prompt, and drafts to be verified.
+
+Shapes: B sequences, X new tokens of all of them, H KV heads, G query heads of each, Hq = H * G, D head_dim, T tokens of a tile
+of the cache, U tokens of a tile of new ones, S splits, E exact slots. The query rows of a sequence and KV head are its new
+tokens' G heads, one token after the other; N of them are the columns of one program.
+
+Every new token attends to all cached tokens and, unquantized, to the new ones up to itself. One program attends to the pages of
+one (block of N query rows, KV head, split); those of the last split to the new tokens, the sinks and the recent ones.
+context_reduce joins the splits.
+
+Operands are swapped as in plugins/kv_attention/kernels/decode.py, whose tiles these are: scores (T, N) = keys (T, D) x query^T
+and sums (D, N) += values^T (D, T) x p (T, N). The codes become the matrix instruction's first operand in registers, so that
+only p passes through shared memory, and what a tile costs to decode is shared by N columns.
+"""
+
+import triton
+import triton.language as tl
+
+from plugins.kv_attention.kernels.codes import streams_of
+from plugins.kv_attention.kernels.decode import (
+    HEADROOM,
+    LOG2_E,
+    MIN_SCALE_BITS,
+    _attend_tile,
+    _inverse,
+    _query_parts,
+    _store,
+    _weigh,
+)
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
+
+SEARCHED = tl.constexpr(128)
+"""Sequences whose starts are compared at once."""
+LOWEST = tl.constexpr(-3e38)
+"""Below all scores."""
+SPLIT_TOKENS = tl.constexpr(512)
+"""Tokens of a split at least: writing and reading its sums of 64 columns takes as much traffic as some 300 of them."""
+
+
+@triton.jit
+def _block_of(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.constexpr):
+    """Return what a block of query rows is of: the sequence, its first new token, its number of them, and the block's number.
+
+    A sequence's first block is (its first row // N) + its number, so that shapes alone give the number of blocks, and some of
+    them are of no rows.
+    """
+    if query_starts is None:
+        each = tl.cdiv(tokens * G, N)
+        b = block // each
+        start = b.to(tl.int64) * tokens
+        count = tokens
+        first = b * each
+    else:
+        b = -1
+        for low in range(0, sequences, SEARCHED):
+            i = low + tl.arange(0, SEARCHED)
+            starts = tl.load(query_starts + i, mask=i < sequences, other=0).to(tl.int64)
+            b += tl.sum(((starts * G // N + i <= block) & (i < sequences)).to(tl.int32), 0)
+        start = tl.load(query_starts + b).to(tl.int64)
+        count = tl.load(query_starts + b + 1) - start.to(tl.int32)
+        first = (start * G // N).to(tl.int32) + b
+    return b, start, count, block - first
+
+
+@triton.jit
+def _weigh_new(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr):
+    """Return sums (D, N) + values^T (D, U) x p (U, N) of new tokens."""
+    if NEW == "fp32":
+        sums = tl.dot(tl.trans(values), p, sums, input_precision="bf16x3" if PTX else "ieee")
+    else:
+        sums = _weigh(values, p, sums, PTX, NEW)
+    return sums
+
+
+@triton.jit
+def _new_split(
+    query, key_new, value_new, key_exact, value_exact, start, h, length, last, token, row, partial_row, rows, scaled,
+    per_column, partial_acc, partial_ml,
+    H: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr, PARTS: tl.constexpr,
+    NEW: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Attend to the exact tokens, and to the new ones up to each query's own, of which `last` is the last one of all."""
+    d = tl.arange(0, D)
+    WIDEN: tl.constexpr = NEW == "bf16" and not PTX  # the interpreter has no bfloat16 arithmetic
+    # float32 queries and keys are multiplied by parts of their channels, which leaves registers enough.
+    STEP: tl.constexpr = 64 if NEW == "fp32" else D
+    c = tl.arange(0, STEP)
+    m = tl.full((N,), LOWEST, tl.float32)  # finite, because there may be no exact token that is visible
+    l = tl.zeros((N,), tl.float32)
+    sums = (tl.zeros((D, N), tl.float32),)
+    if SINK + RECENT > 0:
+        # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
+        T: tl.constexpr = 16
+        exact_queries = _query_parts(scaled, PARTS, "fp16", PTX)
+        unit = tl.full((), MIN_SCALE_BITS, tl.int32)
+        for first in tl.range(0, SINK + RECENT, T, num_stages=1):
+            slot = first + tl.arange(0, T)
+            visible = slot < tl.minimum(length, SINK)
+            if RECENT > 0:
+                # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
+                age = (length - 1 + RECENT - (slot - SINK)) % RECENT
+                visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
+            m, l, unit, sums = _attend_tile(
+                0, key_exact + first * D, value_exact + first * D, None, None, visible, exact_queries, per_column, m, l, unit,
+                sums, T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
+            )  # fmt: skip
+    accumulated = sums[0]
+    for first in tl.range(0, last + 1, U, num_stages=1):
+        u = first + tl.arange(0, U)
+        inside = (u <= last)[:, None]
+        offset = ((start + u) * H + h)[:, None] * D
+        scores = tl.zeros((U, N), tl.float32)
+        for low in tl.static_range(0, D, STEP):
+            keys = tl.load(key_new + offset + low + c[None, :], mask=tl.broadcast_to(inside, (U, STEP)), other=0.0)
+            columns = query + row[None, :] * D + low + c[:, None]
+            queries = tl.load(columns, mask=tl.broadcast_to(rows[None, :], (STEP, N)), other=0.0)
+            if WIDEN:
+                keys = keys.to(tl.float32)
+                queries = queries.to(tl.float32)
+            scores = tl.dot(keys, queries, scores, input_precision="bf16x3" if PTX else "ieee")
+        values = tl.load(value_new + offset + d[None, :], mask=tl.broadcast_to(inside, (U, D)), other=0.0)
+        if WIDEN:
+            values = values.to(tl.float32)
+        scores = tl.where((u[:, None] <= token[None, :]) & inside, scores * (SCALING * LOG2_E), float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 0) - HEADROOM)
+        p = tl.math.exp2(scores - m_new[None, :])
+        decay = tl.math.exp2(m - m_new)
+        l = l * decay + tl.sum(p, 0)
+        accumulated = _weigh_new(values, p, accumulated * decay[None, :], PTX, NEW)
+        m = m_new
+    _store(partial_acc, partial_ml, partial_row, rows, m, l, 1.0, (accumulated,), N, D, "fp16", 1)
+
+
+@triton.jit
+def _page_split(
+    key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, end, h, partial_row, rows, scaled,
+    per_column, partial_acc, partial_ml,
+    H: tl.constexpr, T: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+    KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. There is one at least."""
+    queries = _query_parts(scaled, PARTS, KEY, PTX)
+    unit = tl.full((), MIN_SCALE_BITS, tl.int32)
+    factor = 1.0
+    if KEY_SCALE == "tensor":
+        per_column *= tl.load(key_scale)
+    elif KEY_SCALE == "head":
+        per_column *= tl.load(key_scale + h)
+    if VALUE_SCALE == "tensor":
+        factor = tl.load(value_scale)
+    elif VALUE_SCALE == "head":
+        factor = tl.load(value_scale + h)
+    elif VALUE_SCALE == "block":
+        factor = tl.load(value_scale) * NVFP4_GAIN
+        value_scale = value_block_scale
+    STREAMS: tl.constexpr = streams_of(VALUE)
+    C: tl.constexpr = D // STREAMS // CHUNKS
+    m = tl.full((N,), float("-inf"), tl.float32)
+    l = tl.zeros((N,), tl.float32)
+    sums = ()
+    for _ in tl.static_range(CHUNKS * STREAMS):
+        sums = sums + (tl.zeros((C, N), tl.float32),)
+
+    # Tiles in [whole_low, whole_high) are whole; at most one before and one after is not.
+    PER: tl.constexpr = 64 // T  # tiles of a page
+    whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
+    whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
+    for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = _attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, None, queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, False, PTX, FP8,
+        )  # fmt: skip
+    before = whole_low - low
+    for edge in tl.range(0, before + high - whole_high, num_stages=1):
+        tile = tl.where(edge < before, low, whole_high)
+        position = tile * T + tl.arange(0, T)
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = _attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, (position >= SINK) & (position < end),
+            queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
+        )  # fmt: skip
+    if VALUE_SCALE == "group":
+        factor = unit.to(tl.float32, bitcast=True)
+    _store(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
+
+
+@triton.jit(do_not_specialize=["table_width", "tokens", "sequences"])
+def context_partial(
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, query_starts, page_table,
+    lengths, key_exact, value_exact, exact_slots, table_width, tokens, sequences, partial_acc, partial_ml,
+    H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    SCALING: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr,
+    KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_block_of`.
+
+    The last split is that of the new tokens and the exact ones, the others those of the pages. Tensors that the layout does not
+    have are None. Without `query_starts` every sequence has `tokens` new tokens; with it, `tokens` is not read.
+
+    Args:
+        query: (X, Hq, D).
+        key_new, value_new: (X, H, D), of the query's type.
+        key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
+        query_starts: (B + 1) int32, the first new token of each sequence, and X.
+        page_table: (B, table_width) int32.
+        lengths: (B) int32, tokens before the new ones.
+        key_exact, value_exact: (buffers, H, E, D) float16, as of `lengths`.
+        exact_slots: (B) int32, exact buffer of each sequence.
+        sequences: B.
+        partial_acc: Output (X, Hq, S, D) float32, sums of weighted values; those of an empty split are not written.
+        partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
+        NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
+    """
+    h = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2) - 1
+    b, start, count, block = _block_of(query_starts, sequences, tokens, tl.program_id(0), G, N)
+    if block * N >= count * G:
+        return
+    n = block * N + tl.arange(0, N)
+    rows = n < count * G
+    token = n // G
+    row = (start + token) * (H * G) + h * G + n % G
+    partial_row = row * (splits + 1) + split
+    length = tl.load(lengths + b)
+
+    FIRST: tl.constexpr = SINK // T
+    end = length - RECENT
+    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
+    each = tl.maximum(tl.cdiv(tiles, splits), SPLIT_TOKENS // T)
+    low = FIRST + tl.minimum(split * each, tiles)
+    high = FIRST + tl.minimum((split + 1) * each, tiles)
+    if (low == high) & (split != splits):
+        # This split is empty: its sums are not read, since m says so.
+        tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
+        tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
+        return
+
+    # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
+    pointers = query + row[None, :] * D + tl.arange(0, D)[:, None]
+    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0).to(tl.float32)
+    power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
+    scaled = columns * _inverse(power)[None, :]
+    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+
+    if split == splits:
+        last = tl.minimum((block * N + N - 1) // G, count - 1)
+        if SINK + RECENT > 0:
+            buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * ((SINK + RECENT) * D)
+            key_exact += buffer
+            value_exact += buffer
+        _new_split(
+            query, key_new, value_new, key_exact, value_exact, start, h, length, last, token, row, partial_row, rows, scaled,
+            per_column, partial_acc, partial_ml,
+            H, U, N, D, SCALING, PARTS, NEW, SINK, RECENT, PTX, FP8,
+        )  # fmt: skip
+    else:
+        table = page_table + b.to(tl.int64) * table_width
+        _page_split(
+            key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, end, h, partial_row, rows,
+            scaled, per_column, partial_acc, partial_ml,
+            H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits"])
+def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr):
+    """Join the splits of one new token's query head. Grid (X * Hq).
+
+    Args:
+        partial_acc: (X, Hq, S, D) float32, sums of weighted values; those of empty splits are not read.
+        partial_ml: (X, Hq, S, 2) float32, m and l.
+        splits: S.
+        out: (X, Hq, D).
+        BLOCK: S rounded up to a power of two.
+        ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
+    """
+    first = tl.program_id(0).to(tl.int64) * splits
+    d = tl.arange(0, D)
+    s = tl.arange(0, BLOCK)
+    m = tl.load(partial_ml + (first + s) * 2, mask=s < splits, other=float("-inf"))
+    l = tl.load(partial_ml + (first + s) * 2 + 1, mask=s < splits, other=0.0)
+    largest = tl.max(m, 0)
+    total = tl.sum(l * tl.math.exp2(m - largest), 0)
+    acc = tl.zeros((D,), tl.float32)
+    for split in range(0, splits):
+        scale = tl.load(partial_ml + (first + split) * 2)
+        if scale > float("-inf"):
+            acc += tl.load(partial_acc + (first + split) * D + d) * tl.math.exp2(scale - largest)
+    acc /= total
+    if ROUND:
+        bits = acc.to(tl.int32, bitcast=True)
+        acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, acc.to(out.dtype.element_ty))

@@ -1,0 +1,185 @@
+"""NVFP4 inside a kernel: E2M1 codes of 4 bits and E4M3 scales of blocks, to numbers and back.
+
+A code becomes a float16 by moving its exponent and mantissa, three bits, to the lowest bits of the exponent and the highest of
+the mantissa: that float16 is 2^-14 times the code, subnormals included. Its product with the block's scale is a multiple of
+2^-24 of at most six bits, which float16 holds without rounding. As in codes.py, every function has a body of packed inline
+assembly and one of plain arithmetic, and both give the same numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from plugins.kv_attention.kernels.codes import decode_e4m3
+
+NVFP4_GAIN = tl.constexpr(16384.0)
+"""2^14: what decoded numbers are to be multiplied with, besides the layer's scale."""
+
+
+@triton.jit
+def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
+    """Decode words (T / 2, C / 4) of four bytes of an even and of the odd token, times their blocks' scales.
+
+    Args:
+        stored: A chunk as with_block_scales of tiles.py returns it.
+        T: Tokens of the tile.
+        C: Channels of the chunk.
+
+    Returns:
+        As decode_words of int4: for each byte a pair (even, odd) of the low and one of the high bits, over NVFP4_GAIN.
+    """
+    even, odd, low_even, low_odd, high_even, high_odd = stored
+    if PTX:
+        low_scale = _of_words(_scale_pairs(low_even, low_odd, FP8), T, C)
+        high_scale = _of_words(_scale_pairs(high_even, high_odd, FP8), T, C)
+        codes = _scaled_pairs(even, odd, low_scale, high_scale)
+    else:
+        low_even, low_odd = _scale(low_even, T, C), _scale(low_odd, T, C)
+        high_even, high_odd = _scale(high_even, T, C), _scale(high_odd, T, C)
+        codes = ()
+        for j in tl.static_range(4):
+            codes = codes + (
+                _moved(even >> (8 * j)) * low_even, _moved(odd >> (8 * j)) * low_odd,
+                _moved(even >> (8 * j + 4)) * high_even, _moved(odd >> (8 * j + 4)) * high_odd,
+            )  # fmt: skip
+    return codes
+
+
+@triton.jit
+def _of_words(blocks, T: tl.constexpr, C: tl.constexpr):
+    """Repeat what blocks (T / 2, C / 16) have for each of their four words: (T / 2, C / 4).
+
+    Views alone, so that Triton loads values and scales in the places that the matrix product takes them in.
+    """
+    repeated = tl.broadcast_to(tl.reshape(blocks, (T // 2, C // 16, 1)), (T // 2, C // 16, 4))
+    return tl.reshape(repeated, (T // 2, C // 4))
+
+
+@triton.jit
+def _scale(bytes_, T: tl.constexpr, C: tl.constexpr):
+    return _of_words(decode_e4m3(bytes_, False, False), T, C)
+
+
+@triton.jit
+def _scale_pairs(even, odd, FP8: tl.constexpr):
+    """Decode bytes of positive E4M3 to pairs of float16 (even, odd), as int32. FP8: the target converts float8 in hardware."""
+    if FP8:
+        pairs = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair;
+            .reg .b16 bytes, rest;
+            prmt.b32 pair, $1, $2, 0x5140;
+            mov.b32 {bytes, rest}, pair;
+            cvt.rn.f16x2.e4m3x2 $0, bytes;
+            }""",
+            "=r,r,r",
+            [even.to(tl.int32), odd.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        # The arithmetic of decode_e4m3.
+        pairs = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, factor;
+            mov.b32 factor, 0x5c005c00;
+            prmt.b32 pair, $1, $2, 0x4505;
+            shr.u32 pair, pair, 1;
+            mul.f16x2 $0, pair, factor;
+            }""",
+            "=r,r,r",
+            [even.to(tl.int32), odd.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return pairs
+
+
+@triton.jit
+def _scaled_pairs(even, odd, low_scale, high_scale):
+    """Decode the four bytes of words of an even and an odd token, and multiply by pairs of scales."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, low, high, sign;
+        prmt.b32 pair, $16, $17, 0x4400;
+        shl.b32 low, pair, 1;
+        shl.b32 sign, pair, 4;
+        shr.u32 high, pair, 3;
+        and.b32 low, low, 0x0e000e00;
+        and.b32 high, high, 0x0e000e00;
+        lop3.b32 low, low, sign, 0x80008000, 0xf8;
+        lop3.b32 high, high, pair, 0x80008000, 0xf8;
+        mul.f16x2 low, low, $18;
+        mul.f16x2 high, high, $19;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+        prmt.b32 pair, $16, $17, 0x5511;
+        shl.b32 low, pair, 1;
+        shl.b32 sign, pair, 4;
+        shr.u32 high, pair, 3;
+        and.b32 low, low, 0x0e000e00;
+        and.b32 high, high, 0x0e000e00;
+        lop3.b32 low, low, sign, 0x80008000, 0xf8;
+        lop3.b32 high, high, pair, 0x80008000, 0xf8;
+        mul.f16x2 low, low, $18;
+        mul.f16x2 high, high, $19;
+        mov.b32 {$4, $5}, low;
+        mov.b32 {$6, $7}, high;
+        prmt.b32 pair, $16, $17, 0x6622;
+        shl.b32 low, pair, 1;
+        shl.b32 sign, pair, 4;
+        shr.u32 high, pair, 3;
+        and.b32 low, low, 0x0e000e00;
+        and.b32 high, high, 0x0e000e00;
+        lop3.b32 low, low, sign, 0x80008000, 0xf8;
+        lop3.b32 high, high, pair, 0x80008000, 0xf8;
+        mul.f16x2 low, low, $18;
+        mul.f16x2 high, high, $19;
+        mov.b32 {$8, $9}, low;
+        mov.b32 {$10, $11}, high;
+        prmt.b32 pair, $16, $17, 0x7733;
+        shl.b32 low, pair, 1;
+        shl.b32 sign, pair, 4;
+        shr.u32 high, pair, 3;
+        and.b32 low, low, 0x0e000e00;
+        and.b32 high, high, 0x0e000e00;
+        lop3.b32 low, low, sign, 0x80008000, 0xf8;
+        lop3.b32 high, high, pair, 0x80008000, 0xf8;
+        mul.f16x2 low, low, $18;
+        mul.f16x2 high, high, $19;
+        mov.b32 {$12, $13}, low;
+        mov.b32 {$14, $15}, high;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
+        [even, odd, low_scale, high_scale],
+        dtype=(tl.float16,) * 16,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _moved(code):
+    """Return 2^-14 times the E2M1 number in the lowest four bits of int32, as float16."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def value_e4m3(codes):
+    """Return the float32 of bits of positive E4M3, as int32. Normal float32 throughout: a GPU may take subnormal ones as 0."""
+    normal = ((codes + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(codes < 8, codes.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def encode_e2m1(steps):
+    """Return the nearest codes 0 to 15, as int32, of numbers in units of their scale: ties to even codes, saturating."""
+    magnitude = tl.minimum(tl.abs(steps), 6.0)
+    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    units = tl.where(magnitude < 2.0, magnitude * 2.0, tl.where(magnitude < 4.0, magnitude, magnitude * 0.5))
+    above = tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
+    # The addition rounds, ties to even: see _encode of append.py.
+    whole = (units + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return whole + above + tl.where(steps < 0.0, 8, 0)

@@ -1,0 +1,244 @@
+"""The two forward passes of backend=torch on a GPU, and transformers' attention interface that leads to them.
+
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of a chunk, D head_dim, P pages
+of a row of the table.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from pipeline.core.kv import KVShape
+from plugins.kv_attention import ops
+from plugins.kv_attention.context_ops import context_attention
+from plugins.kv_attention.layout import CacheLayout
+from stages.engines.base import Logits, not_finite
+from stages.engines.cuda.cache import KernelCache
+from stages.engines.oracle.model import hidden_states, refuse_options
+from stages.engines.staging import StagedInputs, StepResults
+
+ATTENTION = "kvgate_kernels"
+
+WARM_UP = 2
+"""Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
+
+
+class Pass(Protocol):
+    """One forward pass of the model, which collects the new keys and values of every layer."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attend with query (B, Hq, S, D), key and value (B, H, S, D) of the new tokens: (B, S, Hq, D)."""
+        ...
+
+
+class DecodePass:
+    """One token of each of `batch` sequences: attention, the check of what is new, and its append, as one CUDA graph on a GPU.
+
+    The host fills one buffer before it and reads one after it. All that it reads and writes has a fixed address.
+
+    Queries, keys and values go into the kernels as the float32 that the model computes, not as float16: the kernels take such a
+    query as two float16 terms, 22 of its 24 bits, and return float32. So only the rounding of softmax weights and the order of
+    sums differ from the oracle, at the price of one more small matrix product a tile.
+    """
+
+    def __init__(self, model: Any, cache: KernelCache, shape: KVShape, batch: int) -> None:
+        self.model, self.cache, self.batch = model, cache, batch
+        row = (torch.int32, (batch,))
+        sections = {"ids": row, "positions": row, "exact_slots": row, "page_table": (torch.int32, (batch, cache.columns))}
+        self.inputs = StagedInputs(sections, cache.device)
+        tensors = self.inputs.tensors
+        tensors["positions"].fill_(-1)
+        self.page_table, self.exact_slots = tensors["page_table"], tensors["exact_slots"]
+        new = (shape.layers, batch, shape.kv_heads, shape.head_dim)
+        self.keys = torch.zeros(new, device=cache.device)
+        """Of all layers in the order of the cache's groups."""
+        self.values = torch.zeros(new, device=cache.device)
+        self._lengths: Tensor
+        self._plans: dict[int, dict[str, Tensor]] = {}
+        """Work lists of this step, by the number of programs that fill the GPU with a layer's kernel."""
+        self._logits: Tensor
+        """(batch, vocab_size)."""
+        self._finite: Tensor
+        """(L, 2, batch): whether all new keys, and all new values, fit float16."""
+        self._listed: list[tuple[int, int]] = []
+        """Handle and number of pages of each row of the page table."""
+        self._results: StepResults | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: Any) -> None:
+        """Capture `run` into a CUDA graph, which takes its memory from `pool`. No row may have a position yet.
+
+        The runs that warm up then append nothing: a token that they stored would take the place of one that is still read.
+        """
+        warm_up = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
+        warm_up.wait_stream(torch.cuda.current_stream(self.cache.device))
+        with torch.cuda.stream(warm_up):
+            for _ in range(WARM_UP):
+                self._forward()
+        torch.cuda.current_stream(self.cache.device).wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward()
+        self._graph = graph
+
+    def put(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        """Let the first rows be one token of each sequence; the others have no position, so that nothing is stored of them."""
+        sequences, arrays = [self.cache.sequences[handle] for handle in handles], self.inputs.arrays
+        batch = len(sequences)
+        arrays["ids"][:batch] = tokens
+        arrays["positions"][:batch] = [sequence.length for sequence in sequences]
+        arrays["positions"][batch:] = -1
+        listed = [(handle, len(sequence.pages)) for handle, sequence in zip(handles, sequences, strict=True)]
+        if listed == self._listed:
+            self.inputs.upload("positions")
+            return
+        arrays["exact_slots"][:batch] = [sequence.buffer for sequence in sequences]
+        for row, sequence in zip(arrays["page_table"], sequences, strict=False):
+            row[: len(sequence.pages)] = sequence.pages  # what lies behind them is never read
+        self._listed = listed
+        self.inputs.upload()
+
+    def run(self) -> None:
+        """Compute the step that `put` described and store its tokens, or none where any of them is not finite."""
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+
+    def read(self) -> tuple[Logits, npt.NDArray[np.bool_]]:
+        """Wait for the step; return its logits (batch, vocab_size) and whether keys and values are finite (L, 2, batch)."""
+        if self._results is None or self._graph is None:
+            self._results = StepResults(self._logits, self._finite)
+        logits, finite = self._results.read()
+        return logits.copy(), self.cache.by_layer(finite)  # type: ignore[return-value]  # as their tensors are
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        group, i = self.cache.places[layer]
+        row = group.first + i
+        self.keys[row].copy_(key[:, :, 0])
+        self.values[row].copy_(value[:, :, 0])
+        out: Tensor = ops.decode_attention(
+            query[:, :, 0].contiguous(),
+            self.keys[row],
+            self.values[row],
+            page_table=self.page_table,
+            lengths=self._lengths,
+            exact_slots=self.exact_slots if group.exact else None,
+            sink_tokens=group.layout.sink_tokens,
+            scaling=scaling,
+            **self._plan(group.layout, query[:, :, 0], scaling),
+            **group.to_read(i),
+        )
+        return out.unsqueeze(1)
+
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> dict[str, Tensor]:
+        """The step's work list, which the first of the layers that share it makes: their exact tokens are the policy's."""
+        programs = ops.default_programs(layout, query, self.page_table, scaling)
+        if programs not in self._plans:
+            work, sequences = ops.plan(self._lengths, programs, layout.sink_tokens, layout.recent_tokens)
+            self._plans[programs] = {"work": work, "sequences": sequences}
+        return self._plans[programs]
+
+    def _forward(self) -> None:
+        positions = self.inputs.tensors["positions"]
+        self._lengths, self._plans = positions.clamp(min=0), {}
+        ids = self.inputs.tensors["ids"][:, None]
+        hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
+        self._logits = self.model.lm_head(hidden[:, -1]).float()
+        self._finite = fits(self.keys, self.values)
+        # A step stores all of its tokens or none: a refused one would overwrite a recent one that is still needed.
+        stored = (self._finite | (positions < 0)).all()
+        self.cache.append(self.keys, self.values, self.page_table, torch.where(stored, positions, -1), self.exact_slots)
+
+
+class PrefillPass:
+    """A chunk of one sequence: exact causal attention within it, and over the quantized cache of the tokens before."""
+
+    def __init__(self, model: Any, cache: KernelCache, handle: int) -> None:
+        self.model, self.cache, self.handle = model, cache, handle
+        sequence = cache.sequences[handle]
+        self.start = sequence.length
+        self.page_table, self.length, self.exact_slot = (
+            torch.tensor(numbers, dtype=torch.int32, device=cache.device)
+            for numbers in ([sequence.pages], [sequence.length], [sequence.buffer])
+        )
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+        """(S, H, D) of each layer, by its row in the order of the cache's groups."""
+
+    def run(self, tokens: Sequence[int]) -> Tensor:
+        """Append `tokens` to the sequence and return the logits (vocab_size,) of the last.
+
+        Raises UserError, and appends nothing, for keys or values that are not finite.
+        """
+        start = self.start
+        ids = torch.tensor([list(tokens)], device=self.cache.device)
+        positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
+        hidden = hidden_states(self.model, ATTENTION, ids, positions, step=self)
+        keys, values = (torch.stack([self.new[row][side] for row in sorted(self.new)]) for side in range(2))
+        finite = self.cache.by_layer(fits(keys, values).cpu().numpy())
+        refuse_not_finite(finite, [(self.handle, start + n) for n in range(len(tokens))])
+        self.cache.extend(self.handle, keys, values)
+        logits: Tensor = self.model.lm_head(hidden[0, -1])
+        return logits
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        group, i = self.cache.places[layer]
+        rows, keys, values = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        self.new[group.first + i] = keys, values
+        out: Tensor = context_attention(
+            rows,
+            keys,
+            values,
+            page_table=self.page_table,
+            lengths=self.length,
+            query_starts=None,
+            exact_slots=self.exact_slot if group.exact else None,
+            sink_tokens=group.layout.sink_tokens,
+            scaling=scaling,
+            **group.to_read(i),
+        )
+        return out[None]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float,
+    *,
+    step: Pass,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+
+    `step` travels through the model's forward as a keyword argument. transformers computes no mask for an attention that has
+    registered none.
+    """
+    refuse_options(module, options)
+    return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def fits(keys: Tensor, values: Tensor) -> Tensor:
+    """Whether all keys, and all values, of a row are finite as float16: (L, n, H, D) each -> (L, 2, n)."""
+    return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
+
+
+def refuse_not_finite(finite: npt.NDArray[np.bool_], rows: Sequence[tuple[int, int]]) -> None:
+    """Raise UserError for the first row of `finite` (L, 2, n) that is false; `rows` are their sequences and positions.
+
+    The lowest layer comes first: what is not finite there makes the layers above not finite either.
+    """
+    if not finite.all():
+        layer, side, row = (int(i) for i in np.argwhere(~finite)[0])
+        handle, position = rows[row]
+        raise not_finite(("key", "value")[side], layer, position, f"sequence {handle}")

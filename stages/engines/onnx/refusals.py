@@ -1,0 +1,15 @@
+"""Policies that the ONNX graphs do not hold, refused before any work. Plans are built from the same graphs."""
+
+from pipeline.core.errors import UserError
+from pipeline.core.exports import holder
+from pipeline.core.kv import KVPolicy
+
+
+def refuse_zeros_in_scales(policy: KVPolicy) -> None:
+    """Raise UserError for a format whose stored scale holds its zero in bits."""
+    for key, form in policy.formats:
+        if form.zero_in_scale:
+            raise UserError(
+                f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
+                f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"
+            )

@@ -1,0 +1,81 @@
+"""What a step takes from the host and what the host takes of it: one copy there, one wait for what comes back.
+
+The host's side is pinned memory. A copy from pageable memory waits until the driver has staged it, and every small one costs a
+launch of its own. On a CPU the same code copies between two tensors.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes. Every tensor of a buffer begins at a multiple: TensorRT asks that of addresses, and kernels load in wide words."""
+
+Section = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of one of the tensors."""
+
+
+def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros (count, *shape), each of which begins at a multiple of ALIGNMENT."""
+    inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
+    stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
+
+
+class StagedInputs:
+    """Arrays that the host fills, and tensors that hold the same after `upload`. Their addresses never change."""
+
+    def __init__(self, sections: Mapping[str, Section], device: torch.device) -> None:
+        """Allocate zeros.
+
+        Args:
+            sections: The tensors by name, those first that change at every step.
+            device: Where the tensors are.
+        """
+        self._ends: dict[str, int] = {}
+        begins, size = {}, 0
+        for name, (dtype, shape) in sections.items():
+            begins[name] = size
+            self._ends[name] = size + math.prod(shape) * dtype.itemsize
+            size = -(-self._ends[name] // ALIGNMENT) * ALIGNMENT
+        memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device=device)
+        first = -memory.data_ptr() % ALIGNMENT
+        self._memory = memory[first : first + size]
+        self._pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.tensors: dict[str, Tensor] = {}
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, (dtype, shape) in sections.items():
+            part = slice(begins[name], self._ends[name])
+            self.tensors[name] = self._memory[part].view(dtype).view(shape)
+            self.arrays[name] = self._pinned[part].view(dtype).view(shape).numpy()
+
+    def upload(self, last: str | None = None) -> None:
+        """Copy all arrays to the device, or those up to `last`, on the current stream, without waiting.
+
+        The arrays must not be filled again before the copy has ended, as it has when the step's results were read.
+        """
+        end = len(self._pinned) if last is None else self._ends[last]
+        self._memory[:end].copy_(self._pinned[:end], non_blocking=True)
+
+
+class StepResults:
+    """Pinned memory for tensors that a step leaves on the device."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in tensors]
+
+    def read(self) -> list[npt.NDArray[np.generic]]:
+        """Wait for the device once, and return what the tensors hold, in arrays that the next call overwrites."""
+        for pinned, tensor in zip(self._pinned, self._tensors, strict=True):
+            pinned.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in self._tensors):
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            done.synchronize()
+        return [pinned.numpy() for pinned in self._pinned]

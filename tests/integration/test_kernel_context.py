@@ -1,0 +1,220 @@
+"""The context kernels against the reference: on a GPU, or in Triton's interpreter without one.
+
+Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, X new tokens of
+all of them, H KV heads, Hq query heads, D head_dim, S splits.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import DEVICE, Case, on_device, planned, side
+from torch import Tensor
+
+from plugins.kv_attention import context, launch, reference
+from plugins.kv_attention.context_ops import context_attention
+from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+
+TOLERANCE = 2e-3
+"""Largest relative L2 error of a new token's output."""
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_nan() -> Iterator[None]:
+    """Fill new tensors with NaN, so that a kernel must write all of its output."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@dataclass
+class Chunk:
+    """New tokens of the sequences of a case."""
+
+    case: Case
+    counts: list[int]
+    """New tokens of each sequence."""
+
+    def __post_init__(self) -> None:
+        layout, dtype, tokens = self.case.layout, self.case.dtype, sum(self.counts)
+        heads, dim = layout.kv_heads, layout.head_dim
+        self.query = self.case.random(tokens, heads * self.case.group, dim).to(dtype)
+        self.key_new, self.value_new = (self.case.random(tokens, heads, dim).to(dtype) for _ in range(2))
+        self.starts = torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        step = {"query": self.query, "key_new": self.key_new, "value_new": self.value_new}
+        return on_device(step | self.case.tables | {"query_starts": self.starts}) | {"cache": on_device(self.case.cache)}
+
+    def expected(self, scaling: float) -> Tensor:
+        """Return the reference's attention, (X, Hq, D) float32."""
+        step = (self.query, self.key_new, self.value_new)
+        starts = self.starts
+        return reference.attend_context(
+            self.case.layout, *step, self.case.cache, query_starts=starts, scaling=scaling, **self.case.tables
+        )
+
+    def check(self, splits: int, scaling: float | None = None) -> None:
+        """Run both kernels, and compare their output with the reference's."""
+        layout = self.case.layout
+        scaling = layout.head_dim**-0.5 if scaling is None else scaling
+        partial_acc, partial_ml = context.context_partials(layout, **self.arguments, scaling=scaling, splits=splits)
+        assert partial_acc.shape == (*self.query.shape[:2], splits + 1, layout.head_dim)
+        maximum, weight = partial_ml.unbind(-1)
+        assert not maximum.isnan().any()
+        assert weight.isfinite().all()
+        empty = weight == 0.0
+        assert (maximum[empty] == -math.inf).all()
+        assert not empty[..., -1].any(), "the split of the new tokens is never empty"
+        assert partial_acc[~empty].isfinite().all()
+        assert partial_acc[empty].isnan().all(), "sums of empty splits are written, though nobody reads them"
+        out = context.join_partials(layout, partial_acc, partial_ml, self.case.dtype)
+        assert out.dtype == self.case.dtype
+        expected = self.expected(scaling)
+        # A bfloat16 output has been rounded to 8 bits, as the query has.
+        errors = (out.float().cpu() - expected.to(out.dtype).float()).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+        assert errors.max() < TOLERANCE * (2 if out.dtype == torch.bfloat16 else 1), errors
+
+
+def chunk_of(key: str, value: str, heads: int, dim: int, lengths: list[int], counts: list[int], **more: Any) -> Chunk:
+    """Return a chunk. `more`: `sink` and `recent` tokens, and fields of Case."""
+    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
+    return Chunk(Case(layout, lengths, **more), counts)
+
+
+KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
+GROUPS = (1, 3, 4, 8, 16)
+EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5)]
+RAGGED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES)))
+def test_any_format_attends_as_the_reference(number: int, value: str) -> None:
+    key = KEYS[5 * number % len(KEYS)]
+    sink, recent = EXACT[number % len(EXACT)]
+    lengths, counts = RAGGED[number % len(RAGGED)]
+    chunk = chunk_of(
+        key, value, 2 if "head" in key + value else 1, 128 if value == "int4 128" else HEAD_DIMS[number % 3], lengths, counts,
+        sink=sink, recent=recent, group=GROUPS[number % 5], dtype=DTYPES[number % 3], seed=number,
+    )  # fmt: skip
+    chunk.check(splits=1 + number % 2)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (4, 64), (65, 0), (1, 3)])
+def test_every_length_around_a_page_boundary(sink: int, recent: int) -> None:
+    lengths = [0, 1, 63, 64, 65, 128]
+    chunk_of("fp8_e4m3 token", "int4 64", 1, 128, lengths, [2] * 6, sink=sink, recent=recent, group=8, seed=sink).check(1)
+
+
+def test_long_histories_are_split_and_splits_of_none_join() -> None:
+    chunk_of("fp8_e4m3 tensor", "int4 32", 1, 64, [1100, 64], [2, 1], recent=30, group=4).check(splits=4)
+
+
+def test_a_chunk_of_several_blocks_is_causal() -> None:
+    """9 tokens of 16 heads are more rows than a block has columns, and the last block is not full."""
+    chunk_of("int8 token", "int4 64", 1, 64, [40, 3], [9, 2], group=16).check(1)
+
+
+def test_one_token_of_each_sequence_is_a_decode_step() -> None:
+    chunk = chunk_of("fp8_e4m3 token", "int4 64", 2, 64, [70, 5], [1, 1], sink=2, recent=3, dtype=torch.float32)
+    case, arguments = chunk.case, chunk.arguments
+    del arguments["query_starts"]
+    out = context.context_attention(case.layout, **arguments, scaling=0.1)
+    plan = planned(case.layout, arguments["lengths"], programs=1)
+    step = launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
+    assert (out - step).norm() < 1e-3 * step.norm()
+
+
+def test_equal_numbers_of_tokens_need_no_starts() -> None:
+    chunk = chunk_of("int8 head", "int4 32", 1, 64, [70, 0], [3, 3])
+    arguments = chunk.arguments
+    ragged = context.context_attention(chunk.case.layout, **arguments, scaling=0.1, splits=1)
+    even = context.context_attention(chunk.case.layout, **(arguments | {"query_starts": None}), scaling=0.1, splits=1)
+    assert torch.equal(ragged, even)
+
+
+def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
+    """More sequences than the kernel compares with at once; their first blocks stand between those with rows."""
+    counts = [0] * 132
+    counts[2], counts[130], counts[131] = 2, 1, 1
+    chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
+
+
+@pytest.mark.parametrize(("size", "scaling"), [(2.0**9, 2.0**-12), (2.0**-12, 2.0**10), (1.0, 3.0), (0.0, 1.0)])
+def test_sharp_and_flat_attention_of_large_and_small_queries(size: float, scaling: float) -> None:
+    chunk = chunk_of("int8 token", "int4 64", 1, 128, [70], [3], sink=2, recent=3, dtype=torch.float32)
+    chunk.query = chunk.query * size
+    chunk.check(1, scaling)
+
+
+def test_new_tokens_are_as_exact_as_their_type() -> None:
+    """Without a history a float32 result has the error of three products of bfloat16, not of a rounding to float16."""
+    chunk = chunk_of("fp16", "fp16", 1, 64, [0], [9], dtype=torch.float32)
+    chunk.value_new *= 1e-7
+    out = context.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.125)
+    expected = chunk.expected(0.125)
+    assert (out.cpu() - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
+    """The pools are of untouched memory but for the last page."""
+    torch.use_deterministic_algorithms(False)
+    layout = CacheLayout(1, 64, side("int8 tensor"), side("int8 tensor"))
+    small = chunk_of("int8 tensor", "int8 tensor", 1, 64, [9], [2])
+    last = 2**31 // (PAGE_TOKENS * 64)
+    arguments = small.arguments
+    cache = dict(arguments["cache"])
+    for name in ("key_pool", "value_pool"):
+        pool = torch.empty(last + 1, 1, PAGE_TOKENS, 64, dtype=torch.int8, device=DEVICE)
+        pool[last] = cache[name][small.case.page_table[0, 0]]
+        cache[name] = pool
+    far = arguments | {"cache": cache, "page_table": torch.full_like(arguments["page_table"], last)}
+    near, out = (context.context_attention(layout, **one, scaling=0.1) for one in (arguments, far))
+    assert torch.equal(near, out)
+
+
+def test_the_operator_is_what_it_declares_and_gives_the_references_attention() -> None:
+    chunk = chunk_of("int8 tensor", "int4 32", 1, 64, [6], [2], sink=1, recent=2, group=1, dtype=torch.float32)
+    arguments = chunk.arguments
+    cache = arguments.pop("cache")
+    torch.library.opcheck(
+        torch.ops.kvgate.context_attention.default, (), arguments | cache | {"sink_tokens": 1, "scaling": 0.125}
+    )
+    out = context_attention(**arguments, **cache, sink_tokens=1, scaling=0.125)
+    expected = chunk.expected(0.125)
+    assert (out.cpu() - expected).norm() < TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"scaling": 0.0}, "scaling must be positive, got 0.0"),
+        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
+        ({"query_starts": None}, "query_starts must be given: 3 tokens are not as many for each of 2 sequences"),
+        ({"query_starts": torch.tensor([0, 3], dtype=torch.int32)}, r"query_starts must be \(3,\), got \(2,\)"),
+        ({"query_starts": torch.tensor([0, 1, 3])}, "query_starts must be torch.int32, got torch.int64"),
+        ({"query": torch.zeros(3, 5, 64)}, r"query must be \(X, G \* 2, 64\), got \(3, 5, 64\)"),
+        ({"query": torch.zeros(3, 8, 64)}, "key_new must be torch.float32, as query is, got torch.bfloat16"),
+        ({"query": torch.zeros(3, 34, 64).bfloat16()}, "query heads per KV head must be 1 to 16, got 17"),
+        ({"value_new": torch.zeros(2, 2, 64)}, r"value_new must be \(3, 2, 64\), got \(2, 2, 64\)"),
+        ({"lengths": torch.zeros(2)}, "lengths must be torch.int32, got torch.float32"),
+    ],
+)
+def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], message: str) -> None:
+    chunk = chunk_of("bf16", "bf16", 2, 64, [1, 1], [1, 2], sink=1, recent=2)
+    placed = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changed.items()}
+    arguments: dict[str, Any] = chunk.arguments | {"splits": 1, "scaling": 1.0} | placed
+    with pytest.raises(ValueError, match=message):
+        context.context_attention(chunk.case.layout, **arguments)

@@ -1,0 +1,186 @@
+"""Work is divided by the lengths of sequences: what each program reads, what partial results cost, whatever the table holds.
+
+The device is one with the numbers of an H100: 132 SMs that run 7 programs each, and 8 KV heads. What a plan says is counted
+once more while the kernels run in Triton's interpreter. Legend: H KV heads, W programs over the pages of a KV head.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, Case, planned, side
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from plugins.kv_attention import launch
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+
+SMS, RESIDENT, HEADS = 132, 7, 8
+KIB = 1024
+LAYOUT = CacheLayout(HEADS, 128, side("fp8_e4m3 tensor"), side("int4 64"))
+
+
+def plan_of(lengths: Sequence[int], max_tokens: int, exact: tuple[int, int] = (0, 0)) -> launch.Plan:
+    """The plan on the device above, whose page table is as wide as the longest sequence may become."""
+    max_pages = -(-max_tokens // PAGE_TOKENS)
+    programs = launch.choose_programs(len(lengths), HEADS, max_pages, sm_count=SMS, resident=RESIDENT)
+    return launch.Plan(
+        *(x.cpu() for x in planned(CacheLayout(1, 64, side("fp16"), side("fp16"), *exact), tensor(lengths), programs))
+    )
+
+
+def tensor(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def tokens_by_program(plan: launch.Plan, lengths: Sequence[int]) -> list[int]:
+    """Tokens that each program of a KV head with work reads, where there are no exact tokens."""
+    tokens = []
+    for first, stop, low, high, _ in plan.work.tolist():
+        read = 0
+        for b in range(first, stop):
+            begin, end = plan.sequences[b, :2].tolist()
+            pages = max(low, begin) - begin, min(high, end) - begin
+            read += max(0, min(pages[1] * PAGE_TOKENS, lengths[b]) - pages[0] * PAGE_TOKENS)
+        tokens += [read] if stop > first else []
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [128 * KIB] + [KIB] * 31,
+        [KIB] * 31 + [128 * KIB],
+        [8 * KIB] * 32,
+        [8 * KIB] * 64,
+        [2 * KIB] * 115,
+        [128 * KIB] + [100] * 1023,
+        [int(x) for x in np.random.default_rng(0).pareto(1.0, 300) * 500 + 1],
+    ],
+    ids=["long first", "long last", "32 equal", "64 equal", "115 equal", "1,024", "pareto"],
+)
+def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
+    """Above the tokens of all sequences by the programs that run at once, where that is two pages or more."""
+    tokens = tokens_by_program(plan_of(lengths, 128 * KIB), lengths)
+    assert sum(tokens) == sum(lengths)
+    at_once = SMS * RESIDENT // HEADS
+    assert len(tokens) <= at_once
+    assert max(tokens) <= 1.5 * sum(lengths) / at_once
+
+
+def test_one_sequence_of_8k_tokens_has_programs_on_every_sm() -> None:
+    """More programs would be no shorter: 128 pages do not fit 115 programs of one page, and the longest would have two too."""
+    tokens = tokens_by_program(plan_of([8 * KIB], 128 * KIB), [8 * KIB])
+    assert set(tokens) == {128}
+    assert len(tokens) * HEADS == 512 > 3 * SMS
+    assert PAGE_TOKENS * -(-8 * KIB // PAGE_TOKENS // (SMS * RESIDENT // HEADS)) == 128
+
+
+@pytest.mark.parametrize(("batch", "group"), [(1, 4), (2, 4), (16, 4), (16, 8), (64, 8)])
+def test_partial_results_cost_a_fifth_of_the_real_tokens_traffic_whatever_the_table_holds(batch: int, group: int) -> None:
+    lengths = [KIB] * batch
+    plan = plan_of(lengths, 128 * KIB)
+    result_bytes = 4 * HEADS * group * (LAYOUT.head_dim + 2)
+    moved = sum(lengths) * LAYOUT.token_bytes + 2 * int(plan.sequences[:, 3].sum()) * result_bytes
+    assert moved <= 1.2 * sum(lengths) * LAYOUT.token_bytes
+    assert torch.equal(plan.sequences, plan_of(lengths, 2 * KIB).sequences) or batch == 1  # 32 pages need no 115 programs
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20_000)), min_size=1, max_size=40),
+    programs=st.integers(1, 150),
+    exact=st.sampled_from([(0, 0), (4, 60), (70, 0), (0, 65)]),
+)
+def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], programs: int, exact: tuple[int, int]) -> None:
+    layout = CacheLayout(1, 64, side("fp16"), side("fp16"), *exact)
+    plan = planned(layout, tensor(lengths), programs)
+    work, sequences = (x.tolist() for x in plan)
+    sink, recent = exact
+    read: Counter[tuple[int, int]] = Counter()
+    written: list[list[int]] = [[] for _ in lengths]
+    for first, stop, low, high, part in work:
+        for b in range(first, stop):
+            begin, end, _, _ = sequences[b]
+            assert low < high
+            read.update((b, page - begin + sink // PAGE_TOKENS) for page in range(max(low, begin), min(high, end)))
+            written[b].append(part + (b - first) * (2 if sum(exact) else 1))
+        if stop == first:
+            written[first].insert(0, part)
+    for b, (length, (_, _, first, parts)) in enumerate(zip(lengths, sequences, strict=True)):
+        assert written[b] == list(range(first, first + parts))
+        seen = {page for owner, page in read if owner == b}
+        assert seen >= {position // PAGE_TOKENS for position in range(sink, max(sink, length - recent))}
+        assert len(seen) <= max(1, -(-length // PAGE_TOKENS))
+    assert set(read.values()) == {1}
+    parts = [number for numbers in written for number in numbers]
+    assert len(set(parts)) == len(parts)
+    assert max(parts) < len(work) + len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [(torch.zeros(2, 1, dtype=torch.int32), r"lengths must be \(B\), got \(2, 1\)"), (torch.zeros(2), "must be torch.int32")],
+)
+def test_what_is_no_row_of_lengths_is_refused(lengths: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch.plan_decode(lengths, programs=1)
+    with pytest.raises(ValueError, match="programs must be at least 1, got 0"):
+        launch.plan_decode(torch.zeros(1, dtype=torch.int32), programs=0)
+
+
+class Traffic:
+    """Bytes that the interpreted kernels load and store, by tensor and by program."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.stored = 0
+        for name in ("create_masked_load", "create_masked_store"):
+            monkeypatch.setattr(
+                InterpreterBuilder, name, self._counted(getattr(InterpreterBuilder, name), name.endswith("load"))
+            )
+
+    def _counted(self, access: Any, load: bool) -> Any:
+        def counted(builder: Any, pointers: Any, *rest: Any) -> Any:
+            mask = (rest[0] if load else rest[1]).data
+            addresses = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.int64)
+            width = pointers.get_element_ty().primitive_bitwidth // 8
+            self.stored += 0 if load else width * len(addresses)
+            for name, held in self.tensors.items():
+                inside = (addresses >= held.data_ptr()) & (addresses < held.data_ptr() + held.nbytes)
+                self.bytes[name, tuple(builder.grid_idx)] += width * int(inside.sum())
+            return access(builder, pointers, *rest)
+
+        return counted
+
+    def of(self, *names: str) -> int:
+        return sum(count for (name, _), count in self.bytes.items() if name in names)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="accesses are counted by the interpreter")
+def test_the_kernels_move_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long sequence beside short ones, in a table that is 128k tokens wide, on a device that runs 16 programs at once."""
+    lengths = [4000] + [64] * 7
+    case = Case(CacheLayout(1, 128, side("fp8_e4m3 tensor"), side("int4 64")), lengths, group=4)
+    table = torch.full((len(lengths), 128 * KIB // PAGE_TOKENS), 1 << 30, dtype=torch.int32)
+    table[:, : case.page_table.shape[1]] = case.page_table
+    plan = planned(case.layout, tensor(lengths), launch.choose_programs(len(lengths), 1, table.shape[1], 4, 4))
+    traffic = Traffic(monkeypatch, case.cache)
+    step = (case.query, case.key_new, case.value_new)
+    acc, ml = launch.decode_partials(case.layout, *step, case.cache, table, tensor(lengths), plan, scaling=0.1)
+    assert sum(lengths) * case.layout.token_bytes <= traffic.of(*case.cache) < 1.01 * sum(lengths) * case.layout.token_bytes
+    by_program = Counter({program: count for (name, program), count in traffic.bytes.items() if name == "key_pool"})
+    assert max(by_program.values()) <= 1.5 * sum(by_program.values()) / 16
+    written, traffic.tensors = traffic.stored, {"partial_acc": acc, "partial_ml": ml}
+    out = launch.reduce_partials(acc, ml, plan, case.dtype)
+    assert written == traffic.of("partial_acc", "partial_ml") == plan.sequences[:, 3].sum() * 4 * case.group * (128 + 2)
+    assert (out.float() - case.expected(0.1)).norm() < 4e-3 * case.expected(0.1).norm()

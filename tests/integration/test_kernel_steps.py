@@ -1,0 +1,151 @@
+"""What a decode step of backend=torch on a GPU moves between host and device, and what it stores: counted on a CPU.
+
+On a GPU DecodePass.run is the replay of one graph. On a CPU it is the launches that a capture would record, here in plain
+torch (the kernels' reference).
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_engine_cases import GUARDED
+from onnx_fixtures import static_scales
+from torch import Tensor
+from transfers import counted_transfers
+
+from benchmarks import benchlib
+from pipeline.core.errors import UserError
+from pipeline.core.kv import Side
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.layout import CacheLayout
+from stages.engines.cuda.engine import KernelEngine
+from stages.engines.cuda.passes import DecodePass
+
+torch.set_num_threads(1)
+
+
+def layer_by_layer(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any) -> None:
+    for layer in range(len(key_new)):
+        one = {name: tensor[layer] for name, tensor in cache.items()}
+        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
+
+
+def attend(layout: CacheLayout, *args: Any, page_table: Tensor, plan: object, **options: Any) -> Tensor:  # noqa: ARG001
+    return reference.attend(layout, *args, page_table=page_table, **options)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The trained model's first two layers, of which GUARDED keeps the second in another format."""
+    short = benchlib.load_model()
+    del short.model.layers[2:]
+    short.config.num_hidden_layers = 2
+    return short
+
+
+@pytest.fixture
+def engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> KernelEngine:
+    monkeypatch.setattr(launch, "append", layer_by_layer)
+    monkeypatch.setattr(launch, "decode_attention", attend)
+    return KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)))
+
+
+def stored(engine: KernelEngine) -> list[np.ndarray]:
+    """A copy of all bytes that the cache holds."""
+    tensors = [tensor for group in engine.cache.groups for tensor in (group.paged | group.exact).values()]
+    return [tensor.view(torch.uint8).numpy().copy() for tensor in tensors]
+
+
+def changed(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
+    return any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Count a step's transfers, and its appends in and out of what a GPU captures."""
+    inside, run, append = [False], DecodePass.run, launch.append
+
+    def captured_run(self: DecodePass) -> None:
+        inside[0] = True
+        run(self)
+        inside[0] = False
+
+    with monkeypatch.context() as patch, counted_transfers(patch) as counts:
+        counts |= {"captured": 0, "eager": 0}
+
+        def counted_append(*args: Any, **options: Any) -> None:
+            counts["captured" if inside[0] else "eager"] += 1
+            append(*args, **options)
+
+        patch.setattr(DecodePass, "run", captured_run)
+        patch.setattr(launch, "append", counted_append)
+        yield counts
+
+
+def test_the_counter_sees_what_waits_and_what_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as counts:
+        x = torch.tensor([1.0])
+        assert x.cpu().item() == x.numpy()[0]
+        assert bool(x > 0)
+        torch.from_numpy(np.zeros(2))
+    assert counts["transfers"] == ["tensor", "cpu", "item", "numpy", "__bool__", "from_numpy"]
+
+
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_a_step_is_one_upload_and_one_read_and_appends_by_one_captured_launch_a_format(
+    corrupted: bool, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
+    if corrupted:
+        engine.corrupt_scale(Side.KEY, 2.0, 1)
+    for _ in range(3):  # the second begins a page
+        with counted(monkeypatch) as counts:
+            engine.decode(handles, [4, 5, 6])
+        assert counts == {"uploads": 1, "reads": 1, "captured": 2, "eager": 0, "transfers": []}
+
+
+@pytest.mark.parametrize("token", [7, 8])
+def test_a_refused_step_stores_nothing_of_any_of_its_sequences(
+    token: int, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token 7 embeds as NaN. It is in the last row of a batch that is padded to four, or in none."""
+    handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
+    before = stored(engine)
+    engine.model = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        engine.model.model.embed_tokens.weight[7] = torch.nan
+    with counted(monkeypatch) as counts:
+        if token == 7:
+            with pytest.raises(UserError, match=rf"key of layer 0, token 1 of sequence {handles[2]} is not finite"):
+                engine.decode(handles, [4, 5, token])
+        else:
+            engine.decode(handles, [4, 5, token])
+    assert (counts["captured"], counts["reads"], counts["transfers"]) == (2, 1, [])
+    assert changed(before, stored(engine)) is (token != 7)
+    assert engine.memory().live_tokens == (68 if token == 7 else 71)
+
+
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_the_runs_before_a_capture_store_nothing(corrupted: bool, engine: KernelEngine) -> None:
+    engine.prefill([[1] * 62, [2] * 5, [3]])
+    if corrupted:
+        engine.corrupt_scale(Side.VALUE, 1.5)
+    before = stored(engine)
+    with torch.inference_mode():
+        DecodePass(engine.model, engine.cache, engine.shape, 4).run()
+    assert not changed(before, stored(engine))
+
+
+def test_rows_that_fill_up_a_batch_store_nothing(engine: KernelEngine) -> None:
+    handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
+    before = stored(engine)
+    engine.decode(handles, [4, 5, 6])
+    pools = [name for group in engine.cache.groups for name in group.paged | group.exact]
+    for name, old, new in zip(pools, before, stored(engine), strict=True):
+        # (l, N, H, token, W): one token of three pages, or one slot of three buffers, and the sink of a short sequence
+        places = np.unique(np.argwhere(old != new)[:, [1, 3]], axis=0)
+        assert 0 < len(places) <= (3 if name.endswith("pool") else 4), name

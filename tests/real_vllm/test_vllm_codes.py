@@ -1,0 +1,77 @@
+"""vLLM's 4-bit formats as the oracle computes them, against vLLM's own kernels: every code, scale and zero."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from stages.engines.oracle import vllm_formats
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
+DIMS = (64, 96)
+"""Head sizes; of 96, which is no power of two, vLLM rotates blocks of 32."""
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def vectors(dim: int) -> Tensor:
+    """Keys that E4M3 holds, and values of many sizes, of one sign, all the same, all zero, and ties: (2, 40, 2, D).
+
+    The keys are such because Triton's interpreter rounds to float8 otherwise than a GPU does.
+    """
+    rng = torch.Generator().manual_seed(dim)
+    keys = torch.randint(0, 0x7F, (40, 2, dim), generator=rng).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    keys *= torch.where(torch.rand(keys.shape, generator=rng) < 0.5, -1.0, 1.0)
+    values = torch.randn(40, 2, dim, generator=rng) * torch.exp2(torch.randint(-12, 8, (40, 2, 1), generator=rng))
+    values[0], values[1] = 0.0, 0.25
+    values[2] += 100
+    values[3] -= 3000
+    values[4] = torch.randint(0, 31, (2, dim), generator=rng) * 0.5
+    return torch.stack([keys, values])
+
+
+@pytest.fixture(scope="module", params=DIMS)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> tuple[Tensor, Arrays]:
+    """The vectors, and what vLLM stores of them."""
+    folder = tmp_path_factory.mktemp("vllm_formats")
+    x = vectors(request.param)
+    np.save(folder / "vectors.npy", x.numpy())
+    command = [vllm_python, str(SCRIPT), str(folder / "vectors.npy"), str(folder / "stored.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return x, dict(np.load(folder / "stored.npz"))
+
+
+def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """vLLM's codes (..., D): neighbouring channels share a byte."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+
+
+def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
+    (keys, values), theirs = stored
+    slot, dim = theirs["turboquant"], keys.shape[-1]
+    assert slot.shape[-1] == dim + dim // 2 + 4
+    codes, scale, zero = vllm_formats.turboquant(values)
+    assert np.array_equal(slot[..., :dim], keys.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+    assert np.array_equal(nibbles(slot[..., dim:-4]), codes.numpy())
+    assert np.array_equal(slot[..., -4:-2], scale.view(torch.uint8).numpy())
+    assert np.array_equal(slot[..., -2:], zero.view(torch.uint8).numpy())
+
+
+def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
+    x, theirs = stored
+    for states, side in zip(x, ("key", "value"), strict=True):
+        codes, scale = vllm_formats.token_head(states)
+        assert np.array_equal(nibbles(theirs[side]), codes.numpy())
+        assert np.array_equal(theirs[f"{side}_scale"].view(np.int32), scale[..., 0].numpy().view(np.int32))
+
+
+def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays]) -> None:
+    x, theirs = stored
+    size = x.shape[-1]
+    assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), vllm_formats.signs(size).numpy())
+    np.testing.assert_allclose(theirs["rotated_back"], x.numpy(), rtol=0, atol=1e-5 * float(x.abs().max()))

@@ -1,0 +1,131 @@
+"""vLLM's 4-bit formats as an engine here computes them, against their definition written number by number.
+
+tests/real_vllm/test_vllm_codes.py compares the same with vLLM's own kernels.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+from torch import Tensor
+
+from pipeline.config.compose import plan
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.run.inputs import check_inputs
+from stages.engines.oracle import vllm_formats
+from stages.engines.oracle.formats import Stored, dequantize, quantize
+
+CONF = Path(__file__).parents[2] / "conf" / "kv"
+K8V4, INT4 = (
+    KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text())) for name in ("vllm_k8v4", "vllm_int4")
+)
+SIGNS = "590d"
+"""Of the first 16 channels of a head of 64, as vLLM 0.32.0 draws them: bits from the lowest up, 1 is +1. Recorded."""
+
+
+def vectors() -> Tensor:
+    """Random ones of many sizes, of one sign, all the same, all zero, and ties: (2, 12, 64)."""
+    x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
+    x[:, 0], x[:, 1] = 0.0, 0.25
+    x[:, 2] += 100
+    x[:, 3] -= 3000
+    x[:, 4] = torch.arange(64) % 31 * 0.5
+    return x
+
+
+def unpacked(stored: Stored) -> Tensor:
+    """Codes 0 to 15."""
+    byte = stored.codes.to(torch.int16)
+    return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
+
+
+def test_the_policies_take_the_bytes_of_vllms_slots() -> None:
+    shape = KVShape(layers=1, kv_heads=1, head_dim=128)
+    assert K8V4.bytes_per_token(shape) == 128 + 64 + 4
+    assert INT4.bytes_per_token(shape) == 2 * (64 + 4)
+
+
+def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
+    x = vectors()
+    stored = quantize(x, K8V4.value, None)
+    assert stored.scale is not None
+    assert stored.zero is not None
+    for vector, codes, scale, zero in zip(
+        x.flatten(0, 1).numpy(),
+        unpacked(stored).flatten(0, 1).numpy(),
+        stored.scale.flatten().numpy(),
+        stored.zero.flatten().numpy(),
+        strict=True,
+    ):
+        low, high = vector.min(), vector.max()
+        step = max(np.float32(high - low) / np.float32(15), np.float32(1e-8))
+        expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), 15) for number in vector]
+        assert codes.tolist() == expected
+        assert (scale, zero) == (np.float16(step), np.float16(low))
+
+
+def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None:
+    x = vectors()
+    stored = quantize(x, INT4.value, None)
+    assert stored.scale is not None
+    assert stored.zero is None
+    assert stored.scale.dtype == torch.float32
+    matrix = np.ones((1, 1))
+    while len(matrix) < 64:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rotated = (x * vllm_formats.signs(64)).double().numpy() @ matrix
+    scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
+    zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
+    bits = stored.scale[..., 0].numpy().view(np.int32)
+    whole = rotated.std(-1) > 1e-3  # elsewhere the sums are rounding alone
+    assert (bits & 15)[whole].tolist() == zero[whole].astype(int).tolist()
+    np.testing.assert_allclose((bits & -16).view(np.float32)[whole], scale[whole], rtol=2e-5)
+    steps = rotated / scale[..., None] + zero[..., None]
+    off = np.abs(unpacked(stored).numpy() - np.clip(steps, 0, 15))
+    assert off[whole].max() <= 0.5 + 1e-3
+    back = dequantize(stored, INT4.value, None).double().numpy()
+    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * vllm_formats.signs(64).numpy()
+    np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
+
+
+def test_the_signs_are_those_that_vllm_draws() -> None:
+    bits = sum(1 << i for i, sign in enumerate(vllm_formats.signs(64)[:16].tolist()) if sign > 0)
+    assert f"{bits:04x}" == SIGNS
+    assert torch.equal(vllm_formats.signs(96), vllm_formats.signs(32).repeat(3))
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128])
+def test_vllms_rotation_is_undone_to_a_rounding(size: int) -> None:
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(1))
+    codes = torch.full((3, size), 7.0)
+    scale = torch.ones(3, 1).view(torch.int32) & -16
+    assert dequantize(quantize(x, INT4.key, None), INT4.key, None).sub(x).norm() < 0.1 * x.norm()
+    assert not vllm_formats.token_head_values(codes, (scale | 7).view(torch.float32)).any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"symmetric": True}, "arithmetic vllm_turboquant is of dtype=int4 granularity=per_token symmetric=false"),
+        ({"dtype": "int8"}, "arithmetic vllm_turboquant is of dtype=int4"),
+        ({"rotation": "hadamard"}, "rotation=none alone: set these, or arithmetic=kvgate"),
+        ({"arithmetic": "vllm_token_head"}, "arithmetic vllm_token_head is of .* rotation=signed_hadamard alone"),
+        ({"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard unless"),
+        ({"arithmetic": "vllm"}, "arithmetic"),
+    ],
+)
+def test_what_vllm_has_no_such_format_of_is_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Format.model_validate(K8V4.value.model_dump() | changed)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt_rtx"])
+def test_graphs_refuse_zeros_in_scales_and_name_the_engine_that_has_them(backend: str) -> None:
+    (job,) = plan([f"backend={backend}", "kv=vllm_int4"], multirun=False).jobs
+    with pytest.raises(UserError, match=r"^kv\.key\.arithmetic=vllm_token_head: .*; use backend=torch backend\.device=cpu, or"):
+        check_inputs(job)
