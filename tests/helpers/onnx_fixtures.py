@@ -83,8 +83,9 @@ COMBINED = [
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]
-POLICIES = EVERY_POLICY if os.environ.get("EVERY_POLICY") == "1" else EVERY_POLICY[::4]
-"""What tests of each policy take: all of them in `make test-long`, every fourth one in `make test`."""
+STRIDE = 1 if os.environ.get("EVERY_POLICY") == "1" else 4
+"""Tests of each policy take all of them in `make test-long`, every fourth one in `make test`."""
+POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 

@@ -1,10 +1,10 @@
-"""The decode graph with the attention plugin in it, against NVIDIA's own reading of the plugin's declarations: no GPU."""
+"""The graphs with the attention plugin in them, against NVIDIA's own reading of the plugin's declarations: no GPU."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +21,11 @@ from tensorrt_stubs_builder import Plan, Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
-from plugins.kv_attention import reference
+from plugins.kv_attention import ops, reference
+from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, PLAN, Operation, bits_float, node_of
+from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
@@ -36,12 +38,12 @@ from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
 from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import kernel_digests, write_plugin_graph
+from stages.engines.tensorrt.plugin import context_digests, default_programs, kernel_digests, write_plugin_graphs
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_plugin
+from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_context_plugin, use_plugin
 from stages.engines.tensorrt.weights import as_inputs
 
-PROGRAMS, SM = 3, 89
+PROGRAMS, SPLITS, SM = 3, 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
 REAL = {"float32": "FLOAT", "float16": "HALF"}
 
@@ -58,17 +60,18 @@ Run = Callable[..., Any]
 
 @dataclass
 class Surgery:
-    """A policy's decode graph after the plugin took its place."""
+    """A policy's graphs, `model` of a decode step and `prefill`, after the plugin took its place in them."""
 
     onnx_bundle: Path
     bundle: Bundle
     model: onnx.ModelProto
+    prefill: onnx.ModelProto
     layers: KernelLayers
     limits: Limits
 
     def node(self, name: str) -> onnx.NodeProto:
         node: onnx.NodeProto
-        (node,) = (node for node in self.model.graph.node if node.name == name)
+        (node,) = (node for model in (self.model, self.prefill) for node in model.graph.node if node.name == name)
         return node
 
     def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
@@ -79,7 +82,8 @@ class Surgery:
 
     def tensors(self, node: onnx.NodeProto, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
-        info, ranges = self.bundle.model, self.limits.ranges("decode")
+        several = node.name.startswith("context_partial")
+        info, ranges = self.bundle.model, self.limits.ranges("prefill" if several else "decode")
         known = {value.name: value.type.tensor_type for value in self.model.graph.input}
         activations = [info.q_heads, info.kv_heads, info.kv_heads]
         tensors = {}
@@ -93,6 +97,8 @@ class Surgery:
                 dims = [dim.dim_param or dim.dim_value for dim in known[name].shape.dim]
             else:
                 dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
+                if several:
+                    dims = ["B", "S", activations[position], info.head_dim]
             triples = [d if isinstance(d, int) else tuple(ranges[d].model_dump().values()) for d in dims]
             tensors[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
         return tensors
@@ -103,7 +109,9 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
     described, _, _ = open_onnx_bundle(onnx_bundle)
     model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
     layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
-    return Surgery(onnx_bundle, described, model, layers, Limits(policy, 4, 512))
+    prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
+    assert use_context_plugin(prefill, described.model, policy, splits=SPLITS, sm=SM) == layers
+    return Surgery(onnx_bundle, described, model, prefill, layers, Limits(policy, 4, 512))
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +138,25 @@ def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_
     assert {layer: str(refusal) for layer, refusal in one.layers.refusals.items()} == {1: INT4_KEYS}
     for surgery in (both, one):
         assert [node.op_type for node in surgery.model.graph.node].count("plan_work") == 1
-        functions = {function.name for function in surgery.model.functions}
-        for layer in range(LAYERS):
-            taken = layer in surgery.layers.layouts
-            assert (f"PagedAttention_{layer}" in functions) == (not taken)
-            assert any(node.op_type == f"PagedAttention_{layer}" for node in surgery.model.graph.node) == (not taken)
-            assert f"QuantizeKey_{layer}" in functions
+        for model in (surgery.model, surgery.prefill):
+            functions = {function.name for function in model.functions}
+            for layer in range(LAYERS):
+                taken = layer in surgery.layers.layouts
+                assert (f"PagedAttention_{layer}" in functions) == (not taken)
+                assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not taken)
+                assert f"QuantizeKey_{layer}" in functions
+
+
+def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[str, Surgery]) -> None:
+    """Of what such a layer's pools go to nothing but the plugin is left."""
+    for surgery in graphs.values():
+        for model in (surgery.model, surgery.prefill):
+            for layer in surgery.layers.layouts:
+                pools = (f"key_pool.{layer}", f"value_pool.{layer}")
+                takers = {node.domain for node in model.graph.node if set(pools) & set(node.input)}
+                assert takers == {"kv"}
+                (attend,) = (node for node in model.graph.node if f"key_pool.{layer}" in node.input)
+                assert any(attribute.name == "plugin_namespace" for attribute in attend.attribute)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +181,17 @@ def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
     surgery = operate(tmp_path, shared_decoder(tmp_path_factory, "float32"), policy)
     assert surgery.layers.layouts == {}
     assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
-    assert surgery.model == onnx.load(surgery.onnx_bundle / "decode.onnx", load_external_data=False)
+    for name, model in (("decode", surgery.model), ("prefill", surgery.prefill)):
+        assert model == onnx.load(surgery.onnx_bundle / f"{name}.onnx", load_external_data=False)
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
 def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: dict[str, Surgery], tensorrt: Run) -> None:
     """Name, namespace, version, attributes and the number of tensors, as the parser looks them up."""
     surgery, declared = graphs[name], tensorrt(builder.declared)
-    nodes = [n for n in surgery.model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)]
-    assert len(nodes) == 2 * len(surgery.layers.layouts) + 1
+    everything = [*surgery.model.graph.node, *surgery.prefill.graph.node]
+    nodes = [n for n in everything if any(a.name == "plugin_namespace" for a in n.attribute)]
+    assert len(nodes) == 4 * len(surgery.layers.layouts) + 1
     for node in nodes:
         text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
         assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
@@ -178,6 +201,21 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
         for tensor, expected in zip(node.input, inputs, strict=True):
             # the cache's tensors carry their names, activations those of the decoder
             assert tensor.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, tensor)
+
+
+def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
+    graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "sm_count", lambda _: 132)
+    surgery = graphs["fp8k_int4v"]
+    info = surgery.bundle.model
+    programs = default_programs(info, replace(surgery.limits, max_tokens=1 << 17), sm=90)
+    (resident,) = {
+        decode_variant(layout, group=info.q_heads // info.kv_heads, query_dtype=info.compute_dtype, scaling=1.0, sm=90).resident
+        for layout in surgery.layers.layouts.values()
+    }
+    assert programs == 132 * resident // info.kv_heads
+    assert default_programs(info, surgery.limits, sm=90) == surgery.limits.pages
 
 
 def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
@@ -217,6 +255,27 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
+    name: str, graphs: dict[str, Surgery], tensorrt: Run
+) -> None:
+    surgery = graphs[name]
+    info, tokens = surgery.bundle.model, tuple(surgery.limits.ranges("prefill")["S"].model_dump().values())
+    digests = tensorrt(context_digests, surgery.prefill, surgery.layers.layouts, info)
+    assert set(digests) == {f"{op}.{n}" for op in ("context_partial", "context_reduce") for n in surgery.layers.layouts}
+    for layer in surgery.layers.layouts:
+        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
+        partial: Plan = tensorrt(
+            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, {}), surgery.attributes(attend)
+        )
+        assert [dims[1:4] for _, dims in partial.outputs] == [(tokens, (info.q_heads,) * 3, (SPLITS + 1,) * 3)] * 2
+        sums = made(attend, partial)
+        reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
+        assert reduced.outputs == [(REAL[info.compute_dtype], ((1,) * 3, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
+        assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
+        assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
 def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[str, Surgery], tmp_path: Path) -> None:
     """Their results become inputs, and what they take outputs: TensorRT for RTX builds the rest of the network."""
     surgery = graphs[name]
@@ -244,6 +303,30 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
 
 
+def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[str, Surgery], tmp_path: Path) -> None:
+    surgery = graphs["fp8k_int4v"]
+    info, model = surgery.bundle.model, onnx.ModelProto()
+    model.CopyFrom(surgery.prefill)
+    for layer in surgery.layers.layouts:
+        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
+        for node in (attend, join):
+            model.graph.node.remove(node)
+        shape: list[int | str] = ["B", "S", info.q_heads, info.head_dim]
+        model.graph.input.append(helper.make_tensor_value_info(join.output[0], onnx.TensorProto.FLOAT16, shape))
+        for name, heads in zip(attend.input[:3], (info.q_heads, info.kv_heads, info.kv_heads), strict=True):
+            shape = ["B", "S", heads, info.head_dim]
+            model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, shape))
+    used = {taken for node in model.graph.node for taken in node.input}
+    for value in list(model.graph.input):
+        if value.name not in used:
+            model.graph.input.remove(value)
+    onnx.save(model, tmp_path / "rest.onnx")
+    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
+    parsed = parse(load("tensorrt_rtx"), tmp_path / "rest.onnx")
+    assert not [tensor.name for tensor in parsed.inputs if "_pool." in tensor.name]
+    assert build(parsed, surgery.limits.ranges("prefill"), [SM], nothing).data
+
+
 def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +343,9 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
     monkeypatch.setattr("stages.engines.tensorrt.plugin.check_gpu", lambda _: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_programs", lambda *_: PROGRAMS)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.context_digests", lambda *_: {"context_partial.0": "b2"})
     monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
@@ -271,11 +356,12 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
         gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
-    assert record.plugins == {"decode_partial.0": "a1"}
+    assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2"}
     assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]
     assert "decode_partial_kstatic_vdynamic_exact" in operators["decode.onnx"]
-    assert "PagedAttention_0" in operators["prefill.onnx"]
+    assert "context_partial_kstatic_vdynamic_exact" in operators["prefill.onnx"]
+    assert "PagedAttention_1" in operators["prefill.onnx"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx_bundle", "onnx_bundle_scales.json", "plans"]
 
 
@@ -323,8 +409,9 @@ def test_a_bundle_that_does_not_say_the_scaling_loads_and_must_be_built_again_fo
     info = Bundle.model_validate_json(json.dumps(older)).model
     assert info.scaling is None
     assert surgery.bundle.model.scaling == pytest.approx(info.head_dim**-0.5)
+    bundled: dict[Mode, Path] = {"decode": surgery.onnx_bundle / "decode.onnx"}
     with pytest.raises(UserError, match=r"aged/bundle\.json: model\.scaling is missing, .*: build the engine again"):
-        write_plugin_graph(surgery.onnx_bundle / "decode.onnx", tmp_path, info=info, limits=surgery.limits, sm=SM)
+        write_plugin_graphs(bundled, tmp_path, info=info, limits=surgery.limits, sm=SM)
     assert not any(tmp_path.iterdir())
 
 
@@ -361,16 +448,50 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
         assert np.abs(attention(2 * scaling) - expected).max() > 5 * tolerance  # it would be seen
 
 
-def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One decode step after three prompts of unequal length: what the decode graph is fed, and its attention nodes' queries,
-    keys, values and results, by tensor."""
+@pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
+def test_the_plugin_of_a_chunk_is_given_what_the_function_that_it_replaces_computes_with(
+    name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
+) -> None:
+    surgery = graphs[name]
+    info, tokens = surgery.bundle.model, 7
+    feeds, activations = forced(surgery, tmp_path, tokens)
+    for layer, layout in surgery.layers.layouts.items():
+        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
+        turned = {
+            node.output[0]: activations[node.input[0]].transpose(node.attribute[0].ints)
+            for node in surgery.prefill.graph.node if node.op_type == "Transpose" and node.output[0] in attend.input
+        }  # fmt: skip
+        assert len(turned) == 3
+        roles = dict(zip(node_of("context_partial", layout).inputs, attend.input, strict=True))
+        inputs = {role: (feeds | turned)[taken] for role, taken in roles.items()}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
+        for side in ("key", "value"):
+            if getattr(layout, side).dtype == "fp8_e4m3":
+                tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
+            if f"{side}_scale" in tensors:
+                tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
+        query, key, value = (tensors[role].flatten(0, 1) for role in ("query", "key", "value"))
+        attended = reference.attend_context(
+            layout, query, key, value, tensors, query_starts=torch.arange(0, 3 * tokens + 1, tokens),
+            page_table=tensors["page_table"], lengths=tensors["lengths"],
+            scaling=bits_float(surgery.attributes(attend)["scaling_bits"]), exact_slots=tensors.get("exact_slots"),
+        )  # fmt: skip
+        expected = activations[join.output[0]].astype(np.float32)
+        assert expected.shape == (3, tokens, info.q_heads, info.head_dim)
+        assert np.abs(attended.numpy().reshape(expected.shape) - expected).max() <= tolerance
+
+
+def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One decode step, or a chunk of more tokens, after three prompts of unequal length: what the graph is fed, and its
+    attention nodes' queries, keys, values and results, by tensor."""
     info = surgery.bundle.model
-    model = onnx.load(surgery.onnx_bundle / "decode.onnx", load_external_data=False)
+    mode = "decode" if tokens == 1 else "prefill"
+    model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)
     kind = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
     nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
     model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
-    graph = folder / f"exposed_{info.compute_dtype}.onnx"
+    graph = folder / f"exposed_{mode}_{info.compute_dtype}.onnx"
     onnx.save(model, graph)
     (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
@@ -378,12 +499,13 @@ def forced(surgery: Surgery, folder: Path) -> tuple[dict[str, Any], dict[str, An
     engine = load_onnx(surgery.onnx_bundle, threads=1)
     rng = np.random.default_rng(3)
     handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
-    engine.pool.reserve(handles, 1)
+    engine.pool.reserve(handles, tokens)
     tables, spans = engine.pool.view(handles)
     pool = {name: np.ascontiguousarray(engine.pool.array_view(name, spans)) for name in engine.pool.arrays}
     feeds = {
-        "input_ids": np.array([[7], [8], [9]]), "position_ids": tables["lengths"][:, None].astype(np.int64),
-        "last": np.zeros(3, np.int64), **tables, **pool, **engine._constants,
+        "input_ids": np.arange(7, 10)[:, None] + np.arange(tokens),
+        "position_ids": tables["lengths"][:, None].astype(np.int64) + np.arange(tokens),
+        "last": np.full(3, tokens - 1), **tables, **pool, **engine._constants,
     }  # fmt: skip
     bound = session.io_binding()
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}

@@ -1,5 +1,6 @@
 """backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
 
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -62,6 +63,13 @@ class PlanBackend(Backend):
     def _sizes(self) -> dict[str, int]:
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
+    def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
+        """Refuse sizes of plans that TensorRT cannot address. native: the layers of a policy that keep their function body."""
+        from stages.engines.tensorrt.extents import check_extents
+
+        for policy in built_policies(job):
+            check_extents(policy, job.checkpoint.shape, job.checkpoint.q_heads, native(policy), **self._sizes())
+
 
 class RTXBackend(PlanBackend):
     """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
@@ -75,6 +83,7 @@ class RTXBackend(PlanBackend):
     def check_inputs(self, job: Job) -> None:
         refuse_partial_caches(job)
         if job.builds:
+            self._check_extents(job, lambda _: range(job.checkpoint.shape.layers))
             load(self.library)
 
     def check_runs(self) -> None:
@@ -118,15 +127,16 @@ class TensorRTBackend(PlanBackend):
         refuse_partial_caches(job)
         if not job.builds:
             return
+        from stages.engines.paged.kernel_layout import choose_layers
+
+        shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
+        self._check_extents(job, lambda policy: choose_layers(policy, shape, q_heads).refusals)
         load(self.library)
         gpu = first_gpu()
-        from stages.engines.paged.kernel_layout import choose_layers
         from stages.engines.tensorrt.plugin import check_gpu
 
         check_gpu(gpu)
-        shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
-        policies = [job.policy, FP16_POLICY] if job.judges else [job.policy]
-        takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in policies)
+        takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in built_policies(job))
         if takes_plugin and triton_version() is None:
             raise MissingRequirement(TRITON_IS_MISSING)
 
@@ -149,6 +159,11 @@ class TensorRTBackend(PlanBackend):
             max_batch=self.config.max_batch,
             max_tokens=self.config.max_tokens,
         )
+
+
+def built_policies(job: Job) -> list[KVPolicy]:
+    """Return the policies that engines are built of: the candidate's, and the baseline's where it is judged."""
+    return [job.policy, FP16_POLICY] if job.judges else [job.policy]
 
 
 def refuse_partial_caches(job: Job) -> None:

@@ -30,18 +30,18 @@ from stages.engines.tensorrt.weights import Weight, as_inputs
 
 
 @dataclass(frozen=True)
-class DecodeGraph:
-    """The decode graph that a plan is built from."""
+class PlanGraphs:
+    """The graphs that plans are built from."""
 
-    graph: Path
+    graphs: Mapping[Mode, Path]
     native: dict[int, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
 
 
-GraphAdapter = Callable[[Path, ModelInfo, Limits], AbstractContextManager[DecodeGraph]]
-"""Returns the decode graph that replaces one of a bundle; its file exists as long as the context."""
+GraphAdapter = Callable[[Mapping[Mode, Path], ModelInfo, Limits], AbstractContextManager[PlanGraphs]]
+"""Returns the graphs that replace those of a bundle; their files exist as long as the context."""
 
 
 def build_bundle(
@@ -71,7 +71,7 @@ def build_bundle(
         progress: Called with the steps that are done.
         targets: Compute capabilities that TensorRT for RTX builds for; 89 is SM 8.9.
         gpu: The GPU that TensorRT builds for, an entry of pipeline.artifacts.hardware.gpus().
-        adapt: Replaces the decode graph; None builds it as it is.
+        adapt: Replaces the graphs; None builds them as they are.
 
     Raises:
         UserError: TensorRT does not take the policy's graphs.
@@ -83,14 +83,13 @@ def build_bundle(
     limits = Limits(policy, max_batch, max_tokens)
     graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
-    unchanged = nullcontext(DecodeGraph(graphs["decode"], {}, {}))
+    unchanged = nullcontext(PlanGraphs(graphs, {}, {}))
     weights: list[Weight] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
-        adapt(graphs["decode"], described.model, limits) if adapt is not None else unchanged as adapted,
+        adapt(graphs, described.model, limits) if adapt is not None else unchanged as adapted,
     ):
-        graphs["decode"] = adapted.graph
-        for mode, graph in graphs.items():
+        for mode, graph in adapted.graphs.items():
 
             def steps(done: int, total: int, mode: str = mode) -> None:
                 progress(f"{mode} plan", done, total)

@@ -19,13 +19,14 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
+from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
-from stages.engines.tensorrt.build import DecodeGraph
+from stages.engines.tensorrt.build import PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_plugin
+from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
 
 
 def build_bundle(
@@ -61,13 +62,13 @@ def build_bundle(
     sm = int(gpu["compute_cap"].replace(".", ""))
 
     @contextmanager
-    def with_plugin(graph: Path, info: ModelInfo, limits: Limits) -> Iterator[DecodeGraph]:
+    def with_plugin(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
-            yield DecodeGraph(graph, _reasons(layers), {})
+            yield PlanGraphs(graphs, _reasons(layers), {})
             return
         with TemporaryDirectory(prefix="kvgate-") as folder:
-            yield write_plugin_graph(graph, Path(folder), info=info, limits=limits, sm=sm)
+            yield write_plugin_graphs(graphs, Path(folder), info=info, limits=limits, sm=sm)
 
     build.build_bundle(
         onnx_bundle,
@@ -103,11 +104,11 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
         )
 
 
-def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> DecodeGraph:
-    """Write a decode graph with plugin nodes to `folder`, without its weights, and register the plugin with TensorRT.
+def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
+    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT.
 
     Args:
-        graph: The decode graph of an ONNX bundle. The kernels hold at least one of its layers.
+        graphs: The graphs of an ONNX bundle. The kernels hold at least one of its layers.
         folder: An empty directory.
         info: The bundle's model.
         limits: What the plans are sized for.
@@ -118,16 +119,20 @@ def write_plugin_graph(graph: Path, folder: Path, *, info: ModelInfo, limits: Li
         UserError: The bundle was built before the attention's scaling was recorded in it.
     """
     if info.scaling is None:
-        path = graph.with_name(BUNDLE_FILE)
+        path = graphs["decode"].with_name(BUNDLE_FILE)
         raise UserError(
             f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again with stage=build"
         )
-    model = onnx.load(graph, load_external_data=False)
-    layers = use_plugin(model, info, limits.policy, programs=default_programs(info, limits, sm), sm=sm)
+    models = {mode: onnx.load(graph, load_external_data=False) for mode, graph in graphs.items()}
+    programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
+    layers = use_plugin(models["decode"], info, limits.policy, programs=programs, sm=sm)
+    use_context_plugin(models["prefill"], info, limits.policy, splits=splits, sm=sm)
     register()
-    out = folder / graph.name
-    onnx.save(model, out)
-    return DecodeGraph(out, _reasons(layers), kernel_digests(model, layers.layouts, info))
+    written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
+    for mode, model in models.items():
+        onnx.save(model, written[mode])
+    kernels = kernel_digests(models["decode"], layers.layouts, info)
+    return PlanGraphs(written, _reasons(layers), kernels | context_digests(models["prefill"], layers.layouts, info))
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:
@@ -157,8 +162,51 @@ def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
     return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
 
 
+def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
+    """Return the splits over a sequence's pages with which a whole chunk fills this GPU, in every layer of the kernels."""
+    import torch
+
+    with _triton():
+        from plugins.kv_attention import context, ops
+        from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
+    group, splits = info.q_heads // info.kv_heads, []
+    for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
+        variant = context_variant(layout, group=group, rows=WIDEST, query_dtype=info.compute_dtype, scaling=1.0, sm=sm)
+        programs = ops.sm_count(torch.device("cuda")) * variant.resident
+        blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
+        splits.append(context.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
+    return min(splits)
+
+
+def context_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
+    """Return the sha256 of the PTX of each plugin node of a prefill graph, by the node's name."""
+    with _triton():
+        from plugins.kv_attention import aot
+        from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits
+    nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
+    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
+    digests: dict[str, str] = {}
+    for layer, layout in layouts.items():
+        attributes = nodes[f"context_partial.{layer}"]
+        key = (layout, *attributes.values())
+        if key not in by_kernel:
+            partial = aot.compile_context(
+                layout,
+                group=info.q_heads // info.kv_heads,
+                rows=WIDEST,
+                query_dtype=info.compute_dtype,
+                scaling=bits_float(attributes["scaling_bits"]),
+                sm=attributes["sm"],
+            )
+            splits = context_splits(attributes["splits"])
+            join = aot.compile_join(layout, splits=splits, out_dtype=info.compute_dtype, sm=attributes["sm"])
+            by_kernel[key] = (_sha256(partial.ptx), _sha256(join.ptx))
+        digests[f"context_partial.{layer}"], digests[f"context_reduce.{layer}"] = by_kernel[key]
+    return digests
+
+
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node, by the node's name."""
+    """Return the sha256 of the PTX of each plugin node of a decode graph, by the node's name."""
     with _triton():
         from plugins.kv_attention import aot
     nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
