@@ -115,11 +115,12 @@ class Kernel:
 
 
 def _shipped(step: Step) -> Iterator[Candidate]:
-    """The shipped operator, which chooses its variant and divides the work itself."""
+    """The shipped operator, which chooses its variant itself, with the work list that a step makes once for all its layers."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     variant = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
     programs = ops.default_programs(step.layout, step.query, step.page_table, step.scaling)
+    work, sequences = ops.plan(step.lengths, programs)
     run = partial(
         ops.decode_attention,
         step.query,
@@ -129,6 +130,8 @@ def _shipped(step: Step) -> Iterator[Candidate]:
         step.lengths,
         **step.cache,
         scaling=step.scaling,
+        work=work,
+        sequences=sequences,
     )
     yield Candidate(lambda: run, _parameters(variant, programs))
 
@@ -154,6 +157,8 @@ def _tuned(step: Step) -> Iterator[Candidate]:
 
 
 def _launch_candidate(step: Step, variant: Variant, programs: int) -> Candidate:
+    plan = launch.plan_decode(step.lengths, programs=programs)
+
     def run() -> Tensor:
         return launch.decode_attention(
             step.layout,
@@ -163,7 +168,7 @@ def _launch_candidate(step: Step, variant: Variant, programs: int) -> Candidate:
             step.cache,
             page_table=step.page_table,
             lengths=step.lengths,
-            plan=launch.plan_decode(step.lengths, programs=programs),
+            plan=plan,
             scaling=step.scaling,
             variant=variant,
         )

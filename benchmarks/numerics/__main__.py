@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.numerics import context, formats, sides, smollm2, tiny
+from benchmarks.numerics import context, formats, sides, smollm2, tiny, vllm
 from benchmarks.numerics.lab import Lab
 from benchmarks.numerics.page import markdown
 from benchmarks.numerics.report import Header, Report, Reports, Section, changed_verdicts
@@ -46,6 +46,7 @@ SECTIONS: tuple[Callable[[Lab], Section], ...] = (
     formats.symmetry,
     formats.calibration,
     formats.nvfp4,
+    vllm.vllm,
 )
 
 

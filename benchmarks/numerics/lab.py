@@ -11,6 +11,7 @@ from benchmarks.numerics.measure import Bench, Measurement
 from benchmarks.numerics.scales import CachedStates, cached_states
 from benchmarks.numerics.store import Store
 from benchmarks.numerics.subject import Subject, Text, Variant
+from pipeline.core.exports import NVFP4
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
@@ -34,7 +35,7 @@ def static(dtype: str, granularity: Granularity = "per_tensor", symmetric: bool 
 
 def blocks(block_scale: BlockScale) -> Format:
     """Return NVFP4 with scales of blocks that are chosen in this way."""
-    return Format(dtype="nvfp4", granularity="per_group", group_size=16, scale="calibrated", block_scale=block_scale)
+    return NVFP4.model_copy(update={"block_scale": block_scale})
 
 
 def uncalibrated(dtype: str) -> Format:

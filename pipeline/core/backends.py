@@ -46,6 +46,17 @@ class GraphConfig(_BackendConfig):
     compute_dtype: Literal["float32", "float16"]
     """Type of activations and weights; part of the graph's digest."""
 
+    @field_validator("compute_dtype", mode="before")
+    @classmethod
+    def _rounds_codes_once(cls, value: object) -> object:
+        if value == "bfloat16":
+            raise PydanticCustomError(
+                "graph_in_bfloat16",
+                "the graphs divide new keys and values by their scales in this type, and eight bits would round codes a second "
+                "time; set float32 or float16, or backend=torch backend.device=cuda, whose kernels quantize in float32",
+            )
+        return value
+
 
 CpuAttention = Literal["auto", "native", "graph"]
 
@@ -69,6 +80,17 @@ class TorchConfig(_ThreadedConfig):
     name: Literal["torch"]
     device: Literal["auto", "cpu", "cuda"]
     """auto is cuda where torch finds a GPU."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations on a GPU. Keys and values are quantized in float32 whatever it is."""
+
+    @model_validator(mode="after")
+    def _oracle_is_exact(self) -> Self:
+        if self.device == "cpu" and self.compute_dtype != "float32":
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype}: on a CPU backend=torch is the oracle, which computes in float32; set "
+                "backend.device=cuda, or backend.compute_dtype=float32"
+            )
+        return self
 
     @property
     def folder(self) -> str:

@@ -237,19 +237,19 @@ def append(
     *,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Quantize one new token of every sequence into the caches of L layers.
+    """Quantize one new token of every row into the caches of L layers. Rows are sequences, or tokens of sequences.
 
     Token b is written at position lengths[b], which the page table must reach; where that is negative, nothing is. The lengths
-    are not changed. No two sequences may write to the same page and row.
+    are not changed. No two rows may write to the same page and row, nor to the same exact slot.
 
     Args:
         layout: Format of the cache.
         key_new: (L, B, H, D) float32, float16 or bfloat16.
         value_new: (L, B, H, D).
         cache: As in decode_attention, each tensor with a leading dimension L; written in place.
-        page_table: (B, P) int32.
+        page_table: (B, P) int32; (B, 1) is the page of that position.
         lengths: (B) int32, tokens before the new one.
-        exact_slots: (B) int32, required with exact tokens.
+        exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m of a token that is none of the newest.
 
     Raises:
         ValueError: A tensor does not fit the layout. Nothing has been written then.

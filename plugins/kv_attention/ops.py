@@ -171,7 +171,7 @@ def append(
     Args:
         key_new: (L, B, H, D) float32, float16 or bfloat16.
         value_new: (L, B, H, D), of the same three types.
-        page_table: (B, P) int32.
+        page_table: (B, P) int32; (B, 1) is the page of that position, so that rows may be tokens of one sequence.
         lengths: (B) int32, tokens before the new one, or -1.
         key_pool: (L, N, H, 64, W), written.
         value_pool: (L, N, H, 64, W), written.
@@ -181,7 +181,8 @@ def append(
         value_scale_pool: (L, N, H, 64, g) float16, of dynamic values, or float8_e4m3fn, of nvfp4's, written.
         key_exact: (L, M, H, E, D) float16, with exact tokens, written.
         value_exact: (L, M, H, E, D) float16, with exact tokens, written.
-        exact_slots: (B) int32, with exact tokens: the exact buffer of each sequence.
+        exact_slots: (B) int32, with exact tokens: the exact buffer m of each row, or -1 - m of a token that is none of the
+            newest, which is kept there as a sink alone. No two rows may write to one slot.
         sink_tokens: How many of the E exact tokens are sinks.
 
     Raises:

@@ -97,30 +97,32 @@ def append(
     lengths: Tensor,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Write one new token of every sequence into the cache, at position lengths[b].
+    """Write one new token of every row into the cache, at position lengths[b].
 
-    The lengths are not changed. No two sequences may write to the same page.
+    The lengths are not changed. No two rows may write to the same place: rows are sequences, or tokens of sequences.
 
     Args:
         layout: Format of the cache.
         key_new: (B, H, D).
         value_new: (B, H, D).
         cache: Tensors of the layer, written in place.
-        page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new one; nothing is written of a sequence where it is negative.
-        exact_slots: (B) int32, required with exact tokens.
+        page_table: (B, P) int32; (B, 1) is the page of that position.
+        lengths: (B) int32, tokens before the new one; nothing is written of a row where it is negative.
+        exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m of a token that is none of the newest.
     """
     stored = [(b, position) for b, position in enumerate(lengths.tolist()) if position >= 0]
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
         codes, scales = quantize(new, side, cache.get(f"{name}_scale"))
         for b, position in stored:
-            page, row = page_table[b, position // PAGE_TOKENS], position % PAGE_TOKENS
+            page, row = page_table[b, min(position // PAGE_TOKENS, page_table.shape[1] - 1)], position % PAGE_TOKENS
             cache[f"{name}_pool"][page, :, row] = codes[b]
             if scales is not None:
                 cache[f"{name}_scale_pool"][page, :, row] = scales[b]
-            for slot in _written_slots(layout, position):
+            if layout.exact_tokens:
                 assert exact_slots is not None
-                cache[f"{name}_exact"][exact_slots[b], :, slot] = new[b].float().half()
+                buffer = int(exact_slots[b])
+                for slot in _written_slots(layout, position, newest=buffer >= 0):
+                    cache[f"{name}_exact"][buffer if buffer >= 0 else -1 - buffer, :, slot] = new[b].float().half()
 
 
 def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -267,7 +269,7 @@ def exact_places(layout: CacheLayout, length: int) -> tuple[list[int], list[int]
     return sinks + newest, sinks + [sink + p % recent for p in newest]
 
 
-def _written_slots(layout: CacheLayout, position: int) -> list[int]:
+def _written_slots(layout: CacheLayout, position: int, *, newest: bool) -> list[int]:
     """Slots of the exact buffer that the token at `position` is written to; a sink is also a recent token at first."""
     sink, recent = layout.sink_tokens, layout.recent_tokens
-    return [position] * (position < sink) + ([sink + position % recent] if recent else [])
+    return [position] * (position < sink) + ([sink + position % recent] if recent and newest else [])

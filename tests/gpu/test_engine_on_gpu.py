@@ -122,6 +122,44 @@ def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
             assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
 
 
+def test_prompts_prefill_together_on_one_wait_a_pass_as_they_do_alone(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = benchlib.story_tokens(3, 700).tolist()
+    prompts = [texts[0], texts[1][:65], texts[2][:1], texts[2][:640]]
+    engine, alone = (load_on_gpu(bundles["guarded"], threads=1, prefill_chunk=256) for _ in range(2))
+    engine.release(engine.prefill(prompts)[0])  # compiles, and allocates the pools
+    waits: list[int] = []
+    wait = torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        waits.append(1)
+        wait(event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.Event, "synchronize", counted)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            together, logits = engine.prefill(prompts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 3  # the longest prompt has three chunks
+    for row, handle, prompt in zip(logits, together, prompts, strict=True):
+        (other,), wanted = alone.prefill([prompt])
+        assert distance(row[None], wanted) < CLOSE
+        assert distance(engine.decode([handle], [5]), alone.decode([other], [5])) < CLOSE
+
+
+def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundles: dict[str, Path]) -> None:
+    texts = benchlib.story_tokens(2, 300).tolist()
+    engines = [load_on_gpu(bundles["fp8k_int4v"], threads=1, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
+    exact, rounded = (engine.decode(given, [5, 6]) for engine, given in zip(engines, handles, strict=True))
+    assert rounded.dtype == np.float32
+    assert 1e-4 < distance(rounded, exact) < 3e-2
+    assert all(step._graph is not None for step in engines[1]._passes.values())
+
+
 def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(1, 300)[0].tolist()
     engines = [load(bundles["fp8k_int4v"], threads=1) for load in (load_on_gpu, load_engine)]

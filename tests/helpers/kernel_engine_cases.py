@@ -1,9 +1,16 @@
 """What the tests of the kernel engine on a CPU and on a GPU share."""
 
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
 from onnx_fixtures import FP8, fmt
+from torch import Tensor
 
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride
+from plugins.kv_attention import context, launch, reference
+from plugins.kv_attention.layout import CacheLayout
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 """Of the trained tiny model."""
@@ -28,3 +35,37 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Largest L2 distance of two rows of logits, over the norm of the second."""
     norms = np.linalg.norm((a - b).astype(np.float64), axis=-1) / np.linalg.norm(b.astype(np.float64), axis=-1)
     return float(norms.max())
+
+
+def append_by_reference(
+    layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any
+) -> None:
+    """launch.append in plain torch."""
+    for layer in range(len(key_new)):
+        one = {name: tensor[layer] for name, tensor in cache.items()}
+        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
+
+
+def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: launch.Plan, **options: Any) -> Tensor:  # noqa: ARG001
+    """launch.decode_attention in plain torch."""
+    return reference.attend(layout, query, *args, **options).to(query.dtype)
+
+
+def context_by_reference(
+    layout: CacheLayout, query: Tensor, key: Tensor, value: Tensor, cache: dict[str, Tensor], table: Tensor, lengths: Tensor, *,
+    query_starts: Tensor | None, scaling: float, splits: int | None, exact_slots: Tensor | None,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    """context.context_attention in plain torch."""
+    if query_starts is None:
+        query_starts = torch.arange(len(lengths) + 1) * (len(query) // len(lengths))
+    out = reference.attend_context(
+        layout, query, key, value, cache, query_starts=query_starts, page_table=table, lengths=lengths, scaling=scaling,
+        exact_slots=exact_slots,
+    )  # fmt: skip
+    return out.to(query.dtype)
+
+
+def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
+    """Let prompts be stored and attended to in plain torch, which the interpreter takes much longer for."""
+    patch.setattr(launch, "append", append_by_reference)
+    patch.setattr(context, "context_attention", context_by_reference)

@@ -28,7 +28,7 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         (["-m", "kv=fp8,fp9"], "kv=fp9: no such option, did you mean fp8?"),
         (["--frobnicate"], "--frobnicate"),
         (["kv=fp8", "backend=tensorflow"], "backend=tensorflow: no such option"),
-        (["backend=torch", "+backend.compute_dtype=float16"], "backend.compute_dtype: unknown key"),
+        (["backend=torch", "+backend.attention=graph"], "backend.attention: unknown key"),
         (["backend=torch", "backend.device=gpu"], "backend.device=gpu: no such option, did you mean cpu?"),
         (["backend.name=onxruntime"], "backend.name=onxruntime: no such option, did you mean onnxruntime?"),
         (["backend=torch", "backend.treads=2"], "backend.treads: unknown key, did you mean threads?"),

@@ -186,7 +186,37 @@ def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
     assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
 
 
-@pytest.mark.parametrize("value", ["int4 32", "fp8_e4m3 head", "bf16"])
+def test_rows_that_are_tokens_of_one_sequence_have_a_page_each_and_only_the_newest_enter_the_ring() -> None:
+    layout = CacheLayout(2, 64, side("bf16"), side("int4 32"), 3, 4)
+    rng = torch.Generator().manual_seed(0)
+    tokens, start, recent = 70, 1, 4
+    key, value = torch.randn((2, 2, tokens, 2, 64), generator=rng)
+    positions = torch.arange(start, start + tokens, dtype=torch.int32)
+    pages = torch.tensor([3, 1], dtype=torch.int32)
+    newest = positions >= start + tokens - recent
+    ragged: dict[str, Any] = {
+        "page_table": pages[positions // PAGE_TOKENS][:, None].contiguous(),
+        "lengths": positions,
+        "exact_slots": torch.where(newest, 1, -2).int(),
+    }
+    caches = [poisoned(layout, 2, 4, 2, seed=0) for _ in range(3)]
+    one_by_one, by_reference, by_kernel = caches
+    for layer in range(2):
+        first, second = ({name: tensor[layer] for name, tensor in cache.items()} for cache in (one_by_one, by_reference))
+        for n, position in enumerate(positions):
+            reference.append(
+                layout, key[layer, n : n + 1], value[layer, n : n + 1], first, page_table=pages[None],
+                lengths=position[None], exact_slots=torch.ones(1, dtype=torch.int32),
+            )  # fmt: skip
+        reference.append(layout, key[layer], value[layer], second, **ragged)
+    by_kernel = {name: tensor.to(DEVICE) for name, tensor in by_kernel.items()}
+    launch.append(layout, key.to(DEVICE), value.to(DEVICE), by_kernel, **on_device(ragged))
+    for name, tensor in one_by_one.items():
+        assert not differing(by_reference[name], tensor).any(), name
+        assert not differing(by_kernel[name], tensor).any(), name
+
+
+@pytest.mark.parametrize("value", ["int4 32", "fp8_e4m3 head", "bf16", "nvfp4 16"])
 @pytest.mark.parametrize("positions", [[-1, 65, -1], [-1]])
 def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: list[int], value: str) -> None:
     shape = (2, len(positions), 3, 64)

@@ -12,30 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import GUARDED
+from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference
 from onnx_fixtures import static_scales
-from torch import Tensor
 from transfers import counted_transfers
 
 from benchmarks import benchlib
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
-from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import CacheLayout
-from stages.engines.cuda.engine import KernelEngine
+from plugins.kv_attention import launch
+from stages.engines.cuda.engine import KernelEngine, plan_passes
 from stages.engines.cuda.passes import DecodePass
 
 torch.set_num_threads(1)
-
-
-def layer_by_layer(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any) -> None:
-    for layer in range(len(key_new)):
-        one = {name: tensor[layer] for name, tensor in cache.items()}
-        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
-
-
-def attend(layout: CacheLayout, *args: Any, page_table: Tensor, plan: object, **options: Any) -> Tensor:  # noqa: ARG001
-    return reference.attend(layout, *args, page_table=page_table, **options)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +37,8 @@ def model() -> Any:
 
 @pytest.fixture
 def engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> KernelEngine:
-    monkeypatch.setattr(launch, "append", layer_by_layer)
-    monkeypatch.setattr(launch, "decode_attention", attend)
+    prefill_by_reference(monkeypatch)
+    monkeypatch.setattr(launch, "decode_attention", attend_by_reference)
     return KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)))
 
 
@@ -138,6 +126,61 @@ def test_the_runs_before_a_capture_store_nothing(corrupted: bool, engine: Kernel
     with torch.inference_mode():
         DecodePass(engine.model, engine.cache, engine.shape, 4).run()
     assert not changed(before, stored(engine))
+
+
+def test_several_prompts_prefill_in_one_pass_of_one_upload_and_one_read(
+    engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counted(monkeypatch) as counts:
+        engine.prefill([[1] * 62, [2] * 5, [3]])
+    assert counts == {"uploads": 1, "reads": 1, "captured": 0, "eager": 2, "transfers": []}
+
+
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_a_prompt_prefills_among_others_as_it_does_alone(
+    corrupted: bool, model: Any, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)), prefill_chunk=50)
+    monkeypatch.setattr(engine, "prefill_chunk", 50)
+    prompts = [list(range(10, 130)), [2] * 5, list(range(40, 100)), [3]]
+    for one in (engine, alone) if corrupted else ():
+        one.corrupt_scale(Side.KEY, 2.0, 1)
+    together, logits = engine.prefill(prompts)
+    apart = [alone.prefill([prompt]) for prompt in prompts]
+    assert distance(logits, np.concatenate([rows for _, rows in apart])) < CLOSE
+    handles = [handle for (handle,), _ in apart]
+    assert distance(engine.decode(together, [4, 5, 6, 7]), alone.decode(handles, [4, 5, 6, 7])) < CLOSE
+
+
+def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(
+    model: Any, engine: KernelEngine
+) -> None:
+    half = KernelEngine.from_model(
+        copy.deepcopy(model).bfloat16(), GUARDED, static_scales(GUARDED, benchlib.model_shape(model))
+    )
+    prompts = [list(range(10, 72)), [2] * 5]
+    (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
+    assert rows.dtype == np.float32
+    assert 1e-4 < distance(rows, first) < 3e-2
+    step = half.decode(handles, [4, 5])
+    assert 1e-4 < distance(step, engine.decode(same, [4, 5])) < 3e-2
+    assert {x.dtype for p in half._passes.values() for x in (p.keys, p.values)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "passes"),
+    [
+        ([], []),
+        ([3], [[(0, 0, 3)]]),
+        ([9, 1, 2], [[(0, 0, 4), (1, 0, 1)], [(0, 4, 8), (2, 0, 2)], [(0, 8, 9)]]),
+        ([12, 4], [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 12)], [(1, 0, 4)]]),
+    ],
+)
+def test_prompts_are_cut_into_their_own_chunks_and_those_that_fit_share_a_pass(
+    lengths: list[int], passes: list[list[tuple[int, int, int]]]
+) -> None:
+    planned = [[(i, part.start, part.stop) for i, part in chunks] for chunks in plan_passes(lengths, 4, 6)]
+    assert planned == passes
 
 
 def test_rows_that_fill_up_a_batch_store_nothing(engine: KernelEngine) -> None:

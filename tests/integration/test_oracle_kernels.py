@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, SHAPE, distance
+from kernel_engine_cases import CLOSE, GUARDED, SHAPE, append_by_reference, distance, prefill_by_reference
 from onnx_fixtures import static_scales
 from torch import Tensor
 
@@ -19,8 +19,7 @@ from benchmarks import benchlib
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import OnePassEngine
-from plugins.kv_attention import context, launch, reference
-from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention import launch
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
@@ -39,29 +38,6 @@ STEPS = 2
 
 SEEN = 1e-2
 """A fault of the cache that moves logits by this is no rounding."""
-
-
-def by_reference(layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any) -> None:
-    """launch.append in plain torch."""
-    for layer in range(len(key_new)):
-        one = {name: tensor[layer] for name, tensor in cache.items()}
-        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
-
-
-def attended_by_reference(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: dict[str, Tensor],
-    *tables: Tensor,
-    **more: Any,
-) -> Tensor:
-    """context.context_attention of one sequence in plain torch."""
-    starts = torch.tensor([0, len(query)], dtype=torch.int32)
-    step: dict[str, Any] = {"page_table": tables[0], "lengths": tables[1], "query_starts": starts}
-    kept = {name: more[name] for name in ("scaling", "exact_slots")}
-    return reference.attend_context(layout, query, key_new, value_new, cache, **step, **kept)
 
 
 SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
@@ -98,13 +74,12 @@ def make_oracle(model: Any, policy: KVPolicy, **options: int) -> OracleEngine:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Prefill whose attention and appends are not interpreted."""
+    """Prefill whose kernels are not interpreted."""
 
     def prefill(engine: Any, prompts: list[list[int]]) -> tuple[list[int], np.ndarray]:
         with monkeypatch.context() as patch:
             if DEVICE == "cpu":
-                patch.setattr(launch, "append", by_reference)
-                patch.setattr(context, "context_attention", attended_by_reference)
+                prefill_by_reference(patch)
             handles_and_logits: tuple[list[int], np.ndarray] = engine.prefill(prompts)
             return handles_and_logits
 
@@ -134,7 +109,7 @@ def test_a_prompt_is_prefilled_in_chunks_like_the_oracle(
     """The second chunk reads a whole page, and a part of one, of what was stored of the first."""
     kernels, oracle = (make(model, policy, prefill_chunk=70) for make in (make_engine, make_oracle))
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "append", by_reference)
+        monkeypatch.setattr(launch, "append", append_by_reference)
     (_, logits), (_, expected) = kernels.prefill([texts[0][:80]]), oracle.prefill([texts[0][:80]])
     assert distance(logits, expected) < CLOSE
 
@@ -231,24 +206,13 @@ def make_cache() -> KernelCache:
     return KernelCache(check_kernels(GUARDED, SHORT, SHORT.kv_heads), static_scales(GUARDED, SHORT), torch.device(DEVICE))
 
 
-def test_a_chunk_is_stored_by_the_kernels_as_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device(DEVICE)
-    caches = [make_cache() for _ in range(2)]
-    start, new = (torch.randn(2, SHORT.layers, tokens, SHORT.kv_heads, SHORT.head_dim, device=device) for tokens in (62, 3))
-    for cache, by_kernel in zip(caches, (True, False), strict=True):
-        handle = cache.start()
-        cache.reserve([handle], 65)
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "append", by_reference)
-            cache.extend(handle, *start)
-            if not by_kernel:
-                cache.extend(handle, *new)
-        if by_kernel:
-            cache.extend(handle, *new)
-        assert cache.length(handle) == 65
-    for ours, theirs in zip(caches[0].groups, caches[1].groups, strict=True):
-        for name, tensor in (ours.paged | ours.exact).items():
-            assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
+def test_prompts_that_prefill_together_by_the_kernels_are_those_of_the_oracle(model: Any, texts: list[list[int]]) -> None:
+    """Seven tokens in chunks of four: the last ones read the first of a cache."""
+    kernels, oracle = (make(model, GUARDED, prefill_chunk=4) for make in (make_engine, make_oracle))
+    prompts = [texts[0][:7], texts[2][:2]]
+    (handles, first), (same, expected) = kernels.prefill(prompts), oracle.prefill(prompts)
+    assert distance(first, expected) < CLOSE
+    assert distance(kernels.decode(handles, [5, 6]), oracle.decode(same, [5, 6])) < CLOSE
 
 
 def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> None:

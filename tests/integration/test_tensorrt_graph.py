@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,8 @@ from tensorrt_stubs_builder import Plan, Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
-from plugins.kv_attention import reference
+from plugins.kv_attention import ops, reference
+from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, PLAN, Operation, bits_float, node_of
 from stages.engines.base import Mode
@@ -37,7 +38,7 @@ from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
 from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import context_digests, kernel_digests, write_plugin_graphs
+from stages.engines.tensorrt.plugin import context_digests, default_programs, kernel_digests, write_plugin_graphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_context_plugin, use_plugin
 from stages.engines.tensorrt.weights import as_inputs
@@ -200,6 +201,21 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
         for tensor, expected in zip(node.input, inputs, strict=True):
             # the cache's tensors carry their names, activations those of the decoder
             assert tensor.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, tensor)
+
+
+def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
+    graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "sm_count", lambda _: 132)
+    surgery = graphs["fp8k_int4v"]
+    info = surgery.bundle.model
+    programs = default_programs(info, replace(surgery.limits, max_tokens=1 << 17), sm=90)
+    (resident,) = {
+        decode_variant(layout, group=info.q_heads // info.kv_heads, query_dtype=info.compute_dtype, scaling=1.0, sm=90).resident
+        for layout in surgery.layers.layouts.values()
+    }
+    assert programs == 132 * resident // info.kv_heads
+    assert default_programs(info, surgery.limits, sm=90) == surgery.limits.pages
 
 
 def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:

@@ -8,10 +8,13 @@ import pytest
 import torch
 import yaml
 
+from pipeline.artifacts.backend import Backend
 from pipeline.config.compose import plan
+from pipeline.core.backends import TorchConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from pipeline.loading.load import open_backend
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
@@ -156,6 +159,22 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
         checked("backend.device=cuda", "kv=fp8")
     checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built where there is no GPU
     checked("backend.device=auto", "kv=int4_g64")
+    with pytest.raises(MissingRequirement, match=r"^backend\.compute_dtype=bfloat16: .*; set backend\.compute_dtype=float32$"):
+        checked("backend.compute_dtype=bfloat16")
+    with pytest.raises(UserError, match=r"backend\.compute_dtype=bfloat16: .*the oracle.*float32"):
+        checked("backend.device=cpu", "backend.compute_dtype=bfloat16")
+    with pytest.raises(UserError, match=r"backend\.compute_dtype.*round codes a second time"):
+        checked("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16")
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_what_a_gpu_computes_in_is_part_of_an_evaluations_key() -> None:
+    for dtype in ("float32", "bfloat16"):
+        config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
+        backend = open_backend(config)
+        assert isinstance(backend, Backend)
+        assert (backend.compute_dtype, backend.run_parts()["compute_dtype"]) == (dtype, dtype)
+    assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()
 
 
 @pytest.mark.parametrize("backend", ["tensorrt_rtx", "tensorrt", "vllm", "trtllm"])

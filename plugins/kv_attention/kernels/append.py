@@ -36,9 +36,9 @@ def append(
 
     Args:
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.
-        page_table: (B, P) int32, which must reach position lengths[b].
-        lengths: (B) int32, the position that is written; nothing is written of a sequence where it is negative.
-        exact_slots: (B) int32, exact buffer of each sequence.
+        page_table: (B, P) int32, which must reach position lengths[b], or (B, 1): the page of that position.
+        lengths: (B) int32, the position that is written; nothing is written of a row where it is negative.
+        exact_slots: (B) int32, exact buffer m of each sequence; -1 - m: a sink goes there, and the token is none of the newest.
         key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer; of nvfp4 one.
         pages, table_width, buffers: N, P and M.
         key_pool, value_pool: (L, N, H, 64, W).
@@ -52,36 +52,39 @@ def append(
     source = (layer * tl.num_programs(1) + b) * H + heads
     position = tl.load(lengths + b)
     # Whether to store is decided on the device, so that a captured step can leave out what its own checks refuse.
-    page = tl.load(page_table + b * table_width + position // PAGE, mask=position >= 0, other=0)
+    column = tl.minimum(position // PAGE, table_width - 1)
+    page = tl.load(page_table + b * table_width + column, mask=position >= 0, other=0)
     written = (heads < H) & (position >= 0)
     row = ((layer.to(tl.int64) * pages + page) * H + heads) * PAGE + position % PAGE
     if SINK + RECENT > 0:
         buffer = tl.load(exact_slots + b)
+        newest = written & (buffer >= 0)
+        buffer = tl.where(buffer < 0, -1 - buffer, buffer)
         slot = ((layer.to(tl.int64) * buffers + buffer) * H + heads) * (SINK + RECENT)
     else:
-        slot = row
+        slot, newest = row, written
     _append_side(
         key_new, key_scale, key_pool, key_scale_pool, key_exact,
-        layer, heads, written, source, row, slot, position,
+        layer, heads, written, newest, source, row, slot, position,
         H, D, R, KEY, KEY_SCALES, 1, SINK, RECENT, FP8,
     )  # fmt: skip
     _append_side(
         value_new, value_scale, value_pool, value_scale_pool, value_exact,
-        layer, heads, written, source, row, slot, position,
+        layer, heads, written, newest, source, row, slot, position,
         H, D, R, VALUE, VALUE_SCALES, GROUPS, SINK, RECENT, FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def _append_side(
-    new, static_scale, pool, scale_pool, exact, layer, heads, written, source, row, slot, position,
+    new, static_scale, pool, scale_pool, exact, layer, heads, written, newest, source, row, slot, position,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr,
     SINK: tl.constexpr, RECENT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values of R heads.
 
-    `written` (R): heads that exist, of a token that is stored. `source`, `row`, `slot` (R): rows of `new`, of the pools and of
-    the exact buffer.
+    `written` (R): heads that exist, of a token that is stored. `newest` (R): of one that the ring of recent tokens keeps.
+    `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
     """
     # A byte of 4-bit codes holds channels d and d + D / 2, which are loaded as two tiles.
     PARTS: tl.constexpr = streams_of(DTYPE)
@@ -101,12 +104,12 @@ def _append_side(
             tl.store(pointers, x.to(tl.float16), mask=inside & (position < SINK))
         if RECENT > 0:
             pointers = exact + (slot + SINK + position % RECENT)[:, None, None] * D + part * W + channel
-            tl.store(pointers, x.to(tl.float16), mask=inside)
+            tl.store(pointers, x.to(tl.float16), mask=tl.broadcast_to(newest[:, None, None], (R, n, s)))
 
     pointers = pool + row[:, None, None] * W + channel
     if DTYPE == "nvfp4":
         scale_pointers = scale_pool + row[:, None] * GROUPS + group[None, :]
-        stored = _quantize_blocks(parts, tl.load(static_scale + layer), scale_pointers, heads < H, R, n, FP8)
+        stored = _quantize_blocks(parts, tl.load(static_scale + layer), scale_pointers, written, R, n, FP8)
         stored = stored.to(pool.dtype.element_ty)
     elif static_scale is not None:
         scales = tl.load(static_scale + layer * SCALES + heads % SCALES)[:, None]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Backend, Job
 from pipeline.core.backends import TorchConfig
+from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Engine
 from stages.engines.oracle.backend import OracleBackend
 
@@ -18,12 +19,18 @@ class CudaBackend(OracleBackend):
     def check_inputs(self, job: Job) -> None:
         """Refuse a policy that the kernels do not hold and, for a command that judges, a missing GPU. Building needs none."""
         if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
+            if job.judges:
+                self._refuse_oracle()
             return
         from stages.engines.paged.kernel_layout import check_kernels
 
         check_kernels(job.policy, job.checkpoint.shape, job.checkpoint.q_heads)
         if job.judges:
             self._finds_gpu()
+
+    @property
+    def compute_dtype(self) -> str:
+        return self.config.compute_dtype
 
     @property
     def engine_module(self) -> str:  # type: ignore[override]  # torch decides which engine runs
@@ -33,17 +40,27 @@ class CudaBackend(OracleBackend):
         """Return the oracle's parts and the GPU's identity, so that results of one GPU are not reused on another."""
         from stages.engines.cuda.device import device_identity
 
-        return {**super().run_parts(), **device_identity(self.config.device)}
+        parts = {**super().run_parts(), **device_identity(self.config.device)}
+        return parts | ({"compute_dtype": self.config.compute_dtype} if parts["device"] == "cuda" else {})
 
     def run_libraries(self) -> tuple[str, ...]:
         return ("triton",) if self._finds_gpu() else ()
 
     def load(self, bundle: Path) -> Engine:
         if not self._finds_gpu():
+            self._refuse_oracle()
             return super().load(bundle)
         from stages.engines.cuda.engine import load_engine
 
-        return load_engine(bundle, threads=self.config.threads)
+        return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
+
+    def _refuse_oracle(self) -> None:
+        """Raise MissingRequirement where the oracle would compute in another type than is asked for."""
+        if self.config.compute_dtype != "float32":
+            raise MissingRequirement(
+                f"backend.compute_dtype={self.config.compute_dtype}: torch finds no NVIDIA GPU, and on a CPU backend=torch "
+                "is the oracle, which computes in float32; set backend.compute_dtype=float32"
+            )
 
     def _finds_gpu(self) -> bool:
         """Whether the engine runs on a GPU; MissingRequirement when one is asked for, or found, and cannot be used."""

@@ -1,7 +1,7 @@
 """The quantized cache on a GPU: pools of all layers, and one append for all layers of a layout.
 
 Shapes: l layers of one format, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
-token, B sequences, P pages of a row of the table, S new tokens of one sequence.
+token, B rows of a step, P pages of a row of the table, T tokens in a sequence's cache.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from plugins.kv_attention import ops
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.groups import LayerGroup, multiply
 from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.sequences import PagedSequence, SequencePages
+from stages.engines.paged.sequences import SequencePages
 
 FIRST_COLUMNS = 16
 """Pages of a row of a step's table at first: 1,024 tokens."""
@@ -70,9 +70,9 @@ class KernelCache(SequencePages):
         Args:
             keys: New keys (L, B, H, D), layers in the order of the groups.
             values: New values (L, B, H, D).
-            page_table: (B, P) int32.
+            page_table: (B, P) int32, or (B, 1): the page that each token goes to.
             positions: (B) int32: where each token goes in its sequence, -1 in rows that are not stored.
-            exact_slots: (B) int32, the exact buffer of each row.
+            exact_slots: (B) int32, the exact buffer of each row, as ops.append takes it.
         """
         for group in self.groups:
             ops.append(
@@ -89,39 +89,23 @@ class KernelCache(SequencePages):
             # Rows that are not stored do again what the first row does, so that no two rows write different numbers to a place.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
             place = positions[row].clamp(min=0).long()
-            pages = page_table[row, place // PAGE_TOKENS].long()
+            pages = page_table[row, (place // PAGE_TOKENS).clamp(max=page_table.shape[1] - 1)].long()
             for group in self.groups:
                 group.apply_faults(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
 
-    def advance(self, handles: Sequence[int]) -> None:
-        """Count the token that a step has stored of each sequence."""
+    def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
+        """Count tokens that a step has stored of each sequence."""
         for handle in handles:
-            self.sequences[handle].length += 1
+            self.sequences[handle].length += tokens
+
+    @property
+    def recent_tokens(self) -> int:
+        """The newest tokens of a sequence that are kept exact, the same in all layers."""
+        return self.groups[0].layout.recent_tokens
 
     def by_layer(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return rows that are in the order of the groups, (L, ...), in the order of the layers."""
         return rows[[group.first + i for group, i in self.places]]
-
-    def extend(self, handle: int, keys: Tensor, values: Tensor) -> None:
-        """Store S tokens of one sequence; keys and values (L, S, H, D), layers in the order of the groups.
-
-        The tokens are S rows of one append, each with a table of its one page. Their exact copies are written separately:
-        several tokens may share a slot, in which the last one must stay.
-        """
-        sequence = self.sequences[handle]
-        tokens = keys.shape[1]
-        positions = range(sequence.length, sequence.length + tokens)
-        pages = [sequence.pages[position // PAGE_TOKENS] for position in positions]
-        slots = [position % PAGE_TOKENS for position in positions]
-        table, lengths = self._indices(pages, torch.int32)[:, None], self._indices(slots, torch.int32)
-        for group in self.groups:
-            new = group.of(keys, values)
-            ops.append(*new, table, lengths, **group.paged, **group.scales)
-            if group.exact:
-                self._keep_exact(group, sequence, new)
-        for group in self.groups:
-            group.apply_faults(self._indices(pages), self._indices(slots))
-        sequence.length += tokens
 
     def stored(self, handle: int, layer: int) -> dict[Side, StoredCopy]:
         """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
@@ -200,17 +184,6 @@ class KernelCache(SequencePages):
             pages=self.pages.capacity,
             live_tokens=self.live_tokens,
         )
-
-    def _keep_exact(self, group: LayerGroup, sequence: PagedSequence, new: tuple[Tensor, Tensor]) -> None:
-        """Write the exact copies of new tokens, keys and values (l, S, H, D), of which a sequence keeps some."""
-        sink, recent = group.layout.sink_tokens, group.layout.recent_tokens
-        tokens = new[0].shape[1]
-        start, end = sequence.length, sequence.length + tokens
-        sinks, newest = list(range(start, min(sink, end))), list(range(max(start, end - recent), end)) if recent else []
-        slots = self._indices(sinks + [sink + position % recent for position in newest])
-        chosen = self._indices([position - start for position in sinks + newest])
-        for name, x in zip(("key_exact", "value_exact"), new, strict=True):
-            group.exact[name][:, sequence.buffer][:, :, slots] = x[:, chosen].transpose(1, 2).half()
 
     def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self.device)

@@ -1,16 +1,18 @@
-"""backend=torch on a GPU: transformers' own model, in float32, whose decoding attends through the Triton kernels."""
+"""backend=torch on a GPU: transformers' own model, which attends through the Triton kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 
 from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import ChunkedEngine, Logits, check_positive
+from stages.engines.base import EngineBase, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
@@ -18,14 +20,20 @@ from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.model import scales_for, shape_for
 from stages.engines.paged.kernel_layout import check_kernels
 
+PASS_TOKENS = 4 * PREFILL_CHUNK
+"""Tokens of one prefill pass over several prompts."""
 
-def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "KernelEngine":
+
+def load_engine(
+    bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
+) -> "KernelEngine":
     """Load a bundle of backend=torch onto the current GPU.
 
     Args:
         bundle: The bundle's directory.
         threads: Threads of all of torch in this process.
         prefill_chunk: Tokens of one prefill run.
+        compute_dtype: Type of weights and activations.
 
     Raises:
         UserError: when a file is missing or was altered, and for a policy that the kernels do not hold.
@@ -38,11 +46,11 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
     return KernelEngine.from_model(
-        load_causal_lm(bundle, dtype=torch.float32).to(device), policy, scales, prefill_chunk=prefill_chunk
+        load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to(device), policy, scales, prefill_chunk=prefill_chunk
     )
 
 
-class KernelEngine(ChunkedEngine):
+class KernelEngine(EngineBase):
     """pipeline.core.records.Engine over the attention kernels.
 
     It has no `forced` on purpose: forced decode of a whole sequence at once would bypass the kernels. Step by step it runs
@@ -50,8 +58,8 @@ class KernelEngine(ChunkedEngine):
     """
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
-        super().__init__(policy, shape, int(model.config.vocab_size), chunk)
-        self.model, self.cache = model, cache
+        super().__init__(policy, shape, int(model.config.vocab_size))
+        self.model, self.cache, self.prefill_chunk = model, cache, chunk
         self._passes: dict[int, DecodePass] = {}
         """By padded batch size."""
         self._captured_moves = -1
@@ -63,7 +71,7 @@ class KernelEngine(ChunkedEngine):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """Return an engine around transformers' causal language model in float32.
+        """Return an engine around transformers' causal language model in float32 or bfloat16.
 
         Args:
             model: The model, on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
@@ -80,16 +88,21 @@ class KernelEngine(ChunkedEngine):
         return cls(model.eval(), policy, shape, cache, prefill_chunk)
 
     @torch.inference_mode()
-    def _start(self) -> int:
-        return self.cache.start()
-
-    @torch.inference_mode()
-    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
-        self.cache.reserve([sequence], len(prompt))
-        for chunk in self._chunks(prompt):
-            logits = PrefillPass(self.model, self.cache, sequence).run(chunk)
-        last: Logits = logits.cpu().numpy()
-        return last
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        handles: list[int] = []
+        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
+        try:
+            for prompt in prompts:
+                handles.append(self.cache.start())
+                self.cache.reserve(handles[-1:], len(prompt))
+            for chunks in plan_passes([len(prompt) for prompt in prompts], self.prefill_chunk, PASS_TOKENS):
+                numbers = [i for i, _ in chunks]
+                step = [(handles[i], prompts[i][chunk]) for i, chunk in chunks]
+                logits[numbers] = PrefillPass(self.model, self.cache, self.shape, step).run()
+        except UserError:
+            self.release(handles)
+            raise
+        return handles, logits
 
     @torch.inference_mode()
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
@@ -138,3 +151,28 @@ class KernelEngine(ChunkedEngine):
                 step.capture(self._pool)
             self._passes[batch] = step
         return self._passes[batch]
+
+
+def plan_passes(lengths: Sequence[int], chunk: int, most: int) -> Iterator[list[tuple[int, slice]]]:
+    """Yield the passes of a prefill: of some prompts, by number, the tokens that come next.
+
+    A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
+    cache: which other prompts are there changes nothing of its logits but the order of sums.
+
+    Args:
+        lengths: Tokens of each prompt.
+        chunk: Most tokens of a prompt in a pass.
+        most: Tokens of a pass beyond which no other prompt joins it.
+    """
+    done = [0] * len(lengths)
+    while done != list(lengths):
+        chunks: list[tuple[int, slice]] = []
+        tokens = 0
+        for i, (begin, length) in enumerate(zip(done, lengths, strict=True)):
+            size = min(chunk, length - begin)
+            if size and (not chunks or tokens + size <= most):
+                chunks.append((i, slice(begin, begin + size)))
+                tokens += size
+        for i, part in chunks:
+            done[i] = part.stop
+        yield chunks

@@ -41,14 +41,14 @@ class LayerGroup:
         """Return the tensors of the i-th layer that attention reads; their addresses stay the same until `moves` changes."""
         return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
 
-    def apply_faults(self, pages: Tensor, slots: Tensor, stored: Tensor | None = None) -> None:
+    def apply_faults(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
         """Multiply the scales, or the numbers, at some places by the group's faults; leave them where `stored` is false."""
         for name, factors in self.faults.items():
             factor = factors[None, :, 0, :, 0]
             array = self.paged[name]
             # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
             new = array[:, pages, :, slots]
-            multiply(new, factor if stored is None else torch.where(stored, factor, 1.0))
+            multiply(new, torch.where(stored, factor, 1.0))
             array[:, pages, :, slots] = new
 
 

@@ -1,7 +1,6 @@
 """The two forward passes of backend=torch on a GPU, and transformers' attention interface that leads to them.
 
-Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S tokens of a chunk, D head_dim, P pages
-of a row of the table.
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S new tokens, D head_dim, P pages of a row of the table.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from pipeline.core.kv import KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVShape
 from plugins.kv_attention import ops
 from plugins.kv_attention.context_ops import context_attention
 from plugins.kv_attention.layout import CacheLayout
@@ -41,9 +40,9 @@ class DecodePass:
 
     The host fills one buffer before it and reads one after it. All that it reads and writes has a fixed address.
 
-    Queries, keys and values go into the kernels as the float32 that the model computes, not as float16: the kernels take such a
-    query as two float16 terms, 22 of its 24 bits, and return float32. So only the rounding of softmax weights and the order of
-    sums differ from the oracle, at the price of one more small matrix product a tile.
+    Queries, keys and values go into the kernels in the type that the model computes. float32 is not rounded to float16: the
+    kernels take such a query as two float16 terms, 22 of its 24 bits, and return float32. So only the rounding of softmax
+    weights and the order of sums differ from the oracle, at the price of one more small matrix product a tile.
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, batch: int) -> None:
@@ -55,9 +54,9 @@ class DecodePass:
         tensors["positions"].fill_(-1)
         self.page_table, self.exact_slots = tensors["page_table"], tensors["exact_slots"]
         new = (shape.layers, batch, shape.kv_heads, shape.head_dim)
-        self.keys = torch.zeros(new, device=cache.device)
+        self.keys = torch.zeros(new, dtype=model.dtype, device=cache.device)
         """Of all layers in the order of the cache's groups."""
-        self.values = torch.zeros(new, device=cache.device)
+        self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
         self._lengths: Tensor
         self._plans: dict[int, dict[str, Tensor]] = {}
         """Work lists of this step, by the number of programs that fill the GPU with a layer's kernel."""
@@ -157,47 +156,85 @@ class DecodePass:
 
 
 class PrefillPass:
-    """A chunk of one sequence: exact causal attention within it, and over the quantized cache of the tokens before."""
+    """Chunks of several sequences in one pass, a token a row, one sequence after the other.
 
-    def __init__(self, model: Any, cache: KernelCache, handle: int) -> None:
-        self.model, self.cache, self.handle = model, cache, handle
-        sequence = cache.sequences[handle]
-        self.start = sequence.length
-        self.page_table, self.length, self.exact_slot = (
-            torch.tensor(numbers, dtype=torch.int32, device=cache.device)
-            for numbers in ([sequence.pages], [sequence.length], [sequence.buffer])
+    The tokens of a chunk attend to each other exactly and causally, and to those before through the quantized cache.
+    """
+
+    def __init__(self, model: Any, cache: KernelCache, shape: KVShape, chunks: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """`chunks`: sequences that have pages for them, each with its next tokens."""
+        self.model, self.cache, self.chunks = model, cache, chunks
+        sequences = [cache.sequences[handle] for handle, _ in chunks]
+        batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
+        row, each = (torch.int32, (tokens,)), (torch.int32, (batch,))
+        held = [-(-sequence.length // PAGE_TOKENS) for sequence in sequences]
+        self.inputs = StagedInputs(
+            {
+                "ids": row,
+                "positions": row,
+                "pages": (torch.int32, (tokens, 1)),
+                "row_slots": row,
+                "starts": (torch.int32, (batch + 1,)),
+                "last": (torch.int64, (batch,)),
+                "lengths": each,
+                "exact_slots": each,
+                "page_table": (torch.int32, (batch, max(1, *held))),
+            },
+            cache.device,
         )
-        self.new: dict[int, tuple[Tensor, Tensor]] = {}
-        """(S, H, D) of each layer, by its row in the order of the cache's groups."""
+        arrays = self.inputs.arrays
+        for b, (sequence, (_, chunk)) in enumerate(zip(sequences, chunks, strict=True)):
+            begin = int(arrays["starts"][b])
+            rows, end = slice(begin, begin + len(chunk)), sequence.length + len(chunk)
+            positions = np.arange(sequence.length, end)
+            arrays["ids"][rows], arrays["positions"][rows] = chunk, positions
+            arrays["pages"][rows, 0] = np.array(sequence.pages)[positions // PAGE_TOKENS]
+            # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
+            newest = positions >= end - cache.recent_tokens
+            arrays["row_slots"][rows] = np.where(newest, sequence.buffer, -1 - sequence.buffer)
+            arrays["starts"][b + 1], arrays["last"][b] = rows.stop, rows.stop - 1
+            arrays["lengths"][b], arrays["exact_slots"][b] = sequence.length, sequence.buffer
+            arrays["page_table"][b, : held[b]] = sequence.pages[: held[b]]
+        new = (shape.layers, tokens, shape.kv_heads, shape.head_dim)
+        self.keys = torch.zeros(new, dtype=model.dtype, device=cache.device)
+        """Of all layers in the order of the cache's groups."""
+        self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
 
-    def run(self, tokens: Sequence[int]) -> Tensor:
-        """Append `tokens` to the sequence and return the logits (vocab_size,) of the last.
+    def run(self) -> Logits:
+        """Store the chunks and return the logits (chunks, vocab_size) of the last token of each.
 
-        Raises UserError, and appends nothing, for keys or values that are not finite.
+        Raises UserError, and stores nothing of any chunk, for keys or values that are not finite.
         """
-        start = self.start
-        ids = torch.tensor([list(tokens)], device=self.cache.device)
-        positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
-        hidden = hidden_states(self.model, ATTENTION, ids, positions, step=self)
-        keys, values = (torch.stack([self.new[row][side] for row in sorted(self.new)]) for side in range(2))
-        finite = self.cache.by_layer(fits(keys, values).cpu().numpy())
-        refuse_not_finite(finite, [(self.handle, start + n) for n in range(len(tokens))])
-        self.cache.extend(self.handle, keys, values)
-        logits: Tensor = self.model.lm_head(hidden[0, -1])
-        return logits
+        tensors = self.inputs.tensors
+        self.inputs.upload()
+        positions = tensors["positions"]
+        hidden = hidden_states(self.model, ATTENTION, tensors["ids"][None], positions[None].long(), step=self)
+        logits = self.model.lm_head(hidden[0, tensors["last"]]).float()
+        finite = fits(self.keys, self.values)
+        stored = torch.where(finite.all(), positions, -1)
+        self.cache.append(self.keys, self.values, tensors["pages"], stored, tensors["row_slots"])
+        rows, flags = StepResults(logits, finite).read()
+        starts = [(handle, self.cache.length(handle), chunk) for handle, chunk in self.chunks]
+        refuse_not_finite(
+            self.cache.by_layer(flags), [(handle, start + n) for handle, start, chunk in starts for n in range(len(chunk))]
+        )
+        for handle, chunk in self.chunks:
+            self.cache.advance([handle], len(chunk))
+        return rows.astype(np.float32, copy=False)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         group, i = self.cache.places[layer]
-        rows, keys, values = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        self.new[group.first + i] = keys, values
+        row, tensors = group.first + i, self.inputs.tensors
+        self.keys[row].copy_(key[0].transpose(0, 1))
+        self.values[row].copy_(value[0].transpose(0, 1))
         out: Tensor = context_attention(
-            rows,
-            keys,
-            values,
-            page_table=self.page_table,
-            lengths=self.length,
-            query_starts=None,
-            exact_slots=self.exact_slot if group.exact else None,
+            query[0].transpose(0, 1).contiguous(),
+            self.keys[row],
+            self.values[row],
+            page_table=tensors["page_table"],
+            lengths=tensors["lengths"],
+            query_starts=tensors["starts"] if len(self.chunks) > 1 else None,
+            exact_slots=tensors["exact_slots"] if group.exact else None,
             sink_tokens=group.layout.sink_tokens,
             scaling=scaling,
             **group.to_read(i),

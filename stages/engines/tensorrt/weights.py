@@ -2,9 +2,9 @@
 
 A plan that holds its weights as constants has them to itself: TensorRT shares them between the contexts and the profiles of one
 engine, not between two engines, and refitting copies them into an engine. One engine with a profile for prefill and one for
-decode would need both kinds of attention in it, behind a conditional, which no CUDA graph can capture. Weight streaming leaves
-the second copy in the host's memory and moves it at every run. As inputs the weights lie on the GPU once; what that costs is
-that the builder cannot lay them out anew, nor join matrices that share an input.
+decode would need both kinds of attention in it, behind a conditional, and stream capture need not take control flow on the
+device. Weight streaming leaves the second copy in the host's memory and moves it at every run. As inputs the weights lie on the
+GPU once; what that costs is that the builder cannot lay them out anew, nor join matrices that share an input.
 """
 
 from collections.abc import Mapping, Sequence
