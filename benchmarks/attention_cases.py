@@ -32,7 +32,8 @@ JUDGED_KERNEL = "fp8k_int4v"
 """Name of the kernel that the targets are about, and of its storage."""
 
 LARGE_BYTES = 400_000_000
-"""Bytes of keys and values from which the targets apply. Below, launches and the join of splits take a part of the time."""
+"""Bytes of keys and values from which the targets apply to sequences of one length. Below, launches and the join of splits take
+a part of the time."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,22 @@ class Case:
 
     batch: int
     tokens: int
+    """Of each sequence; of the longest one where lengths are ragged."""
     group: int
     kv_heads: int = 8
     head_dim: int = 128
+    ragged: tuple[int, ...] = ()
+    """Tokens of each sequence where they differ."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.ragged or (self.tokens,) * self.batch
+
+    @property
+    def page_counts(self) -> tuple[int, ...]:
+        """Pages of each sequence."""
+        return tuple(-(-length // PAGE_TOKENS) for length in self.lengths)
 
     @property
     def q_heads(self) -> int:
@@ -51,8 +65,8 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Pages of a sequence."""
-        return -(-self.tokens // PAGE_TOKENS)
+        """Pages of the longest sequence, which are the columns of the page table."""
+        return max(self.page_counts)
 
     def layout(self, storage: str) -> CacheLayout:
         key, value = STORAGES[storage]
@@ -60,29 +74,44 @@ class Case:
 
     def kv_bytes(self, storage: str) -> int:
         """Return the bytes of keys, values and scales that the step has to read."""
-        return self.batch * self.tokens * self.layout(storage).token_bytes
+        return sum(self.lengths) * self.layout(storage).token_bytes
 
     def moved_bytes(self, storage: str) -> int:
         """Return the least bytes that a kernel can move.
 
-        These are the cache, the queries, the new token's keys and values and the outputs (all bfloat16), and the page table
+        These are the cache, the queries, the new token's keys and values and the outputs (all bfloat16), and the pages' numbers
         with the lengths. Partial sums of splits do not count: a kernel may do without.
         """
         activations = 2 * self.batch * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
-        return self.kv_bytes(storage) + activations + 4 * self.batch * (self.pages + 1)
+        return self.kv_bytes(storage) + activations + 4 * (sum(self.page_counts) + self.batch)
 
     def allocated_bytes(self, storage: str) -> int:
         """Return the bytes of the cache in whole pages."""
-        return self.batch * self.pages * PAGE_TOKENS * self.layout(storage).token_bytes
+        return sum(self.page_counts) * PAGE_TOKENS * self.layout(storage).token_bytes
 
     def describe(self) -> Row:
         """Return the fields of a row that identify the case."""
-        return {"batch": self.batch, "tokens": self.tokens, "group": self.group}
+        name = next((name for name, lengths in RAGGED.items() if lengths == self.ragged), "") if self.ragged else ""
+        return {"batch": self.batch, "tokens": self.tokens, "group": self.group, "ragged": name}
 
 
-def grid(batches: Sequence[int] = BATCHES, tokens: Sequence[int] = TOKENS, groups: Sequence[int] = GROUPS) -> Iterator[Case]:
-    """Return every combination of batch, tokens and group."""
-    return (Case(b, t, g) for g, b, t in product(groups, batches, tokens))
+RAGGED = {
+    "one long": (131072, *(1024,) * 31),
+    "mixed": tuple(512 << i % 8 for i in range(32)),
+}
+"""Batches of sequences of different lengths: one of 128k tokens beside 31 of 1k, and four each of 512, 1k, ... 64k."""
+
+
+def grid(
+    batches: Sequence[int] = BATCHES,
+    tokens: Sequence[int] = TOKENS,
+    groups: Sequence[int] = GROUPS,
+    ragged: Sequence[str] = tuple(RAGGED),
+) -> Iterator[Case]:
+    """Return every combination of batch, tokens and group, and for each group the named ragged batches."""
+    for g in groups:
+        yield from (Case(b, t, g) for b, t in product(batches, tokens))
+        yield from (Case(len(RAGGED[name]), max(RAGGED[name]), g, ragged=RAGGED[name]) for name in ragged)
 
 
 def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:
@@ -107,13 +136,16 @@ def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: fl
 def add_ratios(rows: list[Row]) -> None:
     """Add to every correct row of one case its speed relative to the fastest correct kernel over fp8, and over bf16.
 
-    The fastest kernel of a storage is compared with itself and has 1.
+    The fastest kernel of a storage is compared with itself and has 1. `peers_STORAGE` names the kernels of other libraries that
+    were measured and right: a ratio to kvgate's own kernels alone does not decide a target.
     """
+    right = [row for row in rows if row.get("correct")]
     for storage in ("fp8", "bf16"):
-        times = [row["microseconds"] for row in rows if row.get("correct") and row["storage"] == storage]
-        for row in rows:
-            if row.get("correct"):
-                row[f"over_best_{storage}"] = min(times) / row["microseconds"] if times else None
+        times = [row["microseconds"] for row in right if row["storage"] == storage]
+        peers = [row["kernel"] for row in right if row["storage"] == storage and row["peer"]]
+        for row in right:
+            row[f"over_best_{storage}"] = min(times) / row["microseconds"] if times else None
+            row[f"peers_{storage}"] = peers
 
 
 @dataclass(frozen=True)
@@ -125,37 +157,54 @@ class Target:
     minimum: float
     text: str
     """Meaning of the field, after the minimum."""
+    peers: str | None = None
+    """Field of a row with the peers that it has to be measured beside."""
 
 
 TARGETS = (
     Target("share_of_copy", 0.85, "share of the measured copy bandwidth"),
-    Target("over_best_fp8", 1.25, "times the fastest FP8 kernel"),
-    Target("over_best_bf16", 2.3, "times the fastest bf16 kernel"),
+    Target("over_best_fp8", 1.25, "times the fastest FP8 kernel", "peers_fp8"),
+    Target("over_best_bf16", 2.3, "times the fastest bf16 kernel", "peers_bf16"),
 )
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Return a verdict on every target over the measured large cases.
+    """Return a verdict on every target over the measured large cases and the ragged ones.
 
-    A case with a wrong output misses the target. Without any case the verdict is "not measured".
+    "missed": a case is below the minimum, is not a number, or its output is wrong. "no peer": no case is, but one of them was
+    not measured beside another library's kernel. "not measured": there is no such case. Otherwise "met".
     """
-    large = [row for row in rows if row["kernel"] == JUDGED_KERNEL and "microseconds" in row and row["kv_bytes"] >= LARGE_BYTES]
+    large = [
+        row
+        for row in rows
+        if row["kernel"] == JUDGED_KERNEL and "microseconds" in row and (row["kv_bytes"] >= LARGE_BYTES or row.get("ragged"))
+    ]
     verdicts = []
     for target in TARGETS:
         cases = [row for row in large if not row["correct"] or row.get(target.field) is not None]
         values = [row[target.field] for row in cases if row["correct"]]
         met = sum(value >= target.minimum for value in values)
+        alone = sum(1 for row in cases if target.peers is not None and not row.get(target.peers))
+        failed = len(cases) > met
         verdicts.append(
             {
                 "target": f"{JUDGED_KERNEL}: {target.minimum:g} {target.text}, from {LARGE_BYTES // 10**6} MB of cache on",
                 "cases": len(cases),
                 "met": met,
+                "without_peer": alone,
                 "worst": min(values, default=None),
                 "median": median(values) if values else None,
-                "verdict": "not measured" if not cases else "met" if met == len(cases) else "missed",
+                "verdict": "not measured" if not cases else "missed" if failed else "no peer" if alone else "met",
             }
         )
     return verdicts
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """Return 1 if an output was wrong, 3 if a target was missed or lacks a peer, otherwise 0."""
+    if not all(row.get("correct", True) for row in rows):
+        return 1
+    return 3 if {verdict["verdict"] for verdict in judge(rows)} & {"missed", "no peer"} else 0
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -164,11 +213,8 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("B", "T", "G", "kernel", "us", "KV MB", "GB/s", "of copy", "x fp8", "x bf16", "error", "chosen"):
         out.add_column(name, justify="left" if name in ("kernel", "chosen") else "right")
     for row in rows:
-        case = (
-            str(row["batch"]),
-            f"{row['tokens'] // 1024}k" if row["tokens"] >= 1024 else str(row["tokens"]),
-            str(row["group"]),
-        )
+        tokens = f"{row['tokens'] // 1024}k" if row["tokens"] >= 1024 else str(row["tokens"])
+        case = (str(row["batch"]), row.get("ragged") or tokens, str(row["group"]))
         if "microseconds" not in row:
             out.add_row(*case, row["kernel"], *[""] * 7, row["skipped"])
             continue

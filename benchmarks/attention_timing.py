@@ -11,7 +11,9 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import Case, Row
-from benchmarks.attention_kernels import Candidate, Kernel, Step, relative_error, unavailable_reason
+from benchmarks.attention_counters import launched
+from benchmarks.attention_kernels import unavailable_reason
+from benchmarks.attention_step import Candidate, Kernel, Step, relative_error
 
 COPY_BYTES = 4 << 30
 COPY_RUNS = 20
@@ -119,24 +121,38 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: Measur
     for storage in attention_cases.STORAGES:
         step: Step | None = None
         for kernel in (kernel for kernel in kernels if kernel.storage == storage):
-            row = {**case.describe(), "kernel": kernel.name, "storage": storage}
+            row = {**case.describe(), "kernel": kernel.name, "storage": storage, "peer": kernel.peer}
             copies = kernel.extra_copies + (step is None)
-            reason = unavailable_reason(kernel) or _does_not_fit(case, copies * case.allocated_bytes(storage), target.device)
+            reason = unavailable_reason(kernel, case) or _does_not_fit(
+                case, copies * case.allocated_bytes(storage), target.device
+            )
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue
             step = step or Step(case, storage, target.device, seed)
-            rows.append(row | _measure(kernel, step, timer, target.copy_bytes_per_s))
+            rows.append(row | _measure(kernel, step, timer, target))
     attention_cases.add_ratios(rows)
     return rows
 
 
-def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
+def run_once(kernel: Kernel, step: Step, candidate: int) -> None:
+    """Run one candidate of a kernel once between the marks that a profiler waits for, after runs that compile and warm up."""
+    run = list(kernel.candidates(step))[candidate].prepare()
+    for _ in range(WARM_UP):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def _measure(kernel: Kernel, step: Step, timer: Timer, target: MeasuredDevice) -> Row:
     """Time the fastest of the kernel's candidates again with more runs, and check the output of the last one.
 
     A peer that fails, when it is prepared or when it runs, gets a reason instead of figures. A kernel of kvgate raises.
     """
-    tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
+    tried: list[tuple[float, Callable[[], Tensor], Candidate, int]] = []
     failed: list[Row] = []
     candidates = kernel.candidates(step)
     while True:
@@ -147,7 +163,7 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) 
                 break
             chosen = candidate.chosen
             run = candidate.prepare()
-            tried.append((timer(run, TUNING_RUNS)[0], run, candidate))
+            tried.append((timer(run, TUNING_RUNS)[0], run, candidate, len(tried) + len(failed)))
         except Exception as failure:
             # Tuning tries variants beyond a GPU's shared memory and registers; the default candidate, which is first, must run.
             beyond_gpu = isinstance(failure, OutOfResources) and tried
@@ -156,7 +172,7 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) 
             failed.append({**chosen, "reason": _reason(failure)})
     if not tried:
         return {"skipped": f"failed: {failed[0]['reason']}", "failed": failed}
-    _, run, best = min(tried, key=lambda timed: timed[0])
+    _, run, best, number = min(tried, key=lambda timed: timed[0])
     try:
         microseconds, out = timer(run, None)
     except Exception as failure:
@@ -165,11 +181,13 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) 
         failed.append({**best.chosen, "reason": _reason(failure)})
         return {"skipped": f"failed: {_reason(failure)}", "failed": failed}
     error = relative_error(kernel, step, out)
-    return attention_cases.measured(step.case, step.storage, microseconds, copy_bytes_per_s) | {
+    return attention_cases.measured(step.case, step.storage, microseconds, target.copy_bytes_per_s) | {
         "relative_error": error,
         "correct": error <= kernel.tolerance,
         "chosen": best.chosen,
-        "tried": [{**candidate.chosen, "microseconds": time} for time, _, candidate in tried],
+        "candidate": number,
+        "launched": launched(run) if target.device.type == "cuda" else [],
+        "tried": [{**candidate.chosen, "microseconds": time} for time, _, candidate, _ in tried],
         "failed": failed,
     }
 

@@ -1,11 +1,14 @@
-"""Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, and a plain copy.
+"""Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, vLLM, and a plain copy.
 
     python -m benchmarks.decode_attention --json benchmarks/results/decode_attention_h200.json
+    python -m benchmarks.decode_attention --judge benchmarks/results/decode_attention_h200.json     # again, without a GPU
 
-Prints a table and whether the targets are met. Exit code 4 without a GPU, 1 when a kernel's output was wrong.
+Prints a table and whether the targets are met. Exit code 4 when a GPU, Triton or, with --counters, Nsight Compute is missing,
+3 when a target is missed or was measured beside no peer, 1 when a kernel's output was wrong.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,11 +20,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import attention_cases
-from benchmarks.attention_cases import BATCHES, GROUPS, TOKENS, Row
+from benchmarks import attention_cases, attention_counters
+from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
 from benchmarks.recording import log, results_record, write_json
 
-LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")
+LIBRARIES = ("torch", "triton", "flashinfer-python", "vllm", "numpy")
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
@@ -56,55 +59,104 @@ def content(rows: list[Row], device: dict[str, Any], copy_bytes_per_s: float) ->
         copy_gb_per_s=copy_bytes_per_s / 1e9,
         timing=timing,
         targets=attention_cases.judge(rows),
+        exit_code=attention_cases.exit_code(rows),
     )
 
 
 def _numbers(text: str) -> list[int]:
     """Parse a list of numbers: 2k,8192 -> [2048, 8192]."""
-    return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",")]
+    return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",") if part]
+
+
+def _names(text: str) -> list[str]:
+    """Parse a list of names, which may be empty."""
+    return [part for part in text.split(",") if part]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    out = argparse.ArgumentParser(
+        "python -m benchmarks.decode_attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    out.add_argument("--json", type=Path, help="write the results to this file, again after each case")
+    out.add_argument("--batches", type=_numbers, default=BATCHES, help="sequences: 1,8")
+    out.add_argument("--tokens", type=_numbers, default=TOKENS, help="tokens of each sequence: 2k,8192")
+    out.add_argument("--groups", type=_numbers, default=GROUPS, help="query heads per KV head: 4,8")
+    out.add_argument("--ragged", type=_names, default=tuple(RAGGED), help=f"of {', '.join(RAGGED)}; empty for none")
+    out.add_argument("--kernels", type=_names, help="only these: fp8k_int4v,fp8,flashinfer fp8")
+    out.add_argument("--counters", type=_names, default=[], help="count the DRAM bytes of these kernels, too, by ncu")
+    out.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time by default")
+    out.add_argument("--judge", type=Path, help="judge this results file again, and measure nothing")
+    out.add_argument("--once", help="run this kernel once on the only case, for a profiler, and measure nothing")
+    out.add_argument("--candidate", type=int, default=0, help="with --once, which of its candidates")
+    return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.decode_attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the results to this file, again after each case")
-    parser.add_argument("--batches", type=_numbers, default=BATCHES, help="sequences: 1,8")
-    parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="tokens of each sequence: 2k,8192")
-    parser.add_argument("--groups", type=_numbers, default=GROUPS, help="query heads per KV head: 4,8")
-    parser.add_argument("--kernels", type=lambda text: text.split(","), help="only these: fp8k_int4v,fp8,flashinfer fp8")
-    parser.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time by default")
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available() or find_spec("triton") is None:
-        log("decode_attention.py needs an NVIDIA GPU and Triton, and there are not both here")
+    arguments = parser().parse_args(argv)
+    if arguments.judge is not None:
+        return report(json.loads(arguments.judge.read_text(encoding="utf-8"))["results"])
+    lacking = [
+        *(["an NVIDIA GPU"] if not torch.cuda.is_available() else []),
+        *(["Triton"] if find_spec("triton") is None else []),
+        *([reason] if arguments.counters and (reason := attention_counters.missing()) is not None else []),
+    ]
+    if lacking:
+        log(f"decode_attention.py lacks here: {'; '.join(lacking)}")
         return 4
     from benchmarks.attention_kernels import KERNELS
-    from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case
+    from benchmarks.attention_step import Step
+    from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case, run_once
 
-    names = [kernel.name for kernel in KERNELS]
-    requested = names if arguments.kernels is None else arguments.kernels
-    if not set(requested) <= set(names):
-        parser.error(f"--kernels={','.join(requested)}: choose from {', '.join(names)}")
-    kernels = [kernel for kernel in KERNELS if kernel.name in requested]
+    by_name = {kernel.name: kernel for kernel in KERNELS}
+    requested = list(by_name) if arguments.kernels is None else arguments.kernels
+    unknown = {*requested, *arguments.counters, *([arguments.once] if arguments.once else [])} - by_name.keys()
+    unknown |= set(arguments.ragged) - RAGGED.keys()
+    if unknown:
+        parser().error(f"unknown: {', '.join(sorted(unknown))}; kernels: {', '.join(by_name)}; ragged: {', '.join(RAGGED)}")
+    cases = list(attention_cases.grid(arguments.batches, arguments.tokens, arguments.groups, arguments.ragged))
     device = torch.device("cuda", torch.cuda.current_device())
-    properties, timer = gpu(device), GpuTimer(device)
     seed = int(torch.seed() % 2**31) if arguments.seed is None else arguments.seed
+    if arguments.once:
+        kernel = by_name[arguments.once]
+        with torch.inference_mode():
+            run_once(kernel, Step(cases[0], kernel.storage, device, seed), arguments.candidate)
+        return 0
+    properties, timer = gpu(device), GpuTimer(device)
     copy_bytes_per_s = copy_rate(timer, device)
     target = MeasuredDevice(device, copy_bytes_per_s)
     log(f"{properties['name']}: a copy moves {copy_bytes_per_s / 1e9:.0f} GB/s; seed {seed}")
     rows: list[Row] = []
     with torch.inference_mode():
-        for number, case in enumerate(attention_cases.grid(arguments.batches, arguments.tokens, arguments.groups)):
-            log(f"B {case.batch}, T {case.tokens}, G {case.group}")
-            rows += run_case(case, kernels, timer, target, seed + number)
+        for number, case in enumerate(cases):
+            log(f"B {case.batch}, T {case.tokens}, G {case.group} {case.describe()['ragged']}")
+            measured = run_case(case, [by_name[name] for name in requested], timer, target, seed + number)
+            torch.cuda.empty_cache()
+            for row in measured:
+                if row["kernel"] in arguments.counters and "microseconds" in row:
+                    row["dram"] = attention_counters.dram_bytes(once_arguments(row, seed + number))
+            rows += measured
             write_json(arguments.json, content(rows, properties, copy_bytes_per_s) | {"seed": seed})
+    return report(rows)
+
+
+def once_arguments(row: Row, seed: int) -> list[str]:
+    """Return the command line that runs a measured row's kernel once."""
+    batches = "" if row["ragged"] else str(row["batch"])
+    sizes = ["--batches", batches, "--tokens", str(row["tokens"]), "--groups", str(row["group"]), "--ragged", row["ragged"]]
+    return ["--once", row["kernel"], "--candidate", str(row["candidate"]), *sizes, "--seed", str(seed)]
+
+
+def report(rows: list[Row]) -> int:
+    """Print the results and the verdicts. Returns the exit code."""
     console = Console()
     console.print(attention_cases.table(rows))
     for verdict in attention_cases.judge(rows):
         worst = "" if verdict["worst"] is None else f", worst {verdict['worst']:.2f}, median {verdict['median']:.2f}"
-        console.print(f"{verdict['verdict']}: {verdict['target']} ({verdict['met']} of {verdict['cases']} cases{worst})")
-    return 0 if all(row.get("correct", True) for row in rows) else 1
+        alone = f", {verdict['without_peer']} without a peer" if verdict["without_peer"] else ""
+        console.print(f"{verdict['verdict']}: {verdict['target']} ({verdict['met']} of {verdict['cases']} cases{worst}{alone})")
+    return attention_cases.exit_code(rows)
 
 
 if __name__ == "__main__":

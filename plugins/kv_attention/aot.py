@@ -269,8 +269,15 @@ def strip_hidden_parameters(ptx: str, keep: int) -> str:
     return ptx[: entry.start()] + entry[1] + ",\n".join(parameters[:keep]) + entry[4] + body
 
 
+def assembler(sm: int) -> Any:
+    """Return Triton's ptxas for a compute capability, with its `path` and `version`: that of Triton's wheel, unless
+    TRITON_PTXAS_PATH or TRITON_PTXAS_BLACKWELL_PATH names another.
+    """
+    return knobs.nvidia.ptxas_blackwell if sm >= NEWER_PTX else knobs.nvidia.ptxas
+
+
 def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
-    """Assemble PTX with one entry by the ptxas that Triton ships.
+    """Assemble PTX with one entry by Triton's ptxas.
 
     Returns:
         The cubin, its registers per thread, and the bytes it spills.
@@ -281,11 +288,10 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     if target is None:
         raise RuntimeError("no .target in the PTX")
-    tool = knobs.nvidia.ptxas_blackwell if sm >= NEWER_PTX else knobs.nvidia.ptxas
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [tool.path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
+        command = [assembler(sm).path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
         # of this process's environment, which may hold secrets, it needs nothing
         process = subprocess.run(command, capture_output=True, text=True, check=False, env={"TMPDIR": folder})
         if process.returncode:

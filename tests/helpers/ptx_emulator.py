@@ -22,8 +22,10 @@ def _prmt(a: Register, b: Register, selector: Register) -> Register:
     out = np.zeros(pool.shape[1], np.uint32)
     for i in range(4):
         nibble = int(selector[0] >> 4 * i) & 15
-        assert nibble < 8, "prmt that replicates a sign"
-        out |= pool[nibble] << np.uint32(8 * i)
+        byte = pool[nibble & 7]
+        if nibble & 8:  # the byte's sign in all of its bits
+            byte = np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0))
+        out |= byte << np.uint32(8 * i)
     return out
 
 

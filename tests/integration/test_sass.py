@@ -1,5 +1,8 @@
 """The main loop, its cost and its model, on hand-made machine code. No kernel is compiled; test_kernel_compile.py does that."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from plugins.kv_attention.sass import Instruction, loop_cost, main_loop, parse
@@ -123,3 +126,32 @@ def test_the_warps_of_a_program_wait_for_each_other_at_a_barrier() -> None:
     one, eight = time_of(body, 1000), time_of(body, 1000, num_warps=8)
     # Two warps share each scheduler's tensor core, and all wait for the slower one.
     assert eight - one == pytest.approx(50 * 8, rel=0.2)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = json.loads((ROOT / "benchmarks" / "results" / "compile_matrix.json").read_text(encoding="utf-8"))["results"]
+NAMES = {
+    "fp8k_int4v": "fp8 keys, int4 values",
+    "int8k_int4v": "int8 keys, int4 values",
+    "fp8": "fp8",
+    "int8": "int8, one scale per token",
+    "bf16": "bf16",
+}
+
+
+def test_the_recorded_matrix_is_whole_and_nothing_in_it_spills() -> None:
+    assert len(MATRIX) == 2 * 4 * 3 * len(NAMES)
+    assert {row["triton"] for row in MATRIX} == {"3.6.0", "3.7.1"}
+    assert all(row["spills"] == 0 and row["shared_bytes"] <= 48 * 1024 for row in MATRIX)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
+def test_the_readme_shows_the_recorded_matrix(policy: str, triton: str) -> None:
+    cells = {
+        row["sm"]: f"{row['registers']}; {row['cycles_per_token_head']:.1f}"
+        for row in MATRIX
+        if (row["triton"], row["kernel"], row["policy"]) == (triton, "decode", policy)
+    }
+    line = f"| {NAMES[policy]} | {triton} | {' | '.join(cells[sm] for sm in (80, 89, 90, 100))} |"
+    assert line in (ROOT / "plugins" / "README.md").read_text(encoding="utf-8").splitlines()

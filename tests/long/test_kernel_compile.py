@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sass_cases import POLICIES
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.launch import choose_programs
@@ -253,3 +254,24 @@ def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:
     with pytest.raises(RuntimeError, match="f_param_1"):
         aot.strip_hidden_parameters(ptx, 1)
     assert entry_parameters(aot.strip_hidden_parameters(ptx.replace("[f_param_1]", "[f_param_0]"), 1)) == ["u64"]
+
+
+def test_every_kernel_of_the_matrix_compiles_without_spills_by_the_ptxas_of_the_installed_triton(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; import triton; from benchmarks.compile_matrix import main\n"
+        "from plugins.kv_attention.aot import assembler\n"
+        "inside = [Path(assembler(sm).path).is_relative_to(Path(triton.__file__).parent) for sm in (80, 100)]\n"
+        "sys.exit(main(['--json', sys.argv[1]]) if all(inside) else 5)"
+    )
+    own = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    file = tmp_path / "matrix.json"
+    command = [sys.executable, "-c", program, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(file.read_text())["results"]
+    assert {row["sm"] for row in rows} == set(TARGETS)
+    assert {row["kernel"] for row in rows} == {"decode", "plan", "reduce", "append"}
+    assert len(rows) == len(TARGETS) * 4 * len(POLICIES)
+    assert all(row["spills"] == 0 and row["shared_bytes"] <= aot.SHARED_LIMIT for row in rows)

@@ -45,20 +45,18 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
     if PTX and FP8:
         decoded = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PTX:
-        # Shifted to their places in a float16, exponent and mantissa give 2^-8 times the number, subnormals included.
+        # Shifted to their places in a float16, exponent and mantissa give 2^-8 times the number, subnormals included. A byte is
+        # widened with its sign (PRMT's selector plus 8), so that one shift places all of it; the copy of the sign at the top
+        # of the exponent, and what a byte shifts into its neighbour, are masked off.
         moved = tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, high, sign;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 sign, low, 0x80008000;
-            and.b32 low, low, 0x7f007f00;
-            shr.u32 low, low, 1;
-            or.b32 $0, low, sign;
-            and.b32 sign, high, 0x80008000;
-            and.b32 high, high, 0x7f007f00;
-            shr.u32 high, high, 1;
-            or.b32 $1, high, sign;
+            .reg .b32 low, high;
+            prmt.b32 low, $2, 0, 0x9180;
+            prmt.b32 high, $2, 0, 0xb3a2;
+            shl.b32 low, low, 7;
+            shl.b32 high, high, 7;
+            and.b32 $0, low, 0xbf80bf80;
+            and.b32 $1, high, 0xbf80bf80;
             }""",
             "=r,=r,r",
             [x],
@@ -199,34 +197,26 @@ def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.cons
         # The arithmetic of decode_e4m3.
         codes = tl.inline_asm_elementwise(
             """{
-            .reg .b32 pair, sign, factor;
+            .reg .b32 pair, factor;
             mov.b32 factor, 0x5c005c00;
-            prmt.b32 pair, $8, $9, 0x4400;
-            and.b32 sign, pair, 0x80008000;
-            and.b32 pair, pair, 0x7f007f00;
-            shr.u32 pair, pair, 1;
-            or.b32 pair, pair, sign;
+            prmt.b32 pair, $8, $9, 0xc480;
+            shl.b32 pair, pair, 7;
+            and.b32 pair, pair, 0xbf80bf80;
             mul.f16x2 pair, pair, factor;
             mov.b32 {$0, $1}, pair;
-            prmt.b32 pair, $8, $9, 0x5511;
-            and.b32 sign, pair, 0x80008000;
-            and.b32 pair, pair, 0x7f007f00;
-            shr.u32 pair, pair, 1;
-            or.b32 pair, pair, sign;
+            prmt.b32 pair, $8, $9, 0xd591;
+            shl.b32 pair, pair, 7;
+            and.b32 pair, pair, 0xbf80bf80;
             mul.f16x2 pair, pair, factor;
             mov.b32 {$2, $3}, pair;
-            prmt.b32 pair, $8, $9, 0x6622;
-            and.b32 sign, pair, 0x80008000;
-            and.b32 pair, pair, 0x7f007f00;
-            shr.u32 pair, pair, 1;
-            or.b32 pair, pair, sign;
+            prmt.b32 pair, $8, $9, 0xe6a2;
+            shl.b32 pair, pair, 7;
+            and.b32 pair, pair, 0xbf80bf80;
             mul.f16x2 pair, pair, factor;
             mov.b32 {$4, $5}, pair;
-            prmt.b32 pair, $8, $9, 0x7733;
-            and.b32 sign, pair, 0x80008000;
-            and.b32 pair, pair, 0x7f007f00;
-            shr.u32 pair, pair, 1;
-            or.b32 pair, pair, sign;
+            prmt.b32 pair, $8, $9, 0xf7b3;
+            shl.b32 pair, pair, 7;
+            and.b32 pair, pair, 0xbf80bf80;
             mul.f16x2 pair, pair, factor;
             mov.b32 {$6, $7}, pair;
             }""",

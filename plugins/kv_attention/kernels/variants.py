@@ -91,10 +91,8 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     chunk = min(width, 64 if value.in_blocks else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     parts = _query_parts(layout.key, query_dtype, sm)
-    # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions.
-    software = sm is not None and sm < FP8_SM and "fp8_e4m3" in (layout.key.dtype, value.dtype)
     size = columns * dim * parts
-    tile, warps = _tile_and_warps(layout, size, software=software)
+    tile, warps = _tile_and_warps(layout, size, sm)
     stages = STAGES if size < 8192 else 1
     constants = {
         "H": layout.kv_heads,
@@ -128,22 +126,27 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     )
 
 
-def _tile_and_warps(layout: CacheLayout, size: int, *, software: bool) -> tuple[int, int]:
+def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int, int]:
     """Return the tokens of a tile and the warps of a program: one warp, which waits for no other, where its registers allow.
 
     Args:
         layout: Format of the cache.
         size: Numbers that a program's query takes, all terms of it, padding included.
-        software: Whether fp8_e4m3 is decoded by integer instructions.
+        sm: Compute capability (80), or None for Triton's interpreter.
     """
     dim, value = layout.head_dim, layout.value
+    # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions, which take more registers.
+    below = sm is not None and sm < FP8_SM
+    software = below and "fp8_e4m3" in (layout.key.dtype, value.dtype)
+    # Values of the largest head in bytes, beside exact tokens, need more than one warp's 255 registers there.
+    crowded = below and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
     if any(side.dtype in WIDE for side in (layout.key, value)):
         halvings = 2
     else:
         # Scales of blocks take the registers that whole pages of packed codes leave.
         halvings = 1 if not value.packed or value.in_blocks or size > 1024 or software else 0
     tile = min(64, 8192 // dim >> halvings)
-    if size <= 2048 and tile >= 16 and not software:
+    if size <= 2048 and tile >= 16 and not crowded:
         return tile, 1
     if size < 8192:
         return max(16, tile), 2
