@@ -12,20 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from plugins.kv_attention.checks import check_cache, check_index, check_inputs, check_shape, check_tables
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
 from plugins.kv_attention.kernels.variants import Variant
-from plugins.kv_attention.launch import (
-    _check_cache,
-    _check_contiguous,
-    _check_device,
-    _check_inputs,
-    _check_shape,
-    _check_tables,
-    _scales,
-    as_bytes,
-    compute_capability,
-)
+from plugins.kv_attention.launch import as_bytes, compute_capability, scale_tensors
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
 INTERPRETED_PROGRAMS = 4
@@ -131,9 +122,9 @@ def context_partials(
         raise ValueError(f"query must be (X, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
     tokens, q_heads, dim = query.shape
     new = {"key_new": key_new, "value_new": value_new}
-    _check_inputs({"query": query} | new, query.device)
+    check_inputs({"query": query} | new, query.device)
     for name, tensor in new.items():
-        _check_shape(name, tensor, (tokens, layout.kv_heads, dim))
+        check_shape(name, tensor, (tokens, layout.kv_heads, dim))
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
     sequences = len(lengths)
@@ -141,10 +132,10 @@ def context_partials(
         raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
-    _check_cache(layout, cache, (), query.device)
-    _check_tables(layout, sequences, page_table, lengths, exact_slots, query.device)
+    check_cache(layout, cache, (), query.device)
+    check_tables(layout, sequences, page_table, lengths, exact_slots, query.device)
     if query_starts is not None:
-        _check_starts(query_starts, sequences, query.device)
+        check_index("query_starts", query_starts, (sequences + 1,), query.device)
     variant = variant_of(layout, query, sequences, scaling)
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
     if splits is None:
@@ -160,7 +151,7 @@ def context_partials(
             key_new.contiguous(),
             value_new.contiguous(),
             *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-            *_scales(layout, cache),
+            *scale_tensors(layout, cache),
             query_starts,
             page_table,
             lengths,
@@ -195,14 +186,6 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
         context_reduce[(tokens * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
     return out
-
-
-def _check_starts(query_starts: Tensor, sequences: int, device: torch.device) -> None:
-    if query_starts.dtype != torch.int32:
-        raise ValueError(f"query_starts must be torch.int32, got {query_starts.dtype}")
-    _check_shape("query_starts", query_starts, (sequences + 1,))
-    _check_contiguous("query_starts", query_starts)
-    _check_device("query_starts", query_starts, device)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plugins.kv_attention.checks import check_cache, check_index, check_inputs, check_shape, check_tables
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.plan import plan_work
@@ -26,13 +27,7 @@ from plugins.kv_attention.kernels.variants import (
     reduce_variant,
     work_rows,
 )
-from plugins.kv_attention.layout import CacheLayout, Spec
-
-ALIGNMENT = 16
-"""Bytes. Kernels load pools in words of this size; the compiler is told that pools begin at a multiple of it."""
-
-INPUTS = (torch.float32, torch.float16, torch.bfloat16)
-"""Accepted types of queries and of new keys and values."""
+from plugins.kv_attention.layout import CacheLayout
 
 
 class Plan(NamedTuple):
@@ -77,7 +72,7 @@ def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_
     if lengths.dim() != 1:
         raise ValueError(f"lengths must be (B), got {tuple(lengths.shape)}")
     batch = len(lengths)
-    _check_index("lengths", lengths, (batch,), lengths.device)
+    check_index("lengths", lengths, (batch,), lengths.device)
     rows = work_rows(programs, batch, exact=sink_tokens + recent_tokens > 0)
     plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
     variant = plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens)
@@ -160,15 +155,15 @@ def decode_partials(
         raise ValueError(f"query must be (B, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
     batch, q_heads, dim = query.shape
     new = {"key_new": key_new, "value_new": value_new}
-    _check_inputs({"query": query} | new, query.device)
+    check_inputs({"query": query} | new, query.device)
     for name, tensor in new.items():
-        _check_shape(name, tensor, (batch, layout.kv_heads, dim))
-    _check_cache(layout, cache, (), query.device)
+        check_shape(name, tensor, (batch, layout.kv_heads, dim))
+    check_cache(layout, cache, (), query.device)
     exact = layout.exact_tokens > 0
-    _check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
+    check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
     rows = plan.work.shape[0]
-    _check_index("work", plan.work, (rows, 5), query.device)
-    _check_index("sequences", plan.sequences, (batch, 4), query.device)
+    check_index("work", plan.work, (rows, 5), query.device)
+    check_index("sequences", plan.sequences, (batch, 4), query.device)
     if variant is None:
         variant = decode_variant(
             layout,
@@ -184,7 +179,7 @@ def decode_partials(
         key_new.contiguous(),
         value_new.contiguous(),
         *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-        *_scales(layout, cache),
+        *scale_tensors(layout, cache),
         page_table,
         lengths,
         *plan,
@@ -203,7 +198,7 @@ def decode_partials(
     return partial_acc, partial_ml
 
 
-def _scales(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+def scale_tensors(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
     """The kernel's key_scale, value_scale and value_block_scale."""
     key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
     if layout.value.in_blocks:
@@ -262,11 +257,11 @@ def append(
     if key_new.dim() != 4 or key_new.shape[2:] != (layout.kv_heads, layout.head_dim):
         raise ValueError(f"key_new must be (L, B, {layout.kv_heads}, {layout.head_dim}), got {tuple(key_new.shape)}")
     layers, batch, heads, _ = key_new.shape
-    _check_inputs({"key_new": key_new, "value_new": value_new}, key_new.device)
-    _check_shape("value_new", value_new, tuple(key_new.shape))
-    _check_cache(layout, cache, (layers,), key_new.device)
+    check_inputs({"key_new": key_new, "value_new": value_new}, key_new.device)
+    check_shape("value_new", value_new, tuple(key_new.shape))
+    check_cache(layout, cache, (layers,), key_new.device)
     exact = layout.exact_tokens > 0
-    _check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
+    check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
     variant = append_variant(layout, sm=compute_capability(key_new.device))
     written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
     with torch.cuda.device_of(key_new):  # type: ignore[no-untyped-call]
@@ -286,80 +281,6 @@ def append(
             **variant.constants,
             **variant.options,
         )
-
-
-def _check_inputs(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in INPUTS:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, INPUTS))}, got {tensor.dtype}")
-        _check_device(name, tensor, device)
-
-
-def _check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tuple[int, ...], device: torch.device) -> None:
-    """Check that the cache has exactly the layout's tensors, each (*leading, *shape), contiguous and aligned.
-
-    The number of pages is taken from key_pool, the number of exact buffers from key_exact.
-    """
-    counts = [
-        cache[name].shape[len(leading)] if name in cache and cache[name].dim() > len(leading) else 0
-        for name in ("key_pool", "key_exact")
-    ]
-    specs: dict[str, Spec] = layout.pools(counts[0]) | layout.exact_buffers(counts[1]) | layout.static_scales()
-    if cache.keys() != specs.keys():
-        names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (specs, cache))
-        raise ValueError(f"the cache's tensors must be those of the layout; wanted and got: {names}")
-    for name, (dtype, shape) in specs.items():
-        tensor = cache[name]
-        if tensor.dtype != getattr(torch, dtype):
-            raise ValueError(f"{name} must be torch.{dtype}, got {tensor.dtype}")
-        _check_shape(name, tensor, (*leading, *shape))
-        _check_contiguous(name, tensor)
-        _check_device(name, tensor, device)
-        if name.endswith("_pool") and tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes, got {tensor.data_ptr():#x}: clone() it")
-
-
-def _check_tables(
-    layout: CacheLayout,
-    batch: int,
-    page_table: Tensor,
-    lengths: Tensor,
-    exact_slots: Tensor | None,
-    device: torch.device,
-) -> None:
-    if layout.exact_tokens and exact_slots is None:
-        raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
-    if page_table.dim() != 2 or len(page_table) != batch:
-        raise ValueError(f"page_table must be ({batch}, P), a row of every sequence, got {tuple(page_table.shape)}")
-    _check_index("page_table", page_table, tuple(page_table.shape), device)
-    _check_index("lengths", lengths, (batch,), device)
-    if exact_slots is not None:
-        _check_index("exact_slots", exact_slots, (batch,), device)
-
-
-def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check a tensor that kernels read as int32."""
-    if tensor.dtype != torch.int32:
-        raise ValueError(f"{name} must be torch.int32, got {tensor.dtype}")
-    _check_shape(name, tensor, shape)
-    _check_contiguous(name, tensor)
-    _check_device(name, tensor, device)
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        strides, shape = tensor.stride(), tuple(tensor.shape)
-        raise ValueError(f"{name} must be contiguous, got strides {strides} of shape {shape}: make it so with contiguous()")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, where the other tensors are, got {tensor.device}")
 
 
 def as_bytes(pool: Tensor) -> Tensor:

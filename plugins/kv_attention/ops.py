@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from plugins.kv_attention import launch
+from plugins.kv_attention.checks import INPUTS
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT, decode_variant, work_rows
 from plugins.kv_attention.layout import NVFP4_GROUP, CacheLayout, Dtype, SideLayout
 
@@ -277,7 +278,7 @@ def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, sca
 
 def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
     """Programs of the launched variant that an SM runs at once; 1 for a query that the launch will refuse."""
-    if query.dim() != 3 or query.dtype not in launch.INPUTS or not 1 <= query.shape[1] // layout.kv_heads <= GROUP_LIMIT:
+    if query.dim() != 3 or query.dtype not in INPUTS or not 1 <= query.shape[1] // layout.kv_heads <= GROUP_LIMIT:
         return 1
     group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
     sm = launch.compute_capability(query.device)

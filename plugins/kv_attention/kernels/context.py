@@ -16,17 +16,18 @@ only p passes through shared memory, and what a tile costs to decode is shared b
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import streams_of
-from plugins.kv_attention.kernels.decode import (
+from plugins.kv_attention.kernels.attend import (
     HEADROOM,
     LOG2_E,
     MIN_SCALE_BITS,
-    _attend_tile,
-    _inverse,
-    _query_parts,
-    _store,
-    _weigh,
+    attend_exact,
+    attend_pages,
+    inverse,
+    query_parts,
+    store,
+    weigh,
 )
+from plugins.kv_attention.kernels.codes import streams_of
 from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 
 SEARCHED = tl.constexpr(128)
@@ -68,7 +69,7 @@ def _weigh_new(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr):
     if NEW == "fp32":
         sums = tl.dot(tl.trans(values), p, sums, input_precision="bf16x3" if PTX else "ieee")
     else:
-        sums = _weigh(values, p, sums, PTX, NEW)
+        sums = weigh(values, p, sums, PTX, NEW)
     return sums
 
 
@@ -89,21 +90,9 @@ def _new_split(
     l = tl.zeros((N,), tl.float32)
     sums = (tl.zeros((D, N), tl.float32),)
     if SINK + RECENT > 0:
-        # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
-        T: tl.constexpr = 16
-        exact_queries = _query_parts(scaled, PARTS, "fp16", PTX)
-        unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-        for first in tl.range(0, SINK + RECENT, T, num_stages=1):
-            slot = first + tl.arange(0, T)
-            visible = slot < tl.minimum(length, SINK)
-            if RECENT > 0:
-                # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
-                age = (length - 1 + RECENT - (slot - SINK)) % RECENT
-                visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
-            m, l, unit, sums = _attend_tile(
-                0, key_exact + first * D, value_exact + first * D, None, None, visible, exact_queries, per_column, m, l, unit,
-                sums, T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
-            )  # fmt: skip
+        m, l, sums = attend_exact(
+            key_exact, value_exact, None, length, scaled, per_column, m, l, sums, D, PARTS, SINK, RECENT, PTX, FP8
+        )
     accumulated = sums[0]
     for first in tl.range(0, last + 1, U, num_stages=1):
         u = first + tl.arange(0, U)
@@ -128,7 +117,7 @@ def _new_split(
         l = l * decay + tl.sum(p, 0)
         accumulated = _weigh_new(values, p, accumulated * decay[None, :], PTX, NEW)
         m = m_new
-    _store(partial_acc, partial_ml, partial_row, rows, m, l, 1.0, (accumulated,), N, D, "fp16", 1)
+    store(partial_acc, partial_ml, partial_row, rows, m, l, 1.0, (accumulated,), N, D, "fp16", 1)
 
 
 @triton.jit
@@ -140,7 +129,7 @@ def _page_split(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. There is one at least."""
-    queries = _query_parts(scaled, PARTS, KEY, PTX)
+    queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
     if KEY_SCALE == "tensor":
@@ -162,29 +151,13 @@ def _page_split(
     for _ in tl.static_range(CHUNKS * STREAMS):
         sums = sums + (tl.zeros((C, N), tl.float32),)
 
-    # Tiles in [whole_low, whole_high) are whole; at most one before and one after is not.
-    PER: tl.constexpr = 64 // T  # tiles of a page
-    whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
-    whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
-    for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
-        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
-        m, l, unit, sums = _attend_tile(
-            block, key_pool, value_pool, key_scale, value_scale, None, queries, per_column, m, l, unit, sums,
-            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, False, PTX, FP8,
-        )  # fmt: skip
-    before = whole_low - low
-    for edge in tl.range(0, before + high - whole_high, num_stages=1):
-        tile = tl.where(edge < before, low, whole_high)
-        position = tile * T + tl.arange(0, T)
-        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
-        m, l, unit, sums = _attend_tile(
-            block, key_pool, value_pool, key_scale, value_scale, (position >= SINK) & (position < end),
-            queries, per_column, m, l, unit, sums,
-            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
-        )  # fmt: skip
+    m, l, unit, sums = attend_pages(
+        key_pool, value_pool, key_scale, value_scale, table, low, high, end, h, queries, per_column, m, l, unit, sums,
+        H, T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
+    )  # fmt: skip
     if VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
-    _store(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
+    store(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
 
 
 @triton.jit(do_not_specialize=["table_width", "tokens", "sequences"])
@@ -246,7 +219,7 @@ def context_partial(
     columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0).to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
-    scaled = columns * _inverse(power)[None, :]
+    scaled = columns * inverse(power)[None, :]
     per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
 
     if split == splits:

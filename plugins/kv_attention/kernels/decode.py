@@ -17,123 +17,20 @@ block's scale is a float16 without rounding, and the layer's scale is one factor
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode, streams_of
-from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
-from plugins.kv_attention.kernels.tiles import (
-    channels,
-    decode_values,
-    load_rows,
-    load_scales,
-    load_values,
-    with_block_scales,
+from plugins.kv_attention.kernels.attend import (
+    HEADROOM,
+    LOG2_E,
+    MIN_SCALE_BITS,
+    P_MAX,
+    attend_exact,
+    attend_pages,
+    inverse,
+    query_parts,
+    store,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-HEADROOM = tl.constexpr(15.0)
-P_MAX = tl.constexpr(32768.0)
-"""2^HEADROOM: the weight of the largest score."""
-MIN_SCALE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14 as float32, the smallest stored scale."""
-
-
-@triton.jit
-def _power_above(x):
-    """Return the bits of the power of two at or above a positive normal float32; 0 for 0."""
-    return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-
-
-@triton.jit
-def _inverse(bits):
-    """Return the inverse of the power of two with these bits, computed from its exponent."""
-    return (0x7F000000 - bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """Return sums (C, N) + values^T (C, T) x p (T, N).
-
-    bfloat16 takes p as two terms, because its 8 bits alone would cost a relative error of 1e-3.
-    """
-    if DTYPE == "bf16":
-        if PTX:
-            high = p.to(tl.bfloat16)
-            low = (p - high.to(tl.float32)).to(tl.bfloat16)
-            sums = tl.dot(tl.trans(values), high, tl.dot(tl.trans(values), low, sums))
-        else:
-            sums = tl.dot(tl.trans(values), p, sums)
-    else:
-        sums = tl.dot(tl.trans(values), p.to(tl.float16), sums)
-    return sums
-
-
-@triton.jit
-def _attend_tile(
-    block, keys, values, key_scales, value_scales, visible, queries, per_column, m, l, unit, sums,
-    T: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
-    FP8: tl.constexpr,
-):  # fmt: skip
-    """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
-
-    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
-    into p, `sums` are in multiples of it.
-    """
-    STREAMS: tl.constexpr = streams_of(VALUE)
-    W: tl.constexpr = D // STREAMS
-    C: tl.constexpr = W // CHUNKS
-    t = tl.arange(0, T)
-    codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), visible, T, D, MASKED)
-    stored = load_values(values, block, visible, T, D, VALUE, CHUNKS, MASKED)
-    scales = ()
-    if VALUE_SCALE == "group":
-        scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
-    elif VALUE_SCALE == "block":
-        stored = with_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
-
-    decoded = decode(codes, KEY, PTX, FP8)
-    scores = tl.dot(decoded, queries[0])
-    if PARTS == 2:
-        scores = tl.dot(decoded, queries[1], scores)
-    if KEY_SCALE == "token":
-        scores *= load_scales(key_scales, block, visible, T, 1, MASKED)[0][:, None]
-    if MASKED:
-        scores = tl.where(visible[:, None], scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
-    p = tl.math.exp2(scores * per_column[None, :] - m_new[None, :])
-    decay = tl.math.exp2(m - m_new)
-    l = l * decay + tl.sum(p, 0)
-
-    if VALUE_SCALE == "group":
-        largest = unit
-        for g in tl.static_range(GROUPS):
-            largest = tl.maximum(largest, _power_above(tl.max(scales[g], 0)))
-        decay *= unit.to(tl.float32, bitcast=True) * _inverse(largest)
-        unit = largest
-
-    summed = ()
-    for c in tl.static_range(CHUNKS):
-        streams = decode_values(stored[c], T, C, VALUE, PTX, FP8)
-        for s in tl.static_range(STREAMS):
-            weights = p
-            if VALUE_SCALE == "group":
-                weights = p * (scales[(s * W + c * C) * GROUPS // D] * _inverse(unit))[:, None]
-            summed = summed + (_weigh(streams[s], weights, sums[c * STREAMS + s] * decay[None, :], PTX, VALUE),)
-    return m_new, l, unit, summed
-
-
-@triton.jit
-def _query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexpr):
-    """Return `scaled` (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
-    if KEY != "bf16":
-        high = scaled.to(tl.float16)
-    elif PTX:
-        high = scaled.to(tl.bfloat16)
-    else:
-        high = scaled
-    parts = (high,)
-    if PARTS == 2:
-        parts = (high, (scaled - high.to(tl.float32)).to(high.dtype))
-    return parts
+from plugins.kv_attention.kernels.codes import streams_of
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
+from plugins.kv_attention.kernels.tiles import channels
 
 
 @triton.jit
@@ -153,23 +50,6 @@ def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALU
 
 
 @triton.jit
-def _store(
-    partial_acc, partial_ml, row, rows, m, l, unit, sums,
-    N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Store the results of a part. row (N): number of the (part, query head); rows (N): query heads that exist."""
-    STREAMS: tl.constexpr = streams_of(VALUE)
-    C: tl.constexpr = D // STREAMS // CHUNKS
-    for c in tl.static_range(CHUNKS):
-        for s in tl.static_range(STREAMS):
-            d = s * (D // STREAMS) + c * C + channels(VALUE, C)
-            mask = tl.broadcast_to(rows[None, :], (C, N))
-            tl.store(partial_acc + row[None, :] * D + d[:, None], sums[c * STREAMS + s] * unit, mask=mask)
-    tl.store(partial_ml + row * 2, m, mask=rows)
-    tl.store(partial_ml + row * 2 + 1, l, mask=rows)
-
-
-@triton.jit
 def _store_part(
     partial_acc, partial_ml, number, h, m, l, unit, sums,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
@@ -177,7 +57,7 @@ def _store_part(
     """Store the results of one KV head in the part with this number, which is best read late: its rows take registers."""
     n = tl.arange(0, N)
     row = (number.to(tl.int64) * H + h) * G + n
-    _store(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)
+    store(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)
 
 
 @triton.jit
@@ -188,26 +68,12 @@ def _exact_part(
 ):  # fmt: skip
     """Attend to the current token, the sinks and the recent tokens, all unquantized.
 
-    part: The last of the program's row of the work list.
+    part: The last of the program's row of the work list, whose first page is 0.
     """
-    # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
-    T: tl.constexpr = 16
-    queries = _query_parts(scaled, PARTS, "fp16", PTX)
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
-    unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-    for first in tl.range(0, SINK + RECENT, T, num_stages=1):
-        slot = first + tl.arange(0, T)
-        visible = slot < tl.minimum(length, SINK)
-        if RECENT > 0:
-            # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
-            age = (length - 1 + RECENT - (slot - SINK)) % RECENT
-            visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
-        # The row's first page, which is 0, is read in each turn: else the address of every slot is kept in registers.
-        low = (first + tl.load(part - 2)) * D
-        m, l, unit, sums = _attend_tile(
-            0, key_exact + low, value_exact + low, None, None, visible, queries, per_column, m, l, unit, sums,
-            T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
-        )  # fmt: skip
+    m, l, sums = attend_exact(
+        key_exact, value_exact, part - 2, length, scaled, per_column, m, l, sums, D, PARTS, SINK, RECENT, PTX, FP8
+    )
     _store_part(partial_acc, partial_ml, tl.load(part), h, m, l, 1.0, sums, H, G, N, D, "fp16", 1)
 
 
@@ -237,7 +103,7 @@ def _pool_part(
 
     part: The last of the program's row of the work list; this is the i-th part from there.
     """
-    queries = _query_parts(scaled, PARTS, KEY, PTX)
+    queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
     if KEY_SCALE == "tensor":
@@ -255,27 +121,11 @@ def _pool_part(
         value_scale = value_block_scale
     m, l, sums = _seed(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
-    # Of the part's tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
-    PER: tl.constexpr = 64 // T  # tiles of a page
-    end = length - RECENT
-    whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
-    whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
-    for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
-        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
-        m, l, unit, sums = _attend_tile(
-            block, key_pool, value_pool, key_scale, value_scale, None, queries, per_column, m, l, unit, sums,
-            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, False, PTX, FP8,
-        )  # fmt: skip
-    before = whole_low - low
-    for edge in tl.range(0, before + high - whole_high, num_stages=1):
-        tile = tl.where(edge < before, low, whole_high)
-        position = tile * T + tl.arange(0, T)
-        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
-        m, l, unit, sums = _attend_tile(
-            block, key_pool, value_pool, key_scale, value_scale, (position >= SINK) & (position < end),
-            queries, per_column, m, l, unit, sums,
-            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
-        )  # fmt: skip
+    m, l, unit, sums = attend_pages(
+        key_pool, value_pool, key_scale, value_scale, table, low, high, length - RECENT, h, queries, per_column,
+        m, l, unit, sums,
+        H, T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
+    )  # fmt: skip
     if VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
     number = tl.load(part) + (2 if SINK + RECENT > 0 else 1) * i
@@ -296,7 +146,7 @@ def _scaled_query(query, key_new, head, G: tl.constexpr, N: tl.constexpr, D: tl.
     columns = columns.to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
-    scaled = columns * _inverse(power)[None, :]
+    scaled = columns * inverse(power)[None, :]
     per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
     score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
     return scaled, per_column, score_new

@@ -1,0 +1,202 @@
+"""Attention to tiles of the cache, as decoding and several new tokens share it: one tile, a range of pages, the exact tokens.
+
+Shapes: N columns, which are query rows, T tokens of a tile, D head_dim, C channels of a chunk of a value row.
+"""
+
+import triton
+import triton.language as tl
+
+from plugins.kv_attention.kernels.codes import decode, streams_of
+from plugins.kv_attention.kernels.tiles import (
+    channels,
+    decode_values,
+    load_rows,
+    load_scales,
+    load_values,
+    with_block_scales,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+HEADROOM = tl.constexpr(15.0)
+P_MAX = tl.constexpr(32768.0)
+"""2^HEADROOM: the weight of the largest score."""
+MIN_SCALE_BITS = tl.constexpr(0x38800000)
+"""Bits of 2^-14 as float32, the smallest stored scale."""
+
+
+@triton.jit
+def _power_above(x):
+    """Return the bits of the power of two at or above a positive normal float32; 0 for 0."""
+    return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+
+
+@triton.jit
+def inverse(bits):
+    """Return the inverse of the power of two with these bits, computed from its exponent."""
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Return sums (C, N) + values^T (C, T) x p (T, N).
+
+    bfloat16 takes p as two terms, because its 8 bits alone would cost a relative error of 1e-3.
+    """
+    if DTYPE == "bf16":
+        if PTX:
+            high = p.to(tl.bfloat16)
+            low = (p - high.to(tl.float32)).to(tl.bfloat16)
+            sums = tl.dot(tl.trans(values), high, tl.dot(tl.trans(values), low, sums))
+        else:
+            sums = tl.dot(tl.trans(values), p, sums)
+    else:
+        sums = tl.dot(tl.trans(values), p.to(tl.float16), sums)
+    return sums
+
+
+@triton.jit
+def attend_tile(
+    block, keys, values, key_scales, value_scales, visible, queries, per_column, m, l, unit, sums,
+    T: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
+
+    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
+    into p, `sums` are in multiples of it.
+    """
+    STREAMS: tl.constexpr = streams_of(VALUE)
+    W: tl.constexpr = D // STREAMS
+    C: tl.constexpr = W // CHUNKS
+    t = tl.arange(0, T)
+    codes = load_rows(keys + block * (T * D) + (t[:, None] * D + tl.arange(0, D)[None, :]), visible, T, D, MASKED)
+    stored = load_values(values, block, visible, T, D, VALUE, CHUNKS, MASKED)
+    scales = ()
+    if VALUE_SCALE == "group":
+        scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
+    elif VALUE_SCALE == "block":
+        stored = with_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
+
+    decoded = decode(codes, KEY, PTX, FP8)
+    scores = tl.dot(decoded, queries[0])
+    if PARTS == 2:
+        scores = tl.dot(decoded, queries[1], scores)
+    if KEY_SCALE == "token":
+        scores *= load_scales(key_scales, block, visible, T, 1, MASKED)[0][:, None]
+    if MASKED:
+        scores = tl.where(visible[:, None], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 0) * per_column - HEADROOM)
+    p = tl.math.exp2(scores * per_column[None, :] - m_new[None, :])
+    decay = tl.math.exp2(m - m_new)
+    l = l * decay + tl.sum(p, 0)
+
+    if VALUE_SCALE == "group":
+        largest = unit
+        for g in tl.static_range(GROUPS):
+            largest = tl.maximum(largest, _power_above(tl.max(scales[g], 0)))
+        decay *= unit.to(tl.float32, bitcast=True) * inverse(largest)
+        unit = largest
+
+    summed = ()
+    for c in tl.static_range(CHUNKS):
+        streams = decode_values(stored[c], T, C, VALUE, PTX, FP8)
+        for s in tl.static_range(STREAMS):
+            weights = p
+            if VALUE_SCALE == "group":
+                weights = p * (scales[(s * W + c * C) * GROUPS // D] * inverse(unit))[:, None]
+            summed = summed + (weigh(streams[s], weights, sums[c * STREAMS + s] * decay[None, :], PTX, VALUE),)
+    return m_new, l, unit, summed
+
+
+@triton.jit
+def query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexpr):
+    """Return `scaled` (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
+    if KEY != "bf16":
+        high = scaled.to(tl.float16)
+    elif PTX:
+        high = scaled.to(tl.bfloat16)
+    else:
+        high = scaled
+    parts = (high,)
+    if PARTS == 2:
+        parts = (high, (scaled - high.to(tl.float32)).to(high.dtype))
+    return parts
+
+
+@triton.jit
+def store(
+    partial_acc, partial_ml, row, rows, m, l, unit, sums,
+    N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Store the results of a part. row (N): number of the (part, query head); rows (N): query heads that exist."""
+    STREAMS: tl.constexpr = streams_of(VALUE)
+    C: tl.constexpr = D // STREAMS // CHUNKS
+    for c in tl.static_range(CHUNKS):
+        for s in tl.static_range(STREAMS):
+            d = s * (D // STREAMS) + c * C + channels(VALUE, C)
+            mask = tl.broadcast_to(rows[None, :], (C, N))
+            tl.store(partial_acc + row[None, :] * D + d[:, None], sums[c * STREAMS + s] * unit, mask=mask)
+    tl.store(partial_ml + row * 2, m, mask=rows)
+    tl.store(partial_ml + row * 2 + 1, l, mask=rows)
+
+
+@triton.jit
+def attend_exact(
+    key_exact, value_exact, origin, length, scaled, per_column, m, l, sums,
+    D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Attend to the sinks and the recent tokens of one exact buffer and head. Returns the new m, l and sums.
+
+    origin: None, or the address of a 0 that is read in each turn: else the address of every slot is kept in registers.
+    """
+    # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
+    T: tl.constexpr = 16
+    queries = query_parts(scaled, PARTS, "fp16", PTX)
+    unit = tl.full((), MIN_SCALE_BITS, tl.int32)
+    for first in tl.range(0, SINK + RECENT, T, num_stages=1):
+        slot = first + tl.arange(0, T)
+        visible = slot < tl.minimum(length, SINK)
+        if RECENT > 0:
+            # The slot with residue r holds position length - 1 - age, age = (length - 1 - r) mod RECENT.
+            age = (length - 1 + RECENT - (slot - SINK)) % RECENT
+            visible = visible | ((slot >= SINK) & (slot < SINK + RECENT) & (length - 1 - age >= SINK))
+        low = first * D
+        if origin is not None:
+            low = (first + tl.load(origin)) * D
+        m, l, unit, sums = attend_tile(
+            0, key_exact + low, value_exact + low, None, None, visible, queries, per_column, m, l, unit, sums,
+            T, D, PARTS, "fp16", "none", "fp16", "none", 0, 1, True, PTX, FP8,
+        )  # fmt: skip
+    return m, l, sums
+
+
+@triton.jit
+def attend_pages(
+    key_pool, value_pool, key_scale, value_scale, table, low, high, end, h, queries, per_column, m, l, unit, sums,
+    H: tl.constexpr, T: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+    KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to the positions from SINK to before `end` of tiles [low, high). Returns the new m, l, unit and sums."""
+    # Of the tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
+    PER: tl.constexpr = 64 // T  # tiles of a page
+    whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
+    whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)
+    for tile in tl.range(whole_low, whole_high, num_stages=STAGES):
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, None, queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, False, PTX, FP8,
+        )  # fmt: skip
+    before = whole_low - low
+    for edge in tl.range(0, before + high - whole_high, num_stages=1):
+        tile = tl.where(edge < before, low, whole_high)
+        position = tile * T + tl.arange(0, T)
+        block = (tl.load(table + tile // PER).to(tl.int64) * H + h) * PER + tile % PER
+        m, l, unit, sums = attend_tile(
+            block, key_pool, value_pool, key_scale, value_scale, (position >= SINK) & (position < end),
+            queries, per_column, m, l, unit, sums,
+            T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
+        )  # fmt: skip
+    return m, l, unit, sums
