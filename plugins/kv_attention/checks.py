@@ -26,6 +26,16 @@ def check_inputs(tensors: Mapping[str, Tensor], device: torch.device) -> None:
         check_device(name, tensor, device)
 
 
+def check_attended(layout: CacheLayout, query: Tensor, key_new: Tensor, value_new: Tensor, rows: str) -> None:
+    """Check queries (rows, Hq, D) with the keys and values (rows, H, D) of their tokens; messages say `rows`."""
+    if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
+        raise ValueError(f"query must be ({rows}, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
+    new = {"key_new": key_new, "value_new": value_new}
+    check_inputs({"query": query} | new, query.device)
+    for name, tensor in new.items():
+        check_shape(name, tensor, (len(query), layout.kv_heads, layout.head_dim))
+
+
 def check_cache(layout: CacheLayout, cache: Mapping[str, Tensor], leading: tuple[int, ...], device: torch.device) -> None:
     """Check that the cache has exactly the layout's tensors, each (*leading, *shape), contiguous and aligned.
 

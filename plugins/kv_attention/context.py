@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.checks import check_cache, check_index, check_inputs, check_shape, check_tables
+from plugins.kv_attention.checks import check_attended, check_cache, check_index, check_tables
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
 from plugins.kv_attention.kernels.variants import Variant
@@ -118,13 +118,9 @@ def context_partials(
     Returns:
         partial_acc (X, Hq, S, D) and partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
     """
-    if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
-        raise ValueError(f"query must be (X, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
+    check_attended(layout, query, key_new, value_new, "X")
     tokens, q_heads, dim = query.shape
-    new = {"key_new": key_new, "value_new": value_new}
-    check_inputs({"query": query} | new, query.device)
-    for name, tensor in new.items():
-        check_shape(name, tensor, (tokens, layout.kv_heads, dim))
+    for name, tensor in (("key_new", key_new), ("value_new", value_new)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
     sequences = len(lengths)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.checks import check_cache, check_index, check_inputs, check_shape, check_tables
+from plugins.kv_attention.checks import check_attended, check_cache, check_index, check_inputs, check_shape, check_tables
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.plan import plan_work
@@ -151,13 +151,8 @@ def decode_partials(
     Returns:
         partial_acc (R, Hq, D) and partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has are not written.
     """
-    if query.dim() != 3 or query.shape[2] != layout.head_dim or query.shape[1] % layout.kv_heads:
-        raise ValueError(f"query must be (B, G * {layout.kv_heads}, {layout.head_dim}), got {tuple(query.shape)}")
+    check_attended(layout, query, key_new, value_new, "B")
     batch, q_heads, dim = query.shape
-    new = {"key_new": key_new, "value_new": value_new}
-    check_inputs({"query": query} | new, query.device)
-    for name, tensor in new.items():
-        check_shape(name, tensor, (batch, layout.kv_heads, dim))
     check_cache(layout, cache, (), query.device)
     exact = layout.exact_tokens > 0
     check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
