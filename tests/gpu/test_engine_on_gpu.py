@@ -1,6 +1,6 @@
 """backend=torch on a real GPU: captured steps, long prompts, full batches, and the command line from end to end.
 
-tests/integration/test_oracle_kernels.py runs on the GPU too where there is one.
+tests/long/test_oracle_kernels.py runs on the GPU too where there is one.
 """
 
 import json

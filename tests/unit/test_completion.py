@@ -41,7 +41,7 @@ def test_all_options_of_a_group_are_offered(group: str) -> None:
         ("kvgate -m kv=fp8,int8_", ["kv=fp8,int8_asym", "kv=fp8,int8_channel", "kv=fp8,int8_tensor"]),
         ("kvgate kv.sink", ["kv.sink_tokens="]),
         ("kvgate kv.value.gr", ["kv.value.granularity=", "kv.value.group_size="]),
-        ("kvgate backend=torch backend.", ["backend.device=", "backend.name=", "backend.threads="]),
+        ("kvgate backend=torch backend.", ["backend.compute_dtype=", "backend.device=", "backend.name=", "backend.threads="]),
         ("kvgate backend.at", ["backend.attention="]),
         ("kvgate backend.attention=", ["backend.attention=auto", "backend.attention=graph", "backend.attention=native"]),
         ("kvgate promote.loosen_policy=", ["promote.loosen_policy=false", "promote.loosen_policy=true"]),
