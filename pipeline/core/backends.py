@@ -43,19 +43,9 @@ class _ThreadedConfig(_BackendConfig):
 class GraphConfig(_BackendConfig):
     """A backend whose engines are built from the exported ONNX decoder."""
 
-    compute_dtype: Literal["float32", "float16"]
-    """Type of activations and weights; part of the graph's digest."""
-
-    @field_validator("compute_dtype", mode="before")
-    @classmethod
-    def _rounds_codes_once(cls, value: object) -> object:
-        if value == "bfloat16":
-            raise PydanticCustomError(
-                "graph_in_bfloat16",
-                "the graphs divide new keys and values by their scales in this type, and eight bits would round codes a second "
-                "time; set float32 or float16, or backend=torch backend.device=cuda, whose kernels quantize in float32",
-            )
-        return value
+    compute_dtype: Literal["float32", "float16", "bfloat16"]
+    """Type of activations and weights; part of the graph's digest. With bfloat16 keys and values are quantized, and attended
+    to where no plugin does, in float32. TensorRT alone runs such graphs."""
 
 
 CpuAttention = Literal["auto", "native", "graph"]

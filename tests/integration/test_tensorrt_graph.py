@@ -31,6 +31,7 @@ from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
+from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.bundle import open_bundle
@@ -45,7 +46,7 @@ from stages.engines.tensorrt.weights import as_inputs
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
-REAL = {"float32": "FLOAT", "float16": "HALF"}
+REAL = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 
 AGED = KVPolicy(
     name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
@@ -117,7 +118,7 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
     root = tmp_path_factory.mktemp("surgery")
-    policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED}
+    policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED, "bfloat16": BY_NAME["fp8"]}
     return {policy.name: operate(root, shared_decoder(tmp_path_factory, dtype), policy) for dtype, policy in policies.items()}
 
 
@@ -226,7 +227,7 @@ def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
 def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
@@ -254,7 +255,7 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
 def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
@@ -275,13 +276,13 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
 def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[str, Surgery], tmp_path: Path) -> None:
     """Their results become inputs, and what they take outputs: TensorRT for RTX builds the rest of the network."""
     surgery = graphs[name]
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.model)
-    dtype = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
+    dtype = FLOAT_TYPES[info.compute_dtype]
     model.graph.node.remove(surgery.node("plan_work"))
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
@@ -487,7 +488,7 @@ def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, A
     info = surgery.bundle.model
     mode = "decode" if tokens == 1 else "prefill"
     model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)
-    kind = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}[info.compute_dtype]
+    kind = FLOAT_TYPES[info.compute_dtype]
     nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
     model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)

@@ -10,6 +10,7 @@ import torch
 from onnx import external_data_helper
 from onnx_fixtures import (
     BY_NAME,
+    LAYERS,
     SHIPPED,
     STRIDE,
     fmt,
@@ -27,6 +28,7 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
+from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import build_bundle
@@ -62,6 +64,10 @@ def two_layers(first: tuple[Format, Format], second: tuple[Format, Format]) -> K
 
 FORMATS = layer_formats()
 PAIRS = [two_layers(FORMATS[i], FORMATS[(i + 1) % len(FORMATS)]) for i in range(0, len(FORMATS), 2)]
+
+
+BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS if STRIDE == 1 else [])]
+"""What is built in bfloat16: every format in `make test-long`."""
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,31 @@ def test_weights_that_are_stored_in_16_bits_build_into_a_plan(dtype: torch.dtype
     bundle = make_bundle(decoder, tmp_path / "bundle", policy)
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
     assert build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], nothing).data
+
+
+@pytest.mark.parametrize("policy", BFLOAT16, ids=lambda policy: policy.name)
+def test_a_decoder_in_bfloat16_builds_into_plans(
+    policy: KVPolicy, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "bfloat16"), tmp_path / "bundle", policy)
+    out = make_plans(onnx_bundle, tmp_path / "plans", policy)
+    record, _, _ = open_bundle(out, "tensorrt_rtx")
+    assert record.model.compute_dtype == "bfloat16"
+    assert {weight.dtype for weight in record.weights} == {weight.stored for weight in record.weights} == {"BFLOAT16"}
+    for outputs in record.outputs.values():
+        assert {t.name: t.dtype for t in outputs}["logits"] == "BF16"
+    assert {tensor.dtype for tensor in load_weights(out, record.weights, torch.device("cpu")).values()} == {torch.bfloat16}
+    with pytest.raises(UserError, match=r"^backend\.compute_dtype=bfloat16: ONNX Runtime has no kernels"):
+        load_onnx(onnx_bundle, threads=1)
+
+
+def test_norms_and_angles_of_a_decoder_in_bfloat16_are_computed_in_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
+    graph = onnx.load(shared_decoder(tmp_path_factory, "bfloat16") / "decoder.onnx", load_external_data=False).graph
+    kinds = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
+    exact = [kinds[node.input[0]] for node in graph.node if node.op_type in ("ReduceMean", "Sqrt", "Cos", "Sin")]
+    assert len(exact) >= 2 * (2 * LAYERS + 1) + 2
+    assert set(exact) == {onnx.TensorProto.FLOAT}
+    assert {kinds[node.output[0]] for node in graph.node if node.op_type == "MatMul"} >= {onnx.TensorProto.BFLOAT16}
 
 
 def test_sinks_recent_tokens_and_windows_build_in_float16(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -163,8 +163,9 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
         checked("backend.compute_dtype=bfloat16")
     with pytest.raises(UserError, match=r"backend\.compute_dtype=bfloat16: .*the oracle.*float32"):
         checked("backend.device=cpu", "backend.compute_dtype=bfloat16")
-    with pytest.raises(UserError, match=r"backend\.compute_dtype.*round codes a second time"):
-        checked("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16")
+    with pytest.raises(UserError, match=r"^backend\.compute_dtype=bfloat16: ONNX Runtime .*float32 or float16.*tensorrt_rtx"):
+        checked("backend=onnxruntime", "backend.compute_dtype=bfloat16")
+    checked("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16", "stage=build")
 
 
 @pytest.mark.usefixtures("a_gpu")

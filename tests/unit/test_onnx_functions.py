@@ -12,19 +12,20 @@ from onnx import helper
 
 from pipeline.core.exports import NVFP4
 from pipeline.core.formats import CODES, MIN_SCALE, Code, Format, Granularity
-from pipeline.core.kv import KVScales, Side, SideScales
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, Side, SideScales
+from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec, onnx_type
-from stages.engines.onnx.functions import quantize_function
+from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function
 from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
 from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
+Compute = Literal["float32", "float16", "bfloat16"]
+FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 
-def quantize(
-    x: np.ndarray, form: Format, static: SideScales | None = None, compute: Literal["float32", "float16"] = "float32"
-) -> list[np.ndarray]:
+def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, compute: Compute = "float32") -> list[np.ndarray]:
     """What is stored of x (B, H, S, D), in the order of SideCodec.arrays, through the function's graph."""
     codec = SideCodec(Side.KEY, form, x.shape[1], x.shape[3])
     function = quantize_function(0, codec, compute)
@@ -32,15 +33,10 @@ def quantize(
     inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in codec.constants.items()]
     outputs = [helper.make_tensor_value_info(name, onnx_type(storage), [*x.shape[:3], width])
                for name, (storage, width) in codec.arrays.items()]  # fmt: skip
-    node = helper.make_node(function.name, [i.name for i in inputs], [o.name for o in outputs], domain=DOMAIN)
-    imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(
-        helper.make_graph([node], "g", inputs, outputs), functions=[function], opset_imports=imports, ir_version=10
-    )
-    onnx.checker.check_model(model)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = session_of(function, inputs, outputs)
     binding = session.io_binding()
-    binding.bind_cpu_input("x", x.astype(NUMPY_FLOATS[compute]))
+    x = np.ascontiguousarray(x.astype(FLOATS[compute]))
+    binding.bind_input("x", "cpu", 0, FLOAT_TYPES[compute], x.shape, x.ctypes.data)
     if static is not None:
         for name, values in codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0).items():
             binding.bind_cpu_input(name, values)
@@ -49,6 +45,19 @@ def quantize(
         binding.bind_output(name, "cpu", 0, onnx_type(storage), array.shape, array.ctypes.data)
     session.run_with_iobinding(binding)
     return stored
+
+
+def session_of(
+    function: onnx.FunctionProto, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
+) -> ort.InferenceSession:
+    """A graph of one call of the function."""
+    node = helper.make_node(function.name, [i.name for i in inputs], [o.name for o in outputs], domain=DOMAIN)
+    imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(
+        helper.make_graph([node], "g", inputs, outputs), functions=[function], opset_imports=imports, ir_version=10
+    )
+    onnx.checker.check_model(model)
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def scales_of(form: Format, heads: int, head_dim: int) -> SideScales | None:
@@ -82,13 +91,13 @@ def names(form: Format) -> str:
     return "_".join(filter(None, parts))
 
 
-def assert_stores_what_the_oracle_stores(form: Format, compute: Literal["float32", "float16"] = "float32") -> None:
+def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float32") -> None:
     """Bit for bit; a rotation is a sum of channels, whose order may move a value over the border between two codes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 40, 64)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
     x[0, 0, :3] = [[0.0], [7.25], [-3e-6]]
     x[0, 1, 0, 5] = 5000.0
-    x = x.astype(NUMPY_FLOATS[compute])
+    x = x.astype(FLOATS[compute])
     static = scales_of(form, 3, 64)
     stored = quantize(x, form, static, compute)
     shared = None if static is None else oracle.static_scales(static, form, 3, 64)
@@ -103,6 +112,58 @@ def assert_stores_what_the_oracle_stores(form: Format, compute: Literal["float32
 @pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=names)
 def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form)
+
+
+@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=names)
+def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: Format) -> None:
+    assert_stores_what_the_oracle_stores(form, "bfloat16")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(mode: Mode) -> None:
+    """ONNX Runtime runs the function whole: of bfloat16 it has casts, and nothing else here is of that type."""
+    policy = KVPolicy(
+        name="aged",
+        key=Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False),
+        value=Format(dtype="int4", granularity="per_group", group_size=16, scale="dynamic"),
+        sink_tokens=4,
+        recent_tokens=8,
+    )
+    attended, rounded = (attend(policy, mode, compute) for compute in ("float32", "bfloat16"))
+    assert attended.any()
+    np.testing.assert_array_equal(rounded.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def attend(policy: KVPolicy, mode: Mode, compute: Compute) -> np.ndarray:
+    """Attention of numbers that bfloat16 holds, two sequences of two pages, over random codes."""
+    rng, shape = np.random.default_rng(5), KVShape(1, 2, 64)
+    spec = AttentionSpec(policy, shape, 0, 4, 0.125, compute, mode)
+    tokens = 1 if mode == "decode" else 3
+    feeds: dict[str, tuple[int, np.ndarray]] = {}
+    for name, heads in (("query", 4), ("key", 2), ("value", 2)):
+        activation = rng.standard_normal((2, heads, tokens, 64)).astype(ml_dtypes.bfloat16)
+        feeds[name] = FLOAT_TYPES[compute], activation.astype(FLOATS[compute])
+    tables = {"page_table": [[0, 2], [1, 3]], "lengths": [100, 70], "exact_slots": [1, 0]}
+    feeds |= {name: (onnx.TensorProto.INT32, np.array(tables[name], np.int32)) for name in spec.tables}
+    for codec in spec.sides.values():
+        for name, (storage, width) in codec.arrays.items():
+            dims = (4, 2, PAGE_TOKENS, width)
+            codes = rng.integers(-128, 128, dims).astype(np.int8)
+            array = codes if storage.numpy_type == np.int8 else rng.uniform(0.01, 0.1, dims).astype(storage.numpy_type)
+            feeds[name] = onnx_type(storage), array
+    for name in ("key_exact", "value_exact"):
+        exact = rng.standard_normal((2, 2, policy.exact_tokens, 64)).astype(np.float16)
+        feeds[name] = onnx.TensorProto.FLOAT16, exact
+    inputs = [helper.make_tensor_value_info(name, kind, array.shape) for name, (kind, array) in feeds.items()]
+    out = np.zeros((2, tokens, 4, 64), FLOATS[compute])
+    outputs = [helper.make_tensor_value_info("attended", FLOAT_TYPES[compute], out.shape)]
+    session = session_of(attention_function(spec), inputs, outputs)
+    binding = session.io_binding()
+    for name, (kind, array) in feeds.items():
+        binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)
+    binding.bind_output("attended", "cpu", 0, FLOAT_TYPES[compute], out.shape, out.ctypes.data)
+    session.run_with_iobinding(binding)
+    return out
 
 
 @pytest.mark.parametrize("form", NVFP4S[::2], ids=names)

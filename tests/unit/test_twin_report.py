@@ -43,9 +43,14 @@ def cite(out: Path, graph: str | None) -> None:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
+    return plans_in(tmp_path, "float16")
+
+
+def plans_in(workdir: Path, dtype: str) -> Chain:
+    overrides = ["backend=tensorrt_rtx", f"backend.compute_dtype={dtype}", f"workdir={workdir}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = to_config(compose("config", overrides=["backend=tensorrt_rtx", f"workdir={tmp_path}"]))
-    return _Chain(config, Store(tmp_path / "artifacts"))
+        config = to_config(compose("config", overrides=overrides))
+    return _Chain(config, Store(workdir / "artifacts"))
 
 
 def test_the_default_profile_fits_the_built_in_workloads(chain: Chain) -> None:
@@ -58,6 +63,13 @@ def test_a_machine_without_a_gpu_is_given_the_command_that_judges_the_graphs(cha
     with pytest.raises(MissingRequirement, match=r"no GPU\nkv=fp8: .* sha256 a1b2\) can be judged here") as caught:
         chain.evaluation(chain.config.kv)
     assert "backend=onnxruntime backend.compute_dtype=float16" in str(caught.value)
+
+
+def test_graphs_in_bfloat16_which_onnx_runtime_does_not_run_have_no_such_command(tmp_path: Path) -> None:
+    chain = plans_in(tmp_path, "bfloat16")
+    assert chain.onnx_report(chain.config.kv) is None
+    with pytest.raises(MissingRequirement, match=r"^no GPU$"):
+        chain.evaluation(chain.config.kv)
 
 
 def test_a_report_on_the_engine_of_the_same_graphs_is_pointed_to(chain: Chain) -> None:

@@ -8,7 +8,7 @@ from pipeline.core.backends import OnnxRuntimeConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
-from stages.engines.onnx.refusals import refuse_zeros_in_scales
+from stages.engines.onnx.refusals import refuse_bfloat16, refuse_zeros_in_scales
 from stages.engines.paged.eviction import refuse_heavy_tokens
 
 
@@ -24,7 +24,8 @@ class OnnxBackend(Backend):
 
     def check_inputs(self, job: Job) -> None:
         """Accept all policies but those with H2O's eviction or zeros in scales, and every checkpoint, but not attention=native
-        without a compiler."""
+        without a compiler, and not bfloat16."""
+        refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
         refuse_zeros_in_scales(job.policy)
         if self.config.attention == "native":

@@ -19,7 +19,8 @@ class ModelInfo(StrictModel):
     """`model.json` of the decoder skeleton."""
 
     model_type: str
-    compute_dtype: Literal["float32", "float16"]
+    compute_dtype: Literal["float32", "float16", "bfloat16"]
+    """bfloat16 is for TensorRT alone: ONNX Runtime has no kernels of it for most of a decoder's operators."""
     layers: int
     q_heads: int
     kv_heads: int

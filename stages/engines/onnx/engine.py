@@ -21,6 +21,7 @@ from stages.engines.onnx.graph import NUMPY_FLOATS
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
+from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.places import Spans
@@ -50,7 +51,8 @@ def load_engine(
             `prefill_chunk`; 0 keeps none.
 
     Raises:
-        UserError: A file is missing or was altered, a number is below 1, or no chunk fits into `prefix_tokens`.
+        UserError: A file is missing or was altered, the graphs are in bfloat16, a number is below 1, or no chunk fits into
+            `prefix_tokens`.
         MissingRequirement: attention=native and there is no C compiler, or the compiler refuses the kernel.
 
     Example:
@@ -59,6 +61,7 @@ def load_engine(
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle)
+    refuse_bfloat16(described.model.compute_dtype)
     pool = PagedPool(policy, described.model.shape, max_pages)
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)
     engine = OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)

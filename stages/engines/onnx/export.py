@@ -23,7 +23,7 @@ from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.graph import DOMAIN
 from stages.engines.onnx.weights import store_weights
 
-ComputeDType = Literal["float32", "float16"]
+ComputeDType = Literal["float32", "float16", "bfloat16"]
 
 _ATTENTION = "kvgate_skeleton"
 

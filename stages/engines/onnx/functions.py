@@ -11,6 +11,8 @@ buffers are masked. A sink's slot is its position; slot sink + position % recent
 A layer of the model may attend to its latest tokens alone (KVShape.windows; the policy's window of finer formats is another
 thing): what lies before a row's first such token is masked in all of these places. Where pages are lost, positions count from
 the first one that is kept, new tokens' too, so that distances are those of the sequence.
+
+Where the decoder's activations are bfloat16, the functions cast theirs to float32 and compute in that (graph.cache_arithmetic).
 """
 
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ class AttentionSpec:
     q_heads: int
     scaling: float
     compute: str
+    """Type of the decoder's activations."""
     mode: Mode
 
     @property
@@ -66,19 +69,20 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), the tables, the cache -> (B, S, Hq, D)."""
     body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
     group = spec.q_heads // heads
-    q = body.op("Mul", body.reshape("query", 0, heads, -1, dim), body.real(spec.scaling))
+    query, key, value = (body.from_activations(name) for name in ("query", "key", "value"))
+    q = body.op("Mul", body.reshape(query, 0, heads, -1, dim), body.real(spec.scaling))
     keys, values = (_regions(body, spec, side) for side in (Side.KEY, Side.VALUE))
     exact = spec.policy.exact_tokens
     low = _first_positions(body, spec, group)
     masks = _pool_masks(body, spec, low)
 
-    masked = body.real(MASKED[spec.compute])
+    masked = body.real(MASKED[body.compute])
     scores = _join(body, [read_scores(body, codec, q, index) for codec, index in keys])
     parts = [body.op("Where", _join(body, masks), scores, masked)]
     if exact:
         scores = _dot(body, q, _exact_rows(body, "key_exact"))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
-    parts.append(_new_scores(body, spec, q, group, masked))
+    parts.append(_new_scores(body, spec, q, key, group, masked))
 
     p = body.op("Softmax", _join(body, parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
@@ -86,11 +90,12 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     for size in sizes:
         ends.append(body.op("Add", ends[-1], size))
     pieces = [body.op("Slice", p, *span, body.ints([3])) for span in pairwise([*ends, body.ints([2**31 - 1])])]
-    out = body.op("MatMul", pieces[-1], "value")
+    out = body.op("MatMul", pieces[-1], value)
     if exact:
         out = body.op("Add", out, body.op("MatMul", pieces[-2], _exact_rows(body, "value_exact")))
     for (codec, index), piece in zip(values, pieces, strict=False):
         out = body.op("Add", out, read_values(body, codec, piece, index))
+    out = body.to_activations(out)
     if spec.mode == "decode":
         body.op("Reshape", out, body.ints([0, 1, spec.q_heads, dim]), out="attended")
     else:
@@ -103,7 +108,8 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
 def quantize_function(layer: int, codec: SideCodec, compute: str) -> onnx.FunctionProto:
     """Return kv.Quantize<Side>: x (B, H, S, D), its static parameters -> codes and float16 parameters, as `codec.arrays`."""
     body = Body(compute)
-    return body.function(quantize_name(codec.side), layer, ["x", *codec.constants], codec.encode(body, "x"))
+    encoded = codec.encode(body, body.from_activations("x"))
+    return body.function(quantize_name(codec.side), layer, ["x", *codec.constants], encoded)
 
 
 def quantize_name(side: Side) -> str:
@@ -205,9 +211,9 @@ def _exact_rows(body: Body, name: str) -> str:
     return body.to_compute(body.op("Gather", name, "exact_slots", axis=0))
 
 
-def _new_scores(body: Body, spec: AttentionSpec, q: str, group: int, masked: str) -> str:
+def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, masked: str) -> str:
     """Scores of the new tokens among themselves, (B, H, R, S), causal and within the layer's window."""
-    scores = _dot(body, q, "key")
+    scores = _dot(body, q, key)
     if spec.mode == "decode":
         return scores
     steps = _steps(body, _new_tokens(body))

@@ -14,15 +14,29 @@ OPSET = 21
 DOMAIN = "kv"
 """Domain of the attention and quantize functions; a backend with a kernel overrides them by (domain, name)."""
 
-FLOAT_TYPES: dict[str, int] = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}
+FLOAT_TYPES: dict[str, int] = {
+    "float32": onnx.TensorProto.FLOAT,
+    "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+}
 NUMPY_FLOATS: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
+"""Of what `cache_arithmetic` returns."""
+
+
+def cache_arithmetic(activations: str) -> str:
+    """Return the type in which the cache is written and read of a decoder with activations of this type.
+
+    It is theirs, but float32 for bfloat16: a quotient of eight bits would round codes a second time.
+    """
+    return "float32" if activations == "bfloat16" else activations
 
 
 class Body:
-    """The nodes of one function, in execution order. `compute` is the decoder's floating-point type."""
+    """The nodes of one function, in execution order. `compute` is the type of its arithmetic."""
 
-    def __init__(self, compute: str) -> None:
-        self.compute = compute
+    def __init__(self, activations: str) -> None:
+        self.compute = cache_arithmetic(activations)
+        self._activations = activations
         self.nodes: list[onnx.NodeProto] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._count = 0
@@ -69,6 +83,14 @@ class Body:
     def to_compute(self, x: str) -> str:
         """Append a Cast to the compute dtype."""
         return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
+
+    def from_activations(self, x: str) -> str:
+        """Return an activation of the decoder in the compute dtype: itself, or a Cast of it."""
+        return x if self._activations == self.compute else self.to_compute(x)
+
+    def to_activations(self, x: str) -> str:
+        """Return a result in the type of the decoder's activations: itself, or a Cast of it."""
+        return x if self._activations == self.compute else self.op("Cast", x, to=FLOAT_TYPES[self._activations])
 
     def to_float32(self, x: str) -> str:
         """Append a Cast to float32, for what is too small or too large for float16."""

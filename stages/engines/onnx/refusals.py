@@ -1,4 +1,7 @@
-"""Policies that the ONNX graphs do not hold, refused before any work. Plans are built from the same graphs."""
+"""Policies that the ONNX graphs do not hold, and a type that ONNX Runtime does not run, refused before any work.
+
+Plans are built from the same graphs.
+"""
 
 from pipeline.core.errors import UserError
 from pipeline.core.exports import holder
@@ -13,3 +16,13 @@ def refuse_zeros_in_scales(policy: KVPolicy) -> None:
                 f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
                 f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"
             )
+
+
+def refuse_bfloat16(compute_dtype: str) -> None:
+    """Raise UserError for graphs in bfloat16, which are made for TensorRT."""
+    if compute_dtype == "bfloat16":
+        raise UserError(
+            "backend.compute_dtype=bfloat16: ONNX Runtime has no kernels of it for most of a decoder's operators; set "
+            "backend.compute_dtype=float32 or float16, or use backend=tensorrt, backend=tensorrt_rtx, or backend=torch "
+            "backend.device=cuda"
+        )

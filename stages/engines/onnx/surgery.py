@@ -13,7 +13,7 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
 from stages.engines.onnx.formats import SideCodec, onnx_type
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
-from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
 from stages.engines.paged.layout import FLOAT16
 
 IR_VERSION = 10
@@ -133,10 +133,11 @@ def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], l
 
     It is the sum of 0 * x over channels, which is NaN unless x is finite.
     """
-    dtype = NUMPY_FLOATS[info.compute_dtype]
+    compute = cache_arithmetic(info.compute_dtype)
+    dtype = NUMPY_FLOATS[compute]
     graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
     graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=onnx_type(FLOAT16)))
-    graph.node.append(helper.make_node("Cast", ["half_states"], ["checked_states"], to=FLOAT_TYPES[info.compute_dtype]))
+    graph.node.append(helper.make_node("Cast", ["half_states"], ["checked_states"], to=FLOAT_TYPES[compute]))
     graph.initializer.append(numpy_helper.from_array(np.zeros((info.head_dim, 1), dtype), "zeros"))
     graph.node.append(helper.make_node("MatMul", ["checked_states", "zeros"], [NOT_FINITE]))
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))

@@ -35,7 +35,7 @@ class PlanBackend(Backend):
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the ONNX engine's bundle of the policy."""
-        bundle = artifacts.bundle(policy, self.onnx_equivalent())
+        bundle = artifacts.bundle(policy, self._graphs)
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
@@ -52,8 +52,14 @@ class PlanBackend(Backend):
 
         return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
 
-    def onnx_equivalent(self) -> OnnxRuntimeConfig:
+    @property
+    def _graphs(self) -> OnnxRuntimeConfig:
+        """The backend whose bundle has the graphs."""
         return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
+
+    def onnx_equivalent(self) -> OnnxRuntimeConfig | None:
+        """See Backend; ONNX Runtime does not run graphs in bfloat16."""
+        return None if self.config.compute_dtype == "bfloat16" else self._graphs
 
     def describe(self, bundle: Path) -> list[str]:
         """Return the sizes of the plans."""

@@ -28,13 +28,13 @@ from plugins.kv_attention.tensorrt_nodes import (
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
-from stages.engines.onnx.graph import DOMAIN, NUMPY_FLOATS, layer_function
+from stages.engines.onnx.graph import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 
 PLUGIN_VERSION = "1"
 """Version of every quickly deployable plugin."""
 
-COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16"}
+COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, programs: int, sm: int) -> KernelLayers:
@@ -104,9 +104,9 @@ def use_context_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy
 
 
 def _scaling(info: ModelInfo) -> float:
-    """The factor of the scores: the function body multiplies queries with it in the compute dtype, and so do the kernels."""
+    """The factor of the scores: the function body multiplies queries with it in its own arithmetic, and so do the kernels."""
     assert info.scaling is not None, "write_plugin_graphs refuses bundles without it"
-    return float(NUMPY_FLOATS[info.compute_dtype](info.scaling))
+    return float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
 
 
 def _attention(
