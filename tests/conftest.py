@@ -32,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
 
 
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """Fill new tensors with NaN, so that a kernel must write all of its output."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """The trained checkpoint that ships with kvgate."""

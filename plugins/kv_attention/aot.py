@@ -73,27 +73,7 @@ def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         RuntimeError: Triton interprets its kernels in this process, or ptxas refuses the PTX.
     """
     variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    activation, exact = POINTERS[query_dtype], "*fp16" if layout.exact_tokens else None
-    types = {
-        "query": activation,
-        "key_new": activation,
-        "value_new": activation,
-        "key_pool": POINTERS[layout.key.storage],
-        "value_pool": POINTERS[layout.value.storage],
-        "key_scale": _scale_pointer(layout.key),
-        "value_scale": _scale_pointer(layout.value),
-        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
-        "page_table": "*i32",
-        "lengths": "*i32",
-        "work": "*i32",
-        "sequences": "*i32",
-        "key_exact": exact,
-        "value_exact": exact,
-        "exact_slots": "*i32" if layout.exact_tokens else None,
-        "table_width": "i32",
-        "partial_acc": "*fp32",
-        "partial_ml": "*fp32",
-    }
+    types = _attention_types(layout, query_dtype) | {"work": "*i32", "sequences": "*i32"}
     return compile_kernel(decode_partial, types, variant, sm)
 
 
@@ -148,25 +128,7 @@ def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: 
         RuntimeError: As compile_decode.
     """
     variant = context_variant(layout, group=group, rows=rows, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    exact = "*fp16" if layout.exact_tokens else None
-    types = dict.fromkeys(("query", "key_new", "value_new"), POINTERS[query_dtype]) | {
-        "key_pool": POINTERS[layout.key.storage],
-        "value_pool": POINTERS[layout.value.storage],
-        "key_scale": _scale_pointer(layout.key),
-        "value_scale": _scale_pointer(layout.value),
-        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
-        "query_starts": None,
-        "page_table": "*i32",
-        "lengths": "*i32",
-        "key_exact": exact,
-        "value_exact": exact,
-        "exact_slots": "*i32" if layout.exact_tokens else None,
-        "table_width": "i32",
-        "tokens": "i32",
-        "sequences": None,
-        "partial_acc": "*fp32",
-        "partial_ml": "*fp32",
-    }
+    types = _attention_types(layout, query_dtype) | {"query_starts": None, "tokens": "i32", "sequences": None}
     return compile_kernel(context_partial, types, variant, sm)
 
 
@@ -302,6 +264,26 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
     if registers is None or not spills:
         raise RuntimeError(f"ptxas reported no registers or spills: {process.stderr.strip()}")
     return cubin, int(registers[1]), sum(map(int, spills))
+
+
+def _attention_types(layout: CacheLayout, query_dtype: str) -> dict[str, str | None]:
+    """Types of the parameters that decode_partial and context_partial have in common."""
+    exact = "*fp16" if layout.exact_tokens else None
+    return dict.fromkeys(("query", "key_new", "value_new"), POINTERS[query_dtype]) | {
+        "key_pool": POINTERS[layout.key.storage],
+        "value_pool": POINTERS[layout.value.storage],
+        "key_scale": _scale_pointer(layout.key),
+        "value_scale": _scale_pointer(layout.value),
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
+        "page_table": "*i32",
+        "lengths": "*i32",
+        "key_exact": exact,
+        "value_exact": exact,
+        "exact_slots": "*i32" if layout.exact_tokens else None,
+        "table_width": "i32",
+        "partial_acc": "*fp32",
+        "partial_ml": "*fp32",
+    }
 
 
 def _scale_pointer(side: SideLayout) -> str | None:

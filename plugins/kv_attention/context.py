@@ -6,7 +6,6 @@ them.
 Shapes: B sequences, X new tokens of all of them, H KV heads, Hq query heads, D head_dim, P columns of the page table, S splits.
 """
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -16,11 +15,8 @@ from plugins.kv_attention.checks import check_attended, check_cache, check_index
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
 from plugins.kv_attention.kernels.variants import Variant
-from plugins.kv_attention.launch import as_bytes, compute_capability, scale_tensors
+from plugins.kv_attention.launch import INTERPRETED_PROGRAMS, as_bytes, compute_capability, scale_tensors, sm_count
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
-
-INTERPRETED_PROGRAMS = 4
-"""Programs to fill in the interpreter, which runs one after the other."""
 
 
 def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> int:
@@ -184,9 +180,8 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     return out
 
 
-@functools.cache
 def _programs(device: torch.device, resident: int) -> int:
     """Programs that a device runs at once, `resident` of them on an SM."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * resident
+    return sm_count(device) * resident

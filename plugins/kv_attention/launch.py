@@ -7,6 +7,7 @@ Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, 
 W programs over the pages of a KV head, Y all its programs, R parts, E exact slots.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ from plugins.kv_attention.kernels.variants import (
     work_rows,
 )
 from plugins.kv_attention.layout import CacheLayout
+
+INTERPRETED_PROGRAMS = 4
+"""Programs of all KV heads in the interpreter, which runs one after the other: a few, so that the reduce has work."""
 
 
 class Plan(NamedTuple):
@@ -289,3 +293,9 @@ def compute_capability(device: torch.device) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Return the SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

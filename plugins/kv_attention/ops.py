@@ -13,7 +13,6 @@ Example:
     out = decode_attention(query, key_new, value_new, page_table, lengths, **cache, scaling=head_dim**-0.5)
 """
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -26,9 +25,6 @@ from plugins.kv_attention.kernels.variants import GROUP_LIMIT, decode_variant, w
 from plugins.kv_attention.layout import NVFP4_GROUP, CacheLayout, Dtype, SideLayout
 
 DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
-
-INTERPRETED_PROGRAMS = 4
-"""Programs of all KV heads in the interpreter, which runs one after the other: a few, so that the reduce has work."""
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.float16: "fp16",
@@ -271,9 +267,9 @@ def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, sca
     """
     batch, max_pages = page_table.shape[0], page_table.shape[-1]
     if query.device.type == "cpu":
-        return launch.choose_programs(batch, layout.kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
+        return launch.choose_programs(batch, layout.kv_heads, max_pages, sm_count=launch.INTERPRETED_PROGRAMS, resident=1)
     resident = _resident(layout, query, scaling)
-    return launch.choose_programs(batch, layout.kv_heads, max_pages, sm_count=sm_count(query.device), resident=resident)
+    return launch.choose_programs(batch, layout.kv_heads, max_pages, sm_count=launch.sm_count(query.device), resident=resident)
 
 
 def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
@@ -283,9 +279,3 @@ def _resident(layout: CacheLayout, query: Tensor, scaling: float) -> int:
     group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
     sm = launch.compute_capability(query.device)
     return decode_variant(layout, group=group, query_dtype=dtype, scaling=scaling, sm=sm).resident
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Return the SMs of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

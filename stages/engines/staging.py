@@ -20,6 +20,13 @@ Section = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of one of the tensors."""
 
 
+def aligned(size: int, device: torch.device) -> Tensor:
+    """Return `size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
+    memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + max(1, size)]
+
+
 def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros (count, *shape), each of which begins at a multiple of ALIGNMENT."""
     inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
@@ -43,10 +50,8 @@ class StagedInputs:
             begins[name] = size
             self._ends[name] = size + math.prod(shape) * dtype.itemsize
             size = -(-self._ends[name] // ALIGNMENT) * ALIGNMENT
-        memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device=device)
-        first = -memory.data_ptr() % ALIGNMENT
-        self._memory = memory[first : first + size]
-        self._pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._memory = aligned(size, device).zero_()
+        self._pinned = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.tensors: dict[str, Tensor] = {}
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         for name, (dtype, shape) in sections.items():

@@ -5,7 +5,6 @@ all of them, H KV heads, Hq query heads, D head_dim, S splits.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,19 +19,13 @@ from plugins.kv_attention.context_ops import context_attention
 from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("new_memory_is_nan"),
+]
 
 TOLERANCE = 2e-3
 """Largest relative L2 error of a new token's output."""
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_nan() -> Iterator[None]:
-    """Fill new tensors with NaN, so that a kernel must write all of its output."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @dataclass

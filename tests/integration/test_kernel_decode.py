@@ -5,7 +5,6 @@ heads, D head_dim, R parts.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,21 +19,15 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("new_memory_is_nan"),
+]
 
 TOLERANCE = 2e-3
 """Largest relative L2 error of a sequence's output."""
 
 BOUNDARIES = [0, 1, 63, 64, 65, 127, 128, 129]
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_nan() -> Iterator[None]:
-    """Fill new tensors with NaN, so that a kernel must write all of its output."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def check(case: Case, programs: int, scaling: float | None = None) -> None:

@@ -21,7 +21,7 @@ from tensorrt_stubs_builder import Plan, Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, LayerOverride
-from plugins.kv_attention import ops, reference
+from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, PLAN, Operation, bits_float, node_of
@@ -207,7 +207,7 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
 def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
     graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "sm_count", lambda _: 132)
+    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     surgery = graphs["fp8k_int4v"]
     info = surgery.bundle.model
     programs = default_programs(info, replace(surgery.limits, max_tokens=1 << 17), sm=90)

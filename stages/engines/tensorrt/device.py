@@ -1,19 +1,10 @@
-"""The GPU that plans run on: its stream, its captures, and memory as TensorRT wants it."""
+"""The GPU that plans run on: its stream, and its captures."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-
-from stages.engines.staging import ALIGNMENT
-
-
-def aligned(size: int, device: torch.device) -> torch.Tensor:
-    """Return `size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
-    memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
-    first = -memory.data_ptr() % ALIGNMENT
-    return memory[first : first + max(1, size)]
 
 
 class Device(Protocol):

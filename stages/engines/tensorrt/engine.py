@@ -15,8 +15,9 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.staging import aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
-from stages.engines.tensorrt.device import CudaDevice, Device, aligned
+from stages.engines.tensorrt.device import CudaDevice, Device
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession

@@ -151,14 +151,14 @@ def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
     import torch
 
     with _triton():
-        from plugins.kv_attention import launch, ops
+        from plugins.kv_attention import launch
         from plugins.kv_attention.kernels.variants import decode_variant
     group = info.q_heads // info.kv_heads
     resident = min(
         decode_variant(layout, group=group, query_dtype=info.compute_dtype, scaling=1.0, sm=sm).resident
         for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
     )
-    batch, pages, sm_count = limits.max_batch, limits.sequence_pages, ops.sm_count(torch.device("cuda"))
+    batch, pages, sm_count = limits.max_batch, limits.sequence_pages, launch.sm_count(torch.device("cuda"))
     return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
 
 
@@ -167,12 +167,12 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     import torch
 
     with _triton():
-        from plugins.kv_attention import context, ops
+        from plugins.kv_attention import context, launch
         from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
     group, splits = info.q_heads // info.kv_heads, []
     for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
         variant = context_variant(layout, group=group, rows=WIDEST, query_dtype=info.compute_dtype, scaling=1.0, sm=sm)
-        programs = ops.sm_count(torch.device("cuda")) * variant.resident
+        programs = launch.sm_count(torch.device("cuda")) * variant.resident
         blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
         splits.append(context.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
     return min(splits)
