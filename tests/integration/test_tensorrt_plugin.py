@@ -195,7 +195,8 @@ def test_the_attention_is_launched_for_every_head_and_row_of_the_work_list(name:
     assert node.plugin_id == f"kv::decode_partial{case.suffix}"
     plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
     dims = (case.parts, triple(case.q_heads))
-    assert plan.outputs == [("FLOAT", (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
+    means = "FLOAT" if case.compute == "fp32" else "HALF"
+    assert plan.outputs == [(means, (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
     assert plan.aliases == {}
     assert plan.grid == (triple(case.layout.kv_heads), case.rows, triple(1))
     check_kernel(plan, node, case, [triple(case.sizes["P"])])
@@ -220,7 +221,7 @@ def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
     fixed = tuple(map(triple, (case.q_heads, case.programs + 1)))
     assert plan.outputs == [
-        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT" if case.compute == "fp32" else "HALF", (batch, tokens, *fixed, triple(case.layout.head_dim))),
         ("FLOAT", (batch, tokens, *fixed, triple(2))),
     ]
     dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
