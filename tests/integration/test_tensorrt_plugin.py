@@ -358,6 +358,16 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], mess
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
 
 
+@pytest.mark.parametrize("node", [REDUCE, CONTEXT_REDUCE], ids=lambda node: node.name)
+def test_partial_results_are_joined_to_the_type_of_the_queries_that_they_are_of(node: Node, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
+    with pytest.raises(ValueError, match=f"kv::{node.name}: out_format must be that of fp32, fp16, bf16, got int8"):
+        build(reduce_attributes(case.compute, case.sm) | {"out_format": 2})
+    with pytest.raises(ValueError, match="partial_acc must be FLOAT, got HALF"):
+        build(reduce_attributes("fp32", case.sm))
+
+
 def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:
     case = CASES["fp8k_int4v"]
     with pytest.raises(ValueError, match="kv::plan_work: programs must be at least 1, got 0"):
