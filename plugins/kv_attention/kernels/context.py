@@ -35,7 +35,7 @@ SEARCHED = tl.constexpr(128)
 LOWEST = tl.constexpr(-3e38)
 """Below all scores."""
 SPLIT_TOKENS = tl.constexpr(512)
-"""Tokens of a split at least: writing and reading its 64 means of float16 takes as much traffic as some 170 of them."""
+"""Tokens of a split at least: writing and reading its means of 64 columns takes as much traffic as some 170 of them."""
 
 
 @triton.jit
