@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import LoadTimes, MemoryReport
-from stages.engines.base import Logits, OnePassBase, SequenceTable, check_tokens
+from stages.engines.base import Continuation, Logits, OnePassBase, SequenceTable, check_tokens
 from stages.engines.interpreter.process import A, Worker, WorkerError
 from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
 
@@ -76,6 +76,11 @@ class RequestEngineBase(OnePassBase):
         answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
+
+    def _answer(self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int) -> None:
+        """As EngineBase's, but prompts start together where all before them have ended: a request that joins is alone."""
+        for begin in range(0, len(continuations), max_sequences):
+            super()._answer(continuations[begin : begin + max_sequences], stop_token, max_sequences)
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
