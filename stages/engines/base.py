@@ -19,6 +19,9 @@ Logits = npt.NDArray[np.float32]
 Mode = Literal["prefill", "decode"]
 """One step of an engine: a chunk of a prompt, or one new token of each sequence."""
 
+LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
+"""By type of activations, two units in the last place of a logit, relative to it: a model's last product is rounded to it."""
+
 S = TypeVar("S")
 
 

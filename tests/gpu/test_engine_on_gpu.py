@@ -160,6 +160,17 @@ def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundle
     assert all(step._graph is not None for step in engines[1]._passes.values())
 
 
+def test_prompts_join_a_running_batch_between_captured_steps_and_are_answered_as_alone(bundles: dict[str, Path]) -> None:
+    engine = load_on_gpu(bundles["fp8k_int4v"], threads=1, prefill_chunk=128)
+    story = benchlib.story_tokens(1, 700)[0].tolist()
+    lengths, limits = (300, 5, 90, 1, 620, 17, 64), (6, 40, 20, 5, 9, 1, 30)
+    prompts = [story[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
+    alone = [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, limits, strict=True)]
+    assert engine.generate(prompts, limits, None, max_sequences=2) == alone
+    assert engine.memory().live_tokens == 0
+    assert all(step._graph is not None for step in engine._passes.values())
+
+
 def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(1, 300)[0].tolist()
     engines = [load(bundles["fp8k_int4v"], threads=1) for load in (load_on_gpu, load_engine)]

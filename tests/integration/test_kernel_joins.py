@@ -17,11 +17,15 @@ from transfers import counted_transfers
 from benchmarks import benchlib
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Sample
 from plugins.kv_attention import context, launch
 from stages.engines.base import Continuation, Logits
 from stages.engines.cuda import engine as engine_module
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.passes import DecodePass, PrefillPass
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.free import contradiction, free_answers
+from stages.evaluate.inputs.tokens import EncodedSample
 
 torch.set_num_threads(1)
 
@@ -109,6 +113,29 @@ def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_s
     assert not any(differing[0])
     assert np.mean(differing[1]) < 1e-3
     assert together.memory().live_tokens == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(
+    name: str, make: Any, prompts: list[list[int]]
+) -> None:
+    engine = make(*CASES[name])
+    encoded = [
+        EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, LIMITS, strict=True))
+    ]
+    found = free_answers(engine, encoded, 2, Greedy(stop_token=-1, extra_tokens=6))
+    assert (found.samples, found.tokens, found.contradictions) == (7, sum(LIMITS) + 7 * 6, [])
+    assert any(max(sizes) > 1 and min(sizes) == 1 for sizes in engine.passes)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_token_that_is_behind_by_a_place_of_the_engines_type_contradicts_nothing(
+    dtype: torch.dtype, named: bool, make: Any
+) -> None:
+    """Logits around 40 are rounded to multiples of 0.25 in bfloat16, and to far smaller ones in float32."""
+    logits = np.concatenate([[40.25, 40.0], np.linspace(20, 38, 500)]).astype(np.float32)[None]
+    assert (contradiction(make(GUARDED, dtype), logits, [1]) is not None) is named
 
 
 def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: Any, prompts: list[list[int]]) -> None:

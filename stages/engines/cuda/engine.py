@@ -11,7 +11,7 @@ from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import Continuation, EngineBase, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, Continuation, EngineBase, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
@@ -59,6 +59,7 @@ class KernelEngine(EngineBase):
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size))
         self.model, self.cache, self.prefill_chunk = model, cache, chunk
+        self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
         """By padded batch size."""
         self._captured_moves = -1

@@ -26,9 +26,6 @@ from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
-LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
-"""By type of activations, two units in the last place of a logit, relative to it: a model's last product is rounded to it."""
-
 Request = tuple[list[int], list[int], int, int]
 """Prompt, forced tokens, tokens in all, and the steps whose logits are left out."""
 
