@@ -10,11 +10,11 @@ from pipeline.core.records import Sample
 from pipeline.verdict import coverage as verdicts
 from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
 from pipeline.verdict.gates import decide
-from stages.evaluate.batches import Finished, Greedy
-from stages.evaluate.coverage import Trace, coverage
-from stages.evaluate.decode import decode
-from stages.evaluate.free import free_answers
-from stages.evaluate.tokens import encode
+from stages.evaluate.decoding.batches import Finished, Greedy
+from stages.evaluate.decoding.coverage import Trace, coverage
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.inputs.tokens import encode
 
 SAMPLES = [
     Sample(id="short", workload="a", prompt="abc", reference="xy"),
@@ -76,7 +76,7 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     assert (sound.samples, sound.contradictions) == (3, [])
     assert engine.live == 0
     generate = engine.generate
-    engine.generate = lambda *arguments: [[*answer[:1], 7, *answer[2:]] for answer in generate(*arguments)]  # type: ignore[method-assign]
+    engine.generate = lambda *given, **more: [[*answer[:1], 7, *answer[2:]] for answer in generate(*given, **more)]  # type: ignore[method-assign]
     found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")

@@ -15,10 +15,10 @@ from pipeline.core.records import PREFILL_CHUNK, Engine, RequestEngine, SharingE
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Allocation
 from stages.engines.base import Logits
-from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.free import behind
-from stages.evaluate.system import allocation
-from stages.evaluate.twin import Twin, expected_rows, rounded_rows
+from stages.evaluate.decoding.free import behind
+from stages.evaluate.decoding.system import allocation
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.twins.twin import Twin, expected_rows, rounded_rows
 
 FORK_LENGTHS = (PAGE_TOKENS, PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1)
 """Tokens at which sequences are forked: no page is copied, nearly nothing of one, nearly all of one."""
@@ -165,11 +165,11 @@ class Schedule:
         self.engine.release([stays.handle for stays in staying])
 
     def _generate(self) -> None:
-        """Free generation: every token must be the one that forced decode of the answer finds most likely."""
+        """Free generation, which one prompt joins: every token must be what forced decode of the answer finds most likely."""
         lengths = [length for length in (5, 66, 21, 12) if length + 40 <= self.max_tokens][: self.batch_sizes[-1]]
         prompts = [self._tokens(length) for length in lengths]
-        limits = [min(self.config.decode_steps, self.max_tokens - 5), 40, 8, 1][: len(prompts)]
-        answers = self.engine.generate(prompts, limits, None)
+        limits = [min(self.config.decode_steps, self.max_tokens - 5), 40, 1, 8][: len(prompts)]
+        answers = self.engine.generate(prompts, limits, None, max_sequences=3)
         self.started += len(prompts)
         for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
             if len(answer) != limit:
