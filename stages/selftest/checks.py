@@ -77,7 +77,7 @@ class Bench(Protocol):
         ...
 
     def append_in_place(self) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
-        """Append with the plugin, which writes into aliased inputs, and with the reference.
+        """Append with the plugin, whose outputs are bound where its inputs lie, and with the reference.
 
         Returns:
             The cache's arrays by name, as the plugin wrote them and as the reference did.
@@ -156,14 +156,14 @@ def fp8_bindings(bench: Bench) -> str:
     return f"key_pool.0 is {kind}, {layout}"
 
 
-def aliased_append(bench: Bench) -> str:
-    """Check that the append plugin writes in place, bit for bit what the reference writes. Engines do not rely on it."""
+def append_in_place(bench: Bench) -> str:
+    """Check that the append plugin writes in place, bit for bit what the reference writes: plans store their tokens so."""
     written, expected = bench.append_in_place()
     for name, values in expected.items():
         wrong = int((written[name].view(np.uint8) != values.view(np.uint8)).sum())
         if wrong:
             raise CheckFailure(
-                f"{wrong} of {values.nbytes} bytes of {name} are not what the reference writes; engines append outside"
+                f"{wrong} of {values.nbytes} bytes of {name} are not what the reference writes: plans do not store their tokens"
             )
     return f"{', '.join(expected)} written in place"
 
@@ -234,7 +234,7 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
     "launch": launch,
     "shared memory above 48 KB": shared_memory,
     "FP8 bindings": fp8_bindings,
-    "aliased append": aliased_append,
+    "append in place": append_in_place,
     "logits against the oracle": logits_against_oracle,
     "CUDA graph": cuda_graph,
     "leak over shape changes": leak,

@@ -117,7 +117,7 @@ def test_a_machine_that_does_everything_passes(name: str) -> None:
         ("FP8 bindings", {"binding": ("UINT8", "linear")}, "key_pool.0 is bound as UINT8"),
         ("FP8 bindings", {"binding": ("FP8", "Thirty-two wide channel vectorized")}, "key_pool.0 is bound as FP8, Thirty-two"),
         ("FP8 bindings", {"blind": True}, "not read where it is bound"),
-        ("aliased append", {"append": True}, r"\d+ of 16 bytes of key_pool"),
+        ("append in place", {"append": True}, r"\d+ of 16 bytes of key_pool"),
         ("logits against the oracle", {"noise": 2.0}, r"mean KL to the oracle is \S+ nats a token, above 0.01"),
         ("logits against the oracle", {"blind": True}, "the logits are not the cache's"),
         ("logits against the oracle", {"nan": True}, "mean KL to the oracle is nan"),

@@ -1,7 +1,8 @@
 """Sizes of a plan's dynamic dimensions: the ranges that it is built for, and the few sizes that the engine uses.
 
 Dimensions are named as in the graphs: B sequences, S new tokens of each, P pages of a sequence's table, N pages of the
-pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
+pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool. Where a plan stores tokens itself,
+NS and MS are the pages and buffers of a layer in a stack of layers.
 """
 
 from dataclasses import dataclass
@@ -68,7 +69,20 @@ class Limits:
     @property
     def fixed(self) -> dict[str, int]:
         """First dimensions of the pools."""
-        return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.window_pages)}
+        stacked = {"NS": stack_rows(self.pages), "MS": stack_rows(self.max_batch)}
+        return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.window_pages)} | stacked
+
+
+def stack_rows(rows: int) -> int:
+    """Return the pages or buffers that a layer takes in a stack of several: an even number.
+
+    Two rows of any array that the kernels hold are a multiple of 256 bytes, so that every layer of a stack without gaps begins
+    where TensorRT takes an address.
+
+    >>> [stack_rows(rows) for rows in (3, 4)]
+    [4, 4]
+    """
+    return rows + rows % 2
 
 
 def bucket(size: int, largest: int) -> int:
