@@ -203,7 +203,7 @@ def _dispatch(argv: list[str]) -> int:
     if not planned.sweeping:
         _job()
         return _exit_codes[0] if _exit_codes else 0
-    from pipeline.terminal.next_steps import repeated
+    from pipeline.terminal.commands import repeated
 
     typed = repeated(arguments.overrides)
     if arguments.config_dir:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.numerics.measure import Bench
 from benchmarks.numerics.subject import Text
-from stages.evaluate.distance import StepStatistics
+from stages.evaluate.distances.distance import StepStatistics
 
 TOKENS = 1024
 """Tokens at the beginning of each document: one mask over a long document would be as large as its square."""

@@ -19,7 +19,7 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.statistics.bootstrap import resampled_sums
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.distance import Array, StepStatistics, compare, log_softmax
+from stages.evaluate.distances.distance import Array, StepStatistics, compare, log_softmax
 
 ROWS = 256
 """Rows of logits that are compared at a time."""

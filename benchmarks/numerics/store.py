@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
-from stages.evaluate.distance import StepStatistics
+from stages.evaluate.distances.distance import StepStatistics
 
 CODE = ("benchmarks.numerics.measure", "benchmarks.numerics.eviction")
 """What computes a measurement: nothing that another version of it made is taken."""

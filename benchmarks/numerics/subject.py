@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import LlamaForCausalLM
 
-from stages.evaluate.tokens import BundleTokenizer, encode
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
 SubjectName = Literal["tiny", "smollm2"]

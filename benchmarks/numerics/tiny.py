@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.numerics import models
 from benchmarks.numerics.subject import SEED, Lengths, Subject, Text, Variant, document, sample_texts
-from stages.evaluate.tokens import BundleTokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.tiny.batches import MIX
 from stages.tiny.outliers import remove_outliers
 from stages.tiny.scores import CHECKPOINT

@@ -33,7 +33,7 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.relatives import TowardsZero
 from stages.engines.vllm.backend import VllmBackend
 from stages.engines.vllm.engine import VllmEngine, load_engine
-from stages.evaluate.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_rows
 
 POLICIES = ("fp16", "fp8_uncalibrated", "fp8_e5m2")
 CODES = Path(__file__).with_name("kvgate_vllm_codes.py")

@@ -28,7 +28,7 @@ class LoadedEngine:
         self.downloaded: tempfile.TemporaryDirectory[str] | None = None
         """Where `champion` put it, until it is closed."""
         self.tokenizer = tokenizer
-        """`stages.evaluate.tokens.BundleTokenizer`."""
+        """`stages.evaluate.inputs.tokens.BundleTokenizer`."""
         self.policy: KVPolicy = engine.policy
         """What its cache stores."""
         self.bundle = bundle

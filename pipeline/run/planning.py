@@ -32,6 +32,7 @@ from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
 from pipeline.terminal import planning_tables as tables
+from pipeline.terminal.commands import typed
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
@@ -66,7 +67,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
             plot = plots().requests_by_context(capacity, config.work / PLOT)
         console.result("written", str(path), str(plot), paste=True, files=[path, plot])
     _require_room(capacity)
-    next_steps.show(next_steps.after_capacity(next_steps.typed()))
+    next_steps.show(next_steps.after_capacity(typed()))
 
 
 def recommend_policy(config: Config, sweeping: bool) -> None:
@@ -261,4 +262,4 @@ def _forks(report: EvaluationReport) -> int:
 def _typed() -> list[str]:
     """Return the arguments of this command that another stage's command keeps, with the folder of the user's own options."""
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")
-    return [part for part in next_steps.typed() if not part.lstrip("+~").startswith(dropped)]
+    return [part for part in typed() if not part.lstrip("+~").startswith(dropped)]

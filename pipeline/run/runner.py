@@ -33,6 +33,7 @@ from pipeline.run.served import open_chain
 from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
+from pipeline.terminal.commands import typed
 from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.tables import REPORT
 from pipeline.upkeep.stages import prune, show_status
@@ -51,7 +52,7 @@ def quantize(run: Run) -> None:
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
     if not run.sweeping:
-        next_steps.show(next_steps.after_quantize(next_steps.typed()))
+        next_steps.show(next_steps.after_quantize(typed()))
 
 
 def build(run: Run) -> None:
@@ -65,7 +66,7 @@ def build(run: Run) -> None:
     if hint is not None:
         console.say(escape(hint))
     if not run.sweeping:
-        next_steps.show(next_steps.after_build(next_steps.typed()))
+        next_steps.show(next_steps.after_build(typed()))
 
 
 def evaluate(run: Run) -> None:
@@ -115,7 +116,7 @@ def evaluate(run: Run) -> None:
         if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
             compare_in_mlflow([candidate], lambda: store, run.sweep)
         promotes = config.stage == "all" and config.tracking.enabled
-        next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), promotes=promotes))
+        next_steps.show(next_steps.after_judging(config, [candidate], typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
 

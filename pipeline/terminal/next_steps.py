@@ -1,33 +1,25 @@
-"""What to type next: every ending of a command names it, whole, so that it can be pasted.
-
-Stages that work on checkpoints repeat what was typed, with what changes. Stages that work on what others left are given what
-differs from the defaults, wherever it came from (an `experiment=` would sweep again).
-"""
+"""What to type next: every ending of a command names it."""
 
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 from rich.markup import escape
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
-from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.redaction import holds_secret
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
-from pipeline.planning.labels import written
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, locate
 from pipeline.terminal import console
+from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, quoted, standing, typed
 from pipeline.terminal.planning_tables import command_line
 
 MOST_SAMPLES = 100_000
@@ -74,82 +66,6 @@ def show(steps: Sequence[Step]) -> None:
         if step.command is not None:
             lines.append(f"    {escape(step.command)}")
     console.result("next", *lines, paste=True, steps=[step.model_dump() for step in steps])
-
-
-def typed() -> list[str]:
-    """Return the arguments of this job's command, with the folder of the user's own options; nothing outside of a command."""
-    if not HydraConfig.initialized():
-        return []
-    hydra = HydraConfig.get()
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return [*(part for folder in folders for part in ("--config-dir", folder)), *repeated(hydra.overrides.task)]
-
-
-def repeated(overrides: Sequence[str]) -> list[str]:
-    """Return what a next command repeats of what was typed: not in which form this one spoke."""
-    return [override for override in overrides if not override.startswith("log=")]
-
-
-def carried(config: Config, *groups: str) -> list[str]:
-    """Return the arguments by which a stage that works on what others left finds it: what differs from the defaults."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    defaults = _defaults()
-    arguments: list[str] = []
-    for group in ("model", "workdir", "tracking", "signing", *groups):
-        arguments += _differing(group, values[group], defaults[group])
-    return arguments
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    files = {"model": "model/tiny", "tracking": "tracking/mlflow", "gates": "gates/default"}
-    loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
-    return {**_load("config.yaml"), **loaded}
-
-
-def _load(name: str) -> dict[str, Any]:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / name), resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _differing(key: str, value: Any, default: Any) -> list[str]:
-    if isinstance(value, Mapping) and isinstance(default, Mapping):
-        return [part for name, inner in value.items() for part in _differing(f"{key}.{name}", inner, default.get(name))]
-    return [] if value == default else [f"{'' if default is not None else '++'}{key}={_quoted(value)}"]
-
-
-def _quoted(value: Any) -> str:
-    """Write a value as Hydra reads it, quoting texts that its grammar would take apart."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_quoted, value)) + "]"
-    if isinstance(value, str) and not all(char.isalnum() or char in "/._-+@%:" for char in value):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    return written(value)
-
-
-def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command of a stage that works on a checkpoint: what was typed, with changes."""
-    if any(change.startswith("kv=") for change in changes):
-        base = [part for part in base if not part.lstrip("+~").startswith("kv.")]
-    return command_line(base, changes, sweep=sweep)
-
-
-def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
-    """Return the command of a stage that works on what others left."""
-    return command_line(carried(config, *groups), [f"stage={stage}", *changes])
-
-
-def promoting(config: Config, *changes: str) -> str:
-    """Return the command that promotes what a command judged: by its gates, and with its backend."""
-    backend = config.backend
-    opened = [f"backend={backend.name}"] if isinstance(backend, TorchConfig) else []
-    if isinstance(backend, TorchConfig | OnnxRuntimeConfig) and backend.threads is not None:
-        opened.append(f"backend.threads={backend.threads}")
-    return standing(config, "promote", *opened, *changes, groups=("gates",))
 
 
 def after_quantize(base: Sequence[str]) -> list[Step]:
@@ -288,8 +204,8 @@ def after_promotion(config: Config, move: Move, engine: Path) -> list[Step]:
 
 
 def _verifying(config: Config, engine: Path) -> Step:
-    trusted = _differing("signing.trusted", list(config.signing.trusted), [])
-    bundle = f"bundle={_quoted(str(engine))}"
+    trusted = differing("signing.trusted", list(config.signing.trusted), [])
+    bundle = f"bundle={quoted(str(engine))}"
     return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
 
 
@@ -352,7 +268,7 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
 def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> list[Step]:
     """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
-        return [Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={_quoted(chosen)}"))]
+        return [Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={quoted(chosen)}"))]
     return [Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))]
 
 
@@ -362,7 +278,7 @@ def after_verify() -> list[Step]:
 
 def after_prune(config: Config, *, would_free: bool) -> list[Step]:
     """Say how what was shown is removed, or how to see what is left."""
-    keep = _differing("prune.keep_sweeps", config.prune.keep_sweeps, _defaults()["prune"]["keep_sweeps"])
+    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
     if would_free:
         return [Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))]
     return [Step(why="see what is left", command=standing(config, "status"))]

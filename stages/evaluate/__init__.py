@@ -7,15 +7,15 @@ The pipeline calls the functions of this module. The report is typed in `pipelin
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import check_lengths, open_tokenizer, samples_digest, vocabulary
 from stages.evaluate.joining import MeasuredRound, join_rounds
 from stages.evaluate.rounds import assign_rounds
-from stages.evaluate.samples import load_samples
-from stages.evaluate.tokens import check_lengths, open_tokenizer, samples_digest, vocabulary
 
 if TYPE_CHECKING:
     from stages.evaluate.measure import evaluate_round, measure_baseline
-    from stages.evaluate.served import compare_server, measure_server
-    from stages.evaluate.twin import Twin
+    from stages.evaluate.servers.served import compare_server, measure_server
+    from stages.evaluate.twins.twin import Twin
 
 __all__ = [
     "MeasuredRound",
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 _MEASURING = {
-    "Twin": "twin",
-    "compare_server": "served",
+    "Twin": "twins.twin",
+    "compare_server": "servers.served",
     "evaluate_round": "measure",
     "measure_baseline": "measure",
-    "measure_server": "served",
+    "measure_server": "servers.served",
 }
 """What measures, and its module. Most of them import torch, which is not waited for while samples are still checked."""
 

@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from pipeline.core.records import Engine, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
-from stages.evaluate.results import unfinished
-from stages.evaluate.rows import run_samples
-from stages.evaluate.scores import BaselineHeads
-from stages.evaluate.stored import LOGPROBS
-from stages.evaluate.tokens import Tokenizer, encode, workloads_digest
+from stages.evaluate.decoding.results import unfinished
+from stages.evaluate.decoding.rows import run_samples
+from stages.evaluate.decoding.stored import LOGPROBS
+from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.inputs.tokens import Tokenizer, encode, workloads_digest
 
 FACTOR = 2.0
 """A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""

@@ -11,13 +11,13 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import CorruptibleEngine, Engine, Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
-from stages.evaluate.conformance import Comparison
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.noise import first_of_each_workload, labelled
-from stages.evaluate.rows import make_rows, run_samples
-from stages.evaluate.scores import BaselineHeads
-from stages.evaluate.tokens import EncodedSample
-from stages.evaluate.twin import Twin
+from stages.evaluate.decoding.noise import first_of_each_workload, labelled
+from stages.evaluate.decoding.rows import make_rows, run_samples
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.inputs.tokens import EncodedSample
+from stages.evaluate.twins.conformance import Comparison
+from stages.evaluate.twins.twin import Twin
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,8 @@ from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes
 from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, Work
-from stages.evaluate import metrics
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.rounds import assign_rounds, planned_shares
-from stages.evaluate.rows import Answer, make_rows
-from stages.evaluate.stored import (
+from stages.evaluate.decoding.rows import Answer, make_rows
+from stages.evaluate.decoding.stored import (
     BaselineRound,
     CandidateRound,
     arrays,
@@ -27,7 +24,10 @@ from stages.evaluate.stored import (
     read_candidate,
     read_statistics,
 )
-from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.distances import metrics
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.rounds import assign_rounds, planned_shares
 
 TOKENS = "tokens.safetensors"
 

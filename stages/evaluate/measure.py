@@ -17,16 +17,13 @@ from pipeline.verdict.coverage import FreeAnswers, Probe
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import SystemMetrics, Work
 from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.evaluate.batches import Step
 from stages.evaluate.canary import canary
-from stages.evaluate.conformance import Comparison, spread
-from stages.evaluate.coverage import coverage
-from stages.evaluate.decode import shares
-from stages.evaluate.delivery import audit_scales
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.free import free_answers
-from stages.evaluate.interruption import interruption
-from stages.evaluate.noise import (
+from stages.evaluate.decoding.batches import Step
+from stages.evaluate.decoding.coverage import coverage
+from stages.evaluate.decoding.decode import shares
+from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.decoding.interruption import interruption
+from stages.evaluate.decoding.noise import (
     candidate_noise,
     greedy_of,
     judged_answers,
@@ -34,13 +31,10 @@ from stages.evaluate.noise import (
     noise_floor,
     repeated_samples,
 )
-from stages.evaluate.probe import probe
-from stages.evaluate.results import SampleResult, unfinished
-from stages.evaluate.reuse import reused_prefixes
-from stages.evaluate.rows import run_samples
-from stages.evaluate.scores import BaselineHeads
-from stages.evaluate.speculation import speculated
-from stages.evaluate.stored import (
+from stages.evaluate.decoding.results import SampleResult, unfinished
+from stages.evaluate.decoding.rows import run_samples
+from stages.evaluate.decoding.speculation import speculated
+from stages.evaluate.decoding.stored import (
     LOGPROBS,
     BaselineRound,
     CandidateRound,
@@ -50,9 +44,15 @@ from stages.evaluate.stored import (
     write_record,
     write_statistics,
 )
-from stages.evaluate.system import measure_system
-from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
-from stages.evaluate.twin import OpenTwin, Twin
+from stages.evaluate.decoding.system import measure_system
+from stages.evaluate.delivery import audit_scales
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.reuse import reused_prefixes
+from stages.evaluate.twins.conformance import Comparison, spread
+from stages.evaluate.twins.probe import probe
+from stages.evaluate.twins.twin import OpenTwin, Twin
 
 OpenEngine = Callable[[], Engine]
 

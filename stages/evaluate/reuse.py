@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pipeline.core.records import Engine, ReusingEngine
 from pipeline.verdict.coverage import ReusedPrefixes
 from pipeline.verdict.record import finite
-from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.free import contradiction
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.free import contradiction
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.inputs.tokens import EncodedSample
 
 
 def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedPrefixes | None:

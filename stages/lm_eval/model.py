@@ -29,10 +29,10 @@ from pipeline.core.records import Engine, Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading.load import open_backend
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.batches import Step
-from stages.evaluate.decode import decode
-from stages.evaluate.distance import log_softmax
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Step
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.distances.distance import log_softmax
+from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import token_ids
 
 __all__ = ["KvgateLM", "cli_evaluate"]

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Fidelity, SampleRow, SystemMetrics
+from stages.evaluate.distances.metrics import context_bin
 from stages.evaluate.joining import TOKENS
-from stages.evaluate.metrics import context_bin
 from stages.report.exhibit import Exhibit
 
 ALL = ""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import Engine
-from stages.evaluate.distance import log_softmax
+from stages.evaluate.distances.distance import log_softmax
 
 MAX_KL = 0.01
 """Largest KL in nats per token between the oracle (float32) and the plans (float16), which round activations."""

@@ -12,8 +12,8 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales
 from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import LayerInput
-from stages.evaluate.distance import Array, Distributions, Head, head_kl
-from stages.evaluate.scores import head_of
+from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl
+from stages.evaluate.distances.scores import head_of
 from stages.tune.texts import Text, TextSet
 
 MEASURED = "measured.jsonl"

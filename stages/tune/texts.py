@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.planning.tuning import TuneConfig
-from stages.evaluate.tokens import BundleTokenizer, encode
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.quantize.calibration import texts_from_file
 from stages.workloads import generate
 

@@ -23,7 +23,7 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
-from stages.evaluate.samples import read_jsonl
+from stages.evaluate.inputs.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file
 
 FUZZED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

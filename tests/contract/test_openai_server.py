@@ -30,9 +30,9 @@ from pipeline.verdict.thresholds import Gates, Verdict
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.samples import load_samples
-from stages.evaluate.tokens import BundleTokenizer, encode
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 KEY = "sk-do-not-log-me-0123456789"
 FEW = [

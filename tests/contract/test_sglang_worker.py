@@ -24,7 +24,7 @@ from stages.engines.sglang import targets
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.engine import SglangEngine, load_engine
 from stages.engines.sglang.interpreter import probe
-from stages.evaluate.system import measure_system
+from stages.evaluate.decoding.system import measure_system
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]

@@ -17,7 +17,7 @@ from stages.engines.interpreter.protocol import RunAnswer
 from stages.engines.interpreter.requests import LOOKAHEAD
 from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm.engine import TrtllmEngine
-from stages.evaluate.system import measure_system
+from stages.evaluate.decoding.system import measure_system
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
 ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]

@@ -19,8 +19,8 @@ from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.engines.vllm.interpreter import probe
 from stages.engines.vllm.targets import refuse_dtype
+from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.delivery import audit_scales
-from stages.evaluate.system import measure_system
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
 

@@ -16,9 +16,9 @@ from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate import load_samples, open_tokenizer
-from stages.evaluate.conformance import compare
-from stages.evaluate.tokens import EncodedSample, encode
-from stages.evaluate.twin import Twin
+from stages.evaluate.inputs.tokens import EncodedSample, encode
+from stages.evaluate.twins.conformance import compare
+from stages.evaluate.twins.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf" / "kv"

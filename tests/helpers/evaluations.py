@@ -10,7 +10,7 @@ from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate import MeasuredRound, evaluate_round, join_rounds
-from stages.evaluate.twin import OpenTwin
+from stages.evaluate.twins.twin import OpenTwin
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}

@@ -15,9 +15,9 @@ from pipeline.registry.summary import Candidate
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate.distance import StepStatistics
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.metrics import slices
 from stages.evaluate.joining import TOKENS
-from stages.evaluate.metrics import slices
 from stages.report import Exhibit, Occasion
 
 EDGES = [0, 256]

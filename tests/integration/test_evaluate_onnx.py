@@ -16,9 +16,9 @@ from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.export import export_decoder
 from stages.evaluate import load_samples, measure_baseline, open_tokenizer
-from stages.evaluate.batches import Finished, Greedy
-from stages.evaluate.decode import decode
-from stages.evaluate.tokens import encode
+from stages.evaluate.decoding.batches import Finished, Greedy
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.inputs.tokens import encode
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}

@@ -27,9 +27,9 @@ from pipeline.verdict.coverage import Probe
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.probe import probe
-from stages.evaluate.system import allocation
-from stages.evaluate.twin import Twin
+from stages.evaluate.decoding.system import allocation
+from stages.evaluate.twins.probe import probe
+from stages.evaluate.twins.twin import Twin
 
 SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=24)
 FAR = ProbeConfig(max_tokens=1152, decode_steps=208, offset_steps=8, max_batch=20, requests=40)

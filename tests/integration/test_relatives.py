@@ -11,8 +11,8 @@ from pipeline.core.kv import KVScales, Side
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import Static, dequantize, quantize
 from stages.engines.oracle.relatives import relatives
-from stages.evaluate.conformance import compare
-from stages.evaluate.twin import Twin
+from stages.evaluate.twins.conformance import compare
+from stages.evaluate.twins.twin import Twin
 
 torch.set_num_threads(1)
 

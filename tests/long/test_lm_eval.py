@@ -24,7 +24,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kv
 
 from lm_eval.api.instance import Instance
 
-from stages.evaluate.distance import log_softmax
+from stages.evaluate.distances.distance import log_softmax
 from stages.lm_eval.__main__ import main
 from stages.lm_eval.model import KvgateLM
 

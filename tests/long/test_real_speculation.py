@@ -15,8 +15,8 @@ import torch
 from pipeline.core.kv import KVPolicy
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.speculation import Draft, draft_passes, lookup_passes
-from stages.evaluate.tokens import BundleTokenizer
+from stages.evaluate.decoding.speculation import Draft, draft_passes, lookup_passes
+from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.workloads import generate
 
 torch.set_num_threads(1)

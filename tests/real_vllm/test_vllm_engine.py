@@ -25,7 +25,7 @@ from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.interpreter import probe
 from stages.evaluate.delivery import audit_scales
-from stages.evaluate.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_rows
 from stages.workloads import generate
 
 FIRST = 60

@@ -15,8 +15,8 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.records import Sample
 from pipeline.core.workloads import BFCL_CATEGORIES, BFCL_REFUSED, BfclConfig
 from pipeline.run.inputs import check_inputs
-from stages.evaluate.checks import judge
-from stages.evaluate.samples import load_samples, read_jsonl
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import bfcl
 from stages.workloads.bfcl import INSTALL, bfcl_samples
 from stages.workloads.calls import read_calls, write_calls

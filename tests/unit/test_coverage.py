@@ -10,11 +10,11 @@ from pipeline.core.records import Sample
 from pipeline.verdict import coverage as verdicts
 from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
 from pipeline.verdict.gates import decide
-from stages.evaluate.batches import Finished, Greedy
-from stages.evaluate.coverage import Trace, coverage
-from stages.evaluate.decode import decode
-from stages.evaluate.free import free_answers
-from stages.evaluate.tokens import encode
+from stages.evaluate.decoding.batches import Finished, Greedy
+from stages.evaluate.decoding.coverage import Trace, coverage
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.inputs.tokens import encode
 
 SAMPLES = [
     Sample(id="short", workload="a", prompt="abc", reference="xy"),

@@ -8,7 +8,7 @@ from pipeline.verdict.conformance import ComparedRequest, Distance, EngineConfor
 from pipeline.verdict.delivery import describe_changes, scale_changes
 from pipeline.verdict.thresholds import ScaleChangeKind
 from pipeline.verdict.validity import delivered_scales
-from stages.evaluate.twin import LEAST_MEASURED, ROUNDING, Twin
+from stages.evaluate.twins.twin import LEAST_MEASURED, ROUNDING, Twin
 
 BOTH = {0: [Side.KEY, Side.VALUE]}
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.divergence import divergence
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.divergence import divergence
 
 
 def steps(count: int) -> StepStatistics:

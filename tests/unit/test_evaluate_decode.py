@@ -12,9 +12,9 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine, sharing_eng
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import OnePassEngine, Sample
-from stages.evaluate.batches import Finished, Greedy, Logits, Step
-from stages.evaluate.decode import decode
-from stages.evaluate.tokens import EncodedSample, encode, workloads_digest
+from stages.evaluate.decoding.batches import Finished, Greedy, Logits, Step
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
     Sample(id="a", workload="w", prompt="abc", reference="xy"),

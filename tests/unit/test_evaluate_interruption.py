@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.evaluate.interruption import interruption
+from stages.evaluate.decoding.interruption import interruption
 
 
 @pytest.fixture(autouse=True)

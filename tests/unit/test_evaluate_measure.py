@@ -20,8 +20,8 @@ from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, lo
 from pipeline.verdict.thresholds import Gates, Verdict
 from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate import measure_baseline
-from stages.evaluate.distance import REST_MASS
-from stages.evaluate.scores import BaselineHeads
+from stages.evaluate.distances.distance import REST_MASS
+from stages.evaluate.distances.scores import BaselineHeads
 
 ROOT = Path(__file__).resolve().parents[2]
 

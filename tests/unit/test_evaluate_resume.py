@@ -19,9 +19,9 @@ from test_evaluate_measure import samples
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
 from stages.evaluate import MeasuredRound, evaluate_round, join_rounds, measure_baseline
-from stages.evaluate.noise import repeated_samples
-from stages.evaluate.results import UNFINISHED
-from stages.evaluate.tokens import encode
+from stages.evaluate.decoding.noise import repeated_samples
+from stages.evaluate.decoding.results import UNFINISHED
+from stages.evaluate.inputs.tokens import encode
 
 SAMPLES = samples(12)
 CONFIG: WorkloadsConfig = brief_workloads()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.workloads import Workload
-from stages.evaluate.samples import load_samples, read_jsonl
+from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.evaluate.distance import LEAST_CAP, REST_MASS, TOP_K, Distributions, Head, compare, compare_head, log_softmax
-from stages.evaluate.scores import BaselineHeads, SampleHeads, head_of
+from stages.evaluate.distances.distance import (
+    LEAST_CAP,
+    REST_MASS,
+    TOP_K,
+    Distributions,
+    Head,
+    compare,
+    compare_head,
+    log_softmax,
+)
+from stages.evaluate.distances.scores import BaselineHeads, SampleHeads, head_of
 
 Logits = np.ndarray
 

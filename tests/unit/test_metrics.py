@@ -8,9 +8,9 @@ from scipy.special import log_softmax as scipy_log_softmax
 from scipy.stats import entropy
 
 from pipeline.core.records import Check, Sample
-from stages.evaluate.checks import Judgement, judge, strict_json, words_of
-from stages.evaluate.distance import StepStatistics, compare, log_softmax
-from stages.evaluate.metrics import context_bin, depth_name, fidelity
+from stages.evaluate.distances.distance import StepStatistics, compare, log_softmax
+from stages.evaluate.distances.metrics import context_bin, depth_name, fidelity
+from stages.evaluate.inputs.checks import Judgement, judge, strict_json, words_of
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> np.ndarray:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts.server import Shown
-from stages.evaluate.distance import kl_of_rows, log_softmax
-from stages.evaluate.shown import LEAST_REST, compare_shown, head_of_shown
+from stages.evaluate.distances.distance import kl_of_rows, log_softmax
+from stages.evaluate.distances.shown import LEAST_REST, compare_shown, head_of_shown
 
 VOCAB = 200
 

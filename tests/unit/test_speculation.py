@@ -21,8 +21,9 @@ from pipeline.verdict.gates import decide
 from pipeline.verdict.report import Acceptance, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, Verdict
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate import measure_baseline, speculation
-from stages.evaluate.speculation import draft_passes, lookup_passes
+from stages.evaluate import measure_baseline
+from stages.evaluate.decoding import speculation
+from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
 
 STOP = 0
 

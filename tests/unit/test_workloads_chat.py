@@ -8,7 +8,7 @@ import pytest
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.checks import judge, mentions, words_of
+from stages.evaluate.inputs.checks import judge, mentions, words_of
 from stages.workloads import generate
 from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.pages import DIFFICULTIES, QUESTIONS

@@ -20,16 +20,12 @@ from pipeline.verdict.coverage import FreeAnswers
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work
-from stages.evaluate import metrics
-from stages.evaluate.asking import ask, run_served
-from stages.evaluate.batches import Greedy
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.interruption import Interruption, interruption
-from stages.evaluate.noise import first_of_each_workload, greedy_of, judged_answers, labelled, repeated_samples
-from stages.evaluate.results import ResultFolder, SampleResult, unfinished
-from stages.evaluate.rows import Answer, make_rows
-from stages.evaluate.scores import BaselineHeads
-from stages.evaluate.stored import (
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.interruption import Interruption, interruption
+from stages.evaluate.decoding.noise import first_of_each_workload, greedy_of, judged_answers, labelled, repeated_samples
+from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
+from stages.evaluate.decoding.rows import Answer, make_rows
+from stages.evaluate.decoding.stored import (
     LOGPROBS,
     BaselineRound,
     CandidateRound,
@@ -38,7 +34,11 @@ from stages.evaluate.stored import (
     write_record,
     write_statistics,
 )
-from stages.evaluate.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.distances import metrics
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer, encode, workloads_digest
+from stages.evaluate.servers.asking import ask, run_served
 
 SEED = 0
 """Seed of the prompts of the timed load, which are random tokens."""

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from stages.evaluate.coverage import Trace
-from stages.evaluate.distance import Array, StepStatistics
-from stages.evaluate.scores import HEAD_ARRAYS, SampleHeads
+from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.distances.distance import Array, StepStatistics
+from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
 
 TRACE_ARRAYS = tuple(Trace().arrays())
 

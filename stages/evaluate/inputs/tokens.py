@@ -12,7 +12,7 @@ from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.samples import load_samples
+from stages.evaluate.inputs.samples import load_samples
 from stages.workloads.prompts import prompt_ids
 
 LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")

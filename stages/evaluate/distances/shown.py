@@ -7,7 +7,7 @@ Both are coarsened to the same outcomes: each token that both servers show, and 
 import numpy as np
 
 from pipeline.artifacts.server import Shown
-from stages.evaluate.distance import TOP_K, Array, Head
+from stages.evaluate.distances.distance import TOP_K, Array, Head
 
 LEAST_REST = 1e-6
 """Probability below which what is left of shown ones is rounding: servers compute log-probabilities in float32."""

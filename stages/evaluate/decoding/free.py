@@ -11,8 +11,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, RequestEngine
 from pipeline.verdict.coverage import FreeAnswers
 from stages.engines.base import Logits
-from stages.evaluate.batches import Greedy
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.inputs.tokens import EncodedSample
 
 TIE = 1e-2
 """Logits that are nearer to each other than this, relative to their standard deviation, may change places by rounding."""

@@ -8,14 +8,14 @@ import numpy as np
 from pipeline.core.records import Engine
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
-from stages.evaluate.batches import Finished, Greedy, Step
-from stages.evaluate.checks import Judgement
-from stages.evaluate.decode import decode
-from stages.evaluate.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
-from stages.evaluate.interruption import Interruption
-from stages.evaluate.results import ResultFolder, SampleResult
-from stages.evaluate.scores import CHECK_EVERY, BaselineHeads, SampleHeads, head_of
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Finished, Greedy, Step
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.interruption import Interruption
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
+from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
+from stages.evaluate.distances.scores import CHECK_EVERY, BaselineHeads, SampleHeads, head_of
+from stages.evaluate.inputs.checks import Judgement
+from stages.evaluate.inputs.tokens import EncodedSample
 
 Report = Callable[[str, int, int], None]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from stages.evaluate.distance import Distributions, Head, Tokens
+from stages.evaluate.distances.distance import Distributions, Head, Tokens
 
 CHECK_EVERY = 64
 

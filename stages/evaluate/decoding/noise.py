@@ -7,15 +7,15 @@ from pathlib import Path
 from pipeline.core.records import Engine, OnePassEngine, Progress, RequestEngine
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import NoiseFloor
-from stages.evaluate import metrics
-from stages.evaluate.batches import Greedy
-from stages.evaluate.checks import judge
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.results import ResultFolder, SampleResult
-from stages.evaluate.rows import Answer, run_samples
-from stages.evaluate.scores import BaselineHeads
-from stages.evaluate.stored import LOGPROBS
-from stages.evaluate.tokens import EncodedSample, Tokenizer
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
+from stages.evaluate.decoding.rows import Answer, run_samples
+from stages.evaluate.decoding.stored import LOGPROBS
+from stages.evaluate.distances import metrics
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
 
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pipeline.verdict.divergence import Divergence, Estimate, Percentiles
 from pipeline.verdict.record import finite
-from stages.evaluate.distance import Array, StepStatistics
+from stages.evaluate.distances.distance import Array, StepStatistics
 
 PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 """Those of `Percentiles`, in the order of its fields."""

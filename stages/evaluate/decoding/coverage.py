@@ -10,8 +10,8 @@ import numpy.typing as npt
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import PREFILL_CHUNK, Engine
 from pipeline.verdict.coverage import Cell, Coverage, Exercised
-from stages.evaluate.metrics import context_bin
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.distances.metrics import context_bin
+from stages.evaluate.inputs.tokens import EncodedSample
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 

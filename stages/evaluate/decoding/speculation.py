@@ -31,9 +31,9 @@ from pipeline.core.records import Progress
 from pipeline.core.workloads import SpeculationConfig
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.batches import Greedy
-from stages.evaluate.rows import Answer
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.inputs.tokens import EncodedSample
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]
 """(prompt, what the target says after it) -> the passes of the target that say it."""

@@ -18,10 +18,10 @@ from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Coverage, FreeAnswers, Probe, ReusedPrefixes
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
-from stages.evaluate.checks import Judgement
-from stages.evaluate.distance import StepStatistics
-from stages.evaluate.rows import Answer
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.inputs.checks import Judgement
+from stages.evaluate.inputs.tokens import EncodedSample
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"

@@ -15,10 +15,10 @@ from pipeline.core.records import PREFILL_CHUNK, Engine, RequestEngine, SharingE
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Allocation
 from stages.engines.base import Logits
-from stages.evaluate.distance import kl_of_rows
-from stages.evaluate.free import behind
-from stages.evaluate.system import allocation
-from stages.evaluate.twin import Twin, expected_rows, rounded_rows
+from stages.evaluate.decoding.free import behind
+from stages.evaluate.decoding.system import allocation
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.twins.twin import Twin, expected_rows, rounded_rows
 
 FORK_LENGTHS = (PAGE_TOKENS, PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1)
 """Tokens at which sequences are forked: no page is copied, nearly nothing of one, nearly all of one."""

@@ -12,9 +12,9 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.core.records import Engine, OnePassEngine, RequestEngine, SharingEngine
-from stages.evaluate.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, most_likely
-from stages.evaluate.coverage import Trace
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, most_likely
+from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.inputs.tokens import EncodedSample
 
 STEP_ROWS = 64
 """Rows of one step of a one-pass forced decode. The consumer of a step makes several copies of its logits."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from stages.evaluate.checks import mentions, strict_json, words_of
+from stages.evaluate.inputs.checks import mentions, strict_json, words_of
 from stages.workloads import generate
 from stages.workloads.bfcl import bfcl_samples
 

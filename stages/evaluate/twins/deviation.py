@@ -22,8 +22,8 @@ from pipeline.verdict.conformance import (
 )
 from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors
-from stages.evaluate.distance import Array
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.distances.distance import Array
+from stages.evaluate.inputs.tokens import EncodedSample
 
 NOTICED = 8.0
 """Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""

@@ -8,8 +8,8 @@ import numpy as np
 from pipeline.verdict.distances import kl_slope
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
-from stages.evaluate.distance import Array, StepStatistics
-from stages.evaluate.divergence import divergence
+from stages.evaluate.distances.distance import Array, StepStatistics
+from stages.evaluate.distances.divergence import divergence
 
 DEPTHS = ("early", "middle", "late")
 

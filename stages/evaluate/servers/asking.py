@@ -10,14 +10,14 @@ import numpy as np
 from pipeline.artifacts.server import ServedEngine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Progress
-from stages.evaluate.batches import Greedy
-from stages.evaluate.coverage import Trace
-from stages.evaluate.distance import Head, StepStatistics
-from stages.evaluate.interruption import Interruption
-from stages.evaluate.results import ResultFolder, SampleResult
-from stages.evaluate.scores import BaselineHeads, SampleHeads
-from stages.evaluate.shown import compare_shown, head_of_shown
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.decoding.interruption import Interruption
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
+from stages.evaluate.distances.distance import Head, StepStatistics
+from stages.evaluate.distances.scores import BaselineHeads, SampleHeads
+from stages.evaluate.distances.shown import compare_shown, head_of_shown
+from stages.evaluate.inputs.tokens import EncodedSample
 
 TIE = 0.5
 """Nats by which a free token may be less likely over a reused prefix: two last places of bfloat16 logits near 32."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.records import Engine, SharingEngine
-from stages.evaluate.coverage import Trace
-from stages.evaluate.tokens import EncodedSample
+from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.inputs.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
 

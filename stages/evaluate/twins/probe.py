@@ -17,9 +17,9 @@ from pipeline.core.records import BoundedEngine, Engine, Progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe, ProbePart
 from pipeline.verdict.record import finite
-from stages.evaluate.probe_parts import Row, Schedule
-from stages.evaluate.system import allocation
-from stages.evaluate.twin import Twin, model_tokens
+from stages.evaluate.decoding.system import allocation
+from stages.evaluate.twins.probe_parts import Row, Schedule
+from stages.evaluate.twins.twin import Twin, model_tokens
 
 RUNS = 4
 """Runs that a place must deviate in before it fails. Flips hit up to a tenth of the places of one run."""

@@ -13,10 +13,10 @@ from pipeline.verdict.record import finite
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.relatives import relatives
 from stages.engines.oracle.replay import Replay
-from stages.evaluate.batches import Logits
-from stages.evaluate.distance import Array, log_softmax
-from stages.evaluate.tokens import EncodedSample
-from stages.evaluate.twin import Twin
+from stages.evaluate.decoding.batches import Logits
+from stages.evaluate.distances.distance import Array, log_softmax
+from stages.evaluate.inputs.tokens import EncodedSample
+from stages.evaluate.twins.twin import Twin
 
 CLOSER = 4.0
 """How many times as close as the twin a relative of its policy must be to explain an engine."""

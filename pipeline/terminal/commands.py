@@ -1,0 +1,96 @@
+"""Command lines of kvgate, whole, so that they can be pasted.
+
+Stages that work on checkpoints repeat what was typed, with what changes. Stages that work on what others left are given what
+differs from the defaults, wherever it came from (an `experiment=` would sweep again).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from pipeline.config import CONF
+from pipeline.config.config import Config
+from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig
+from pipeline.planning.labels import written
+from pipeline.terminal.planning_tables import command_line
+
+
+def typed() -> list[str]:
+    """Return the arguments of this job's command, with the folder of the user's own options; nothing outside of a command."""
+    if not HydraConfig.initialized():
+        return []
+    hydra = HydraConfig.get()
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return [*(part for folder in folders for part in ("--config-dir", folder)), *repeated(hydra.overrides.task)]
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return what a next command repeats of what was typed: not in which form this one spoke."""
+    return [override for override in overrides if not override.startswith("log=")]
+
+
+def carried(config: Config, *groups: str) -> list[str]:
+    """Return the arguments by which a stage that works on what others left finds it: what differs from the defaults."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    standard = defaults()
+    arguments: list[str] = []
+    for group in ("model", "workdir", "tracking", "signing", *groups):
+        arguments += differing(group, values[group], standard[group])
+    return arguments
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Return what a command without arguments has, of the keys that are not of a stage's own group."""
+    files = {"model": "model/tiny", "tracking": "tracking/mlflow", "gates": "gates/default"}
+    loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
+    return {**_load("config.yaml"), **loaded}
+
+
+def _load(name: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / name), resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def differing(key: str, value: Any, default: Any) -> list[str]:
+    """Return the arguments that make a value of its default; none where they are equal."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
+    return [] if value == default else [f"{'' if default is not None else '++'}{key}={quoted(value)}"]
+
+
+def quoted(value: Any) -> str:
+    """Write a value as Hydra reads it, quoting texts that its grammar would take apart."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{quoted(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(quoted, value)) + "]"
+    if isinstance(value, str) and not all(char.isalnum() or char in "/._-+@%:" for char in value):
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    return written(value)
+
+
+def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
+    """Return the command of a stage that works on a checkpoint: what was typed, with changes."""
+    if any(change.startswith("kv=") for change in changes):
+        base = [part for part in base if not part.lstrip("+~").startswith("kv.")]
+    return command_line(base, changes, sweep=sweep)
+
+
+def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
+    """Return the command of a stage that works on what others left."""
+    return command_line(carried(config, *groups), [f"stage={stage}", *changes])
+
+
+def promoting(config: Config, *changes: str) -> str:
+    """Return the command that promotes what a command judged: by its gates, and with its backend."""
+    backend = config.backend
+    opened = [f"backend={backend.name}"] if isinstance(backend, TorchConfig) else []
+    if isinstance(backend, TorchConfig | OnnxRuntimeConfig) and backend.threads is not None:
+        opened.append(f"backend.threads={backend.threads}")
+    return standing(config, "promote", *opened, *changes, groups=("gates",))

@@ -1,0 +1,1 @@
+"""How far an engine's answers and distributions are from the baseline's, as numbers."""

@@ -1,0 +1,1 @@
+"""What engines are asked: samples, their tokens, and who judges an answer."""
