@@ -97,7 +97,7 @@ class Plans:
         }
         engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, plugins[mode]) for mode in PLANS}
         sessions = {mode: open_session(TENSORRT, engines[mode], device, self.record, mode, cuda_graphs=True) for mode in PLANS}
-        return PlanEngine(self.out, self.record, self.limits, self.scales, sessions, device), plugins
+        return PlanEngine(self.out, self.record, self.record.limits(self.policy), self.scales, sessions, device), plugins
 
 
 def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
@@ -379,3 +379,40 @@ def test_a_float16_plan_stores_what_the_graphs_of_its_type_store(tmp_path_factor
     for name in (name for name in wanted_bytes if name.endswith(".0")):  # later layers' keys are rounded differently before
         equal = [(mine == other).mean() for mine, other in zip(got_bytes[name], wanted_bytes[name], strict=True)]
         assert min(equal) > 0.98, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_that_prefill_together_store_what_they_store_one_by_one(name: str, plans: Mapping[str, Plans]) -> None:
+    """Rows of unequal lengths in one run, each in chunks of its own; in a run of three rows, one of padding."""
+    (engine, graphs), expected = plans[name].engine(), plans[name].onnx()
+    engine.prefill_chunk = expected.prefill_chunk = 100
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 256, size).tolist() for size in (170, 90, 265)]
+    shapes = []
+    run = graphs["prefill"].run
+
+    def watched(inputs: Any, outputs: Any) -> None:
+        shapes.append(inputs["input_ids"].shape)
+        run(inputs, outputs)
+
+    graphs["prefill"].run = watched  # type: ignore[method-assign]
+    (handles, logits), (others, wanted) = engine.prefill(prompts), expected.prefill(prompts)
+    assert shapes == [(4, 128), (2, 128), (1, 128)]
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
+    same(held(engine, handles), held(expected, others))
+    np.testing.assert_allclose(engine.decode(handles, [1, 2, 3]), expected.decode(others, [1, 2, 3]), atol=2e-4)
+    same(held(engine, handles), held(expected, others))
+
+
+def test_a_prompt_that_is_not_finite_refuses_those_that_prefill_with_it(plans: Mapping[str, Plans]) -> None:
+    engine, graphs = plans["two_groups"].engine()
+    before, in_use = memory(engine), engine.pool.in_use
+    graphs["prefill"].spoilt = (attention(graphs["prefill"].plain, 0).input[1], (1, 1, 6, 3), np.nan)
+    with pytest.raises(UserError, match="key of layer 0, token 6 of sequence"):
+        engine.prefill([[1] * 5, [2] * 7])
+    assert all(np.array_equal(*pair) for pair in zip(before, memory(engine), strict=True))
+    assert engine.pool.in_use == in_use
+    graphs["prefill"].spoilt = (attention(graphs["prefill"].plain, 0).input[1], (0, 1, 6, 3), np.nan)  # padding
+    expected = plans["two_groups"].onnx()
+    (handles, _), (others, _) = engine.prefill([[1] * 5, [2] * 7]), expected.prefill([[1] * 5, [2] * 7])
+    same(held(engine, handles), held(expected, others))

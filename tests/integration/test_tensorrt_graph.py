@@ -119,7 +119,7 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
     layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
     assert use_context_plugin(prefill, described.model, policy, splits=SPLITS, sm=SM) == layers
-    limits, graphs = Limits(policy, 4, 512), {"decode": model, "prefill": prefill}
+    limits, graphs = Limits(policy, 4, 512, prefill_rows=3), {"decode": model, "prefill": prefill}
     modes: tuple[Mode, ...] = ("decode", "prefill")
     for mode in modes if layers.layouts else ():
         use_append(graphs[mode], described.model, limits, layers, mode, sm=SM)
@@ -278,7 +278,8 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
     surgery = graphs[name]
-    info, tokens = surgery.bundle.model, tuple(surgery.limits.ranges("prefill")["S"].model_dump().values())
+    info = surgery.bundle.model
+    batch, tokens = (tuple(surgery.limits.ranges("prefill")[dim].model_dump().values()) for dim in "BS")
     digests = tensorrt(context_digests, surgery.prefill, surgery.layers.layouts, info)
     assert set(digests) == {f"{op}.{n}" for op in ("context_partial", "context_reduce") for n in surgery.layers.layouts}
     for layer in surgery.layers.layouts:
@@ -289,7 +290,7 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
         assert [dims[1:4] for _, dims in partial.outputs] == [(tokens, (info.q_heads,) * 3, (SPLITS + 1,) * 3)] * 2
         sums = made(attend, partial)
         reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
-        assert reduced.outputs == [(REAL[info.compute_dtype], ((1,) * 3, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
+        assert reduced.outputs == [(REAL[info.compute_dtype], (batch, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
         assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
 
@@ -302,8 +303,8 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_append(name: str, graph
     modes: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
     for mode, model in modes.items():
         ranges = {dim: tuple(size.model_dump().values()) for dim, size in surgery.limits.ranges(mode).items()}
-        tokens = ranges["B"] if mode == "decode" else ranges["S"]
-        several = (ranges["B"], (1,) * 3) if mode == "decode" else ((1,) * 3, ranges["S"])
+        several = (ranges["B"], (1,) * 3 if mode == "decode" else ranges["S"])
+        tokens = tuple(rows * columns for rows, columns in zip(*several, strict=True))
         known = {value.name: value.type.tensor_type for value in model.graph.input}
         constants = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
         nodes = [node for node in model.graph.node if node.name.startswith("append.group")]

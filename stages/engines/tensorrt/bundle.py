@@ -43,7 +43,7 @@ class PlanRecord(BundleRecord):
 
     def limits(self, policy: KVPolicy) -> Limits:
         """Return what the plans are sized for."""
-        return Limits(policy, self.max_batch, self.max_tokens)
+        return Limits(policy, self.max_batch, self.max_tokens, self.profiles["prefill"]["B"].largest)
 
 
 def open_bundle(directory: Path, backend: Name) -> tuple[PlanRecord, KVPolicy, KVScales]:

@@ -20,6 +20,7 @@ from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVShape
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.eviction import Indices
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
 from stages.engines.tensorrt.append import APPENDED, PAGES, POSITIONS, SLOTS, Group, appended
@@ -165,45 +166,54 @@ class TorchPool(PagedPool):
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
         """Return what writes after the plan need: (3, T) indices a list of places, and how much of it is padding."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
-        sizes_of: dict[str, Section] = {} if self._groups else {"tokens": (torch.int32, (2,))}
+        sizes_of: dict[str, Section] = {} if self._groups else {"tokens": (torch.int32, (sizes["B"],))}
         counts: dict[str, Section] = {"stored_places": (torch.int32, (len(places),))} if places else {}
         return sizes_of | counts | places
 
-    def put_places(self, step: Step, handles: Sequence[int], tokens: int) -> None:
-        """Set where the next `tokens` of each sequence go.
+    def put_places(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set where the next tokens of each sequence go, so many of each.
 
         A list is filled up with its first place, which is then written several times with the same; an empty one is not used.
         """
-        self._put_append(step, handles, tokens)
-        places, batch = self.places(handles, tokens), len(handles)
+        if self._groups:
+            self._put_append(step, handles, tokens)
+        if not self._kinds:
+            return
         columns = step.inputs["input_ids"].shape[1]
+        listed: dict[str, list[Indices]] = {name: [] for name in self._kinds}
+        for size in sorted(set(tokens)):
+            rows = np.flatnonzero(np.array(tokens) == size)
+            places = self.places([handles[row] for row in rows], size)
+            for name, (allocator, i) in self._kinds.items():
+                chosen, number, slot = places[allocator][i]
+                listed[name].append(np.stack([rows[chosen // size] * columns + chosen % size, number, slot]))
         counts = []
-        for name, (allocator, i) in self._kinds.items():
-            chosen, number, slot = places[allocator][i]
-            counts.append(len(chosen))
+        for name, parts in listed.items():
+            chosen = np.concatenate(parts, 1)
+            counts.append(chosen.shape[1])
             filled = np.zeros(tuple(step.inputs[name].shape), np.int64)
-            if len(chosen):
-                listed = np.stack([chosen // tokens * columns + chosen % tokens, number, slot])
-                filled[:] = listed[:, :1]
-                filled[:, : len(chosen)] = listed
+            if chosen.size:
+                filled[:] = chosen[:, :1]
+                filled[:, : chosen.shape[1]] = chosen
             step.put(name, filled)
-        step.put("tokens", np.array([batch, tokens], np.int32))
+        step.put("tokens", np.array(tokens, np.int32))
         step.put("stored_places", np.array(counts, np.int32))
 
-    def _put_append(self, step: Step, handles: Sequence[int], tokens: int) -> None:
-        """Set where the plan stores the next `tokens` of each sequence; a plan that does not has no such inputs."""
-        if not self._groups:
-            return
+    def _put_append(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set where the plan stores the next tokens of each sequence."""
         rows = [self.sequences[handle] for handle in handles]
-        buffers = np.array([[row.buffer] for row in rows], np.int32)
-        ends = np.array([[row.length + tokens] for row in rows], np.int32)
-        positions = ends - tokens + np.arange(tokens, dtype=np.int32)
-        pages = [np.array(row.pages)[at // PAGE_TOKENS] for row, at in zip(rows, positions, strict=True)]
-        # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
-        newest = positions >= ends - self.policy.recent_tokens
+        shape = (len(rows), max(tokens))
+        positions, pages, slots = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for i, (row, size) in enumerate(zip(rows, tokens, strict=True)):
+            end = row.length + size
+            positions[i, :size] = at = np.arange(row.length, end)
+            first = row.length // PAGE_TOKENS
+            pages[i, :size] = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[at // PAGE_TOKENS - first]
+            # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
+            slots[i, :size] = np.where(at >= end - self.policy.recent_tokens, row.buffer, -1 - row.buffer)
         step.put(POSITIONS, positions, fill=-1)
-        step.put(PAGES, np.array(pages, np.int32))
-        step.put(SLOTS, np.where(newest, buffers, -1 - buffers))
+        step.put(PAGES, pages)
+        step.put(SLOTS, slots)
 
     def results(self, step: Step) -> Sequence[torch.Tensor]:
         """Return logits (B, V) float32, and whether the tokens were stored."""
@@ -230,9 +240,8 @@ class TorchPool(PagedPool):
         """Whether the step is stored: as the plan has decided where it stores, else by its check of keys and values."""
         if self._groups:
             return (step.outputs[APPENDED] == step.inputs[POSITIONS]).all()
-        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]
-        rows, columns = (torch.arange(n, device=self.device) for n in (sums.shape[0], sums.shape[2]))
-        real = (rows < sizes[0])[:, None] & (columns < sizes[1])
+        sums, tokens = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # of padding, 0 tokens
+        real = torch.arange(sums.shape[2], device=self.device) < tokens[:, None]
         return ((sums == 0) | ~real[:, None]).all()
 
     def _scale_stored(self, stack: Stack, step: Step, stored: torch.Tensor) -> None:
