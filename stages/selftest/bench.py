@@ -94,7 +94,7 @@ class GpuBench:
             raise CheckFailure(f"the plan does not load without the plugin: {reason}")
         return result.stdout.strip()
 
-    def engine(self, *, cuda_graphs: bool) -> Engine:
+    def engine(self, *, cuda_graphs: bool) -> PlanEngine:
         return load_engine(self.bundle, library="tensorrt", cuda_graphs=cuda_graphs)
 
     def oracle(self) -> Engine:
