@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from bad_input.case import Commands
+from yaml_once import parse_yaml_once
 
 if TYPE_CHECKING:
     from main_path import Swept
@@ -18,6 +19,7 @@ os.environ.pop("COLUMNS", None)
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+parse_yaml_once()
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,9 +61,9 @@ def vllm_python() -> str:
     return str(python)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
-    """The process that runs the command lines of tests of bad input."""
+    """The process that runs command lines in forks."""
     with Commands() as commands:
         yield commands
 
