@@ -55,6 +55,7 @@ class Bench:
         self.checkpoint = checkpoint
         self.tokenizer = load_tokenizer(checkpoint)
         self.model = load_causal_lm(checkpoint, dtype=torch.float32)
+        self.computed: dict[tuple[str, float], dict[tuple[int, ...], np.ndarray]] = {}
 
     def engine(self, kv: str, key_fault: float = 1.0) -> OracleEngine:
         engine = OracleEngine.from_model(self.model, KVPolicy.model_validate(conf("kv", kv)))
@@ -63,7 +64,8 @@ class Bench:
         return engine
 
     def toy(self, kv: str, key_fault: float = 1.0, **options: Any) -> Toy:
-        return Toy(self.engine(kv, key_fault), self.tokenizer, **{"key": KEY, **options})
+        computed = self.computed.setdefault((kv, key_fault), {})
+        return Toy(self.engine(kv, key_fault), self.tokenizer, **{"key": KEY, "computed": computed, **options})
 
 
 @pytest.fixture(scope="module")
