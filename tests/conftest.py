@@ -1,5 +1,6 @@
 """Fixtures that more than one test module uses."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector, which walks all of it again and again, need not look at it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from amount import STRIDE
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -86,8 +87,6 @@ COMBINED = [
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]
-STRIDE = 1 if os.environ.get("EVERY_POLICY") == "1" else 4
-"""Tests of each policy take all of them in `make test-long`, every fourth one in `make test`."""
 POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 

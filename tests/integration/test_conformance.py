@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import STRIDE
 from conformance_cases import (
     POLICIES,
     Conformity,
@@ -19,7 +20,6 @@ from conformance_cases import (
     values_a_tenth_larger,
 )
 from evaluations import evaluate, quiet
-from onnx_fixtures import STRIDE
 
 from pipeline.core.kv import FP16_POLICY, Eviction
 from pipeline.core.workloads import ProbeConfig

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from amount import STRIDE
 from checkpoints import save_checkpoint
 from onnx_fixtures import (
     FP8,
     INT4,
-    STRIDE,
     fmt,
     load_model,
     make_bundle,

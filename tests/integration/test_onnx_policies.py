@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amount import STRIDE
 from onnx_fixtures import (
     BY_NAME,
     POLICIES,
-    STRIDE,
     fmt,
     int4_groups,
     llama_config,

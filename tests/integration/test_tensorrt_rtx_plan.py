@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from amount import STRIDE
 from onnx import external_data_helper
 from onnx_fixtures import (
     BY_NAME,
     LAYERS,
     SHIPPED,
-    STRIDE,
     fmt,
     make_bundle,
     nothing,

@@ -54,9 +54,15 @@ def use(*overrides: str) -> CapacityConfig:
     return plan(overrides, multirun=False).jobs[0].capacity
 
 
+MEASURED: dict[tuple[str, ...], Capacity] = {}
+"""By config.json and overrides."""
+
+
 def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
-    model = read_model(written(folder, config))
-    return measure("model", model, use(*overrides), "none", SHIPPED)
+    asked = (json.dumps(config), *overrides)
+    if asked not in MEASURED:
+        MEASURED[asked] = measure("model", read_model(written(folder, config)), use(*overrides), "none", SHIPPED)
+    return MEASURED[asked]
 
 
 def of(found: Capacity, name: str) -> PolicyCapacity:
