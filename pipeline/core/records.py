@@ -89,9 +89,14 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_token: int | None,
+        *,
+        max_sequences: int | None = None,
     ) -> list[list[int]]:
-        """Greedy continuations without the stop token."""
+        """Greedy continuations without the stop token, of at most `max_sequences` at once; None for all prompts at once."""
         ...
 
     def release(self, sequences: Sequence[int]) -> None:

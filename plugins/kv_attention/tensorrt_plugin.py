@@ -12,10 +12,11 @@ The built engine contains the PTX. It needs neither Python nor a plugin library 
 Networks must be strongly typed. Heads, head_dim and exact slots are fixed; sequences, pages, exact buffers and layers
 may vary within a profile, since the kernels take them as integers or from the grid.
 
-The append writes in place. That needs PreviewFeature.ALIASED_PLUGIN_IO_10_03, and each output bound to its input's address.
-It must run after every decode_partial of its step, since decode_partial reads the exact slots that the append overwrites. If
-an engine cannot guarantee that order, launch the same kernel after the engine (plugins/kv_attention/launch.py): the page
-format is the same.
+The append writes in place: each of its outputs must be bound to the address of its input, as network output and input. It does
+not declare that (TensorDesc.aliased, PreviewFeature.ALIASED_PLUGIN_IO_10_03). For what is declared TensorRT may insert copies
+of a whole pool, since attention reads the same memory, and TensorRT-Edge-LLM's plugins leave it undeclared because Myelin keeps
+such copies or rejects the engine; a kernel is also passed one pointer, not two, for a declared pair. Undeclared, TensorRT knows
+of no order between reading a pool and writing it, so the append takes what the step's last attention returned as an input.
 """
 
 import inspect
@@ -36,7 +37,7 @@ from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import COMPUTE, Call
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Node, all_nodes
+from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
 
 MINIMUM, BEYOND = (10, 14), (12, 0)
 """First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
@@ -62,7 +63,7 @@ def output_descriptors(call: Call) -> Any:
     if known:
         call.check()
     if call.node.operation == "append":
-        return tuple(tensors[name].aliased() for name in call.node.outputs)
+        return tuple(tensors[name].like() for name in call.node.outputs)
 
     def number(value: int) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.
@@ -81,7 +82,7 @@ def output_descriptors(call: Call) -> Any:
         return _context_descriptors(call, number)
     batch, heads, _, dim = shape
     parts = tensors["work"].shape_expr[0] + batch
-    return tuple(trtp.from_shape_expr((parts, heads, last), trt.DataType.FLOAT) for last in (dim, number(2)))
+    return _partials(call, (parts, heads), dim, number)
 
 
 def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
@@ -92,7 +93,13 @@ def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
         out_type = DATA_TYPES[call.format("out_format")]
         return trtp.from_shape_expr((batch, tokens, heads, dims[4]), getattr(trt.DataType, out_type))
     parts = number(context_splits(call.attributes["splits"]))
-    return tuple(trtp.from_shape_expr((batch, tokens, heads, parts, last), trt.DataType.FLOAT) for last in (dims[3], number(2)))
+    return _partials(call, (batch, tokens, heads, parts), dims[3], number)
+
+
+def _partials(call: Call, rows: tuple[Any, ...], dim: Any, number: Callable[[int], Any]) -> Any:
+    """The descriptors of partial_acc and partial_ml, of so many rows."""
+    means = trtp.from_shape_expr((*rows, dim), getattr(trt.DataType, PARTIAL_TYPES[call.compute]))
+    return means, trtp.from_shape_expr((*rows, number(2)), trt.DataType.FLOAT)
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:

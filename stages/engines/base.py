@@ -1,7 +1,9 @@
 """The base classes of the engines: checks of tokens, handles of sequences, greedy generation, rollback of a failed prefill."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NoReturn, TypeVar
 
@@ -16,6 +18,9 @@ Logits = npt.NDArray[np.float32]
 
 Mode = Literal["prefill", "decode"]
 """One step of an engine: a chunk of a prompt, or one new token of each sequence."""
+
+LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
+"""By type of activations, two units in the last place of a logit, relative to it: a model's last product is rounded to it."""
 
 S = TypeVar("S")
 
@@ -35,6 +40,21 @@ class SequenceTable(dict[int, S]):
 
     def __missing__(self, handle: int) -> NoReturn:
         raise KeyError(f"sequence {handle} was released or never started")
+
+
+@dataclass(eq=False)
+class Continuation:
+    """A prompt of `generate`, and how far it has come."""
+
+    tokens: list[int]
+    """The prompt, then its continuation."""
+    prompt_tokens: int
+    most_tokens: int
+    """Tokens of the prompt and of the longest continuation that is asked for."""
+    sequence: int = -1
+    """Handle of its sequence; -1 before it is started."""
+    stored: int = 0
+    """How many of `tokens` its sequence holds."""
 
 
 class EngineBase(ABC):
@@ -74,49 +94,88 @@ class EngineBase(ABC):
         return self._decode(sequences, tokens)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], stop_token: int | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_token: int | None,
+        *,
+        max_sequences: int | None = None,
     ) -> list[list[int]]:
-        """Return greedy continuations without the stop token; a finished sequence leaves the batch and is released.
+        """Return greedy continuations without the stop token, in the order of the prompts.
+
+        A finished sequence leaves the batch and is released, and the next prompt takes its place at once.
 
         Args:
             prompts: Token ids of each prompt.
             max_new_tokens: The most tokens of every continuation, or of each.
             stop_token: The token that ends a continuation, if any.
+            max_sequences: Most sequences that live at once; None for one of every prompt.
 
         Raises:
-            UserError: As `prefill`, and for logits that are not finite, from which no token is picked.
-                `prefill` and `decode` return such logits, since an evaluation counts them.
+            UserError: As `prefill`, for any of the prompts before one is started; and for logits that are not finite, from
+                which no token is picked. `prefill` and `decode` return such logits, since an evaluation counts them.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts) or min(limits, default=1) < 1:
             raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
-        handles, logits = self.prefill(prompts)
-        continuations: list[list[int]] = [[] for _ in prompts]
-        active = list(range(len(prompts)))
+        if max_sequences is not None:
+            check_positive(max_sequences=max_sequences)
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        continuations = [
+            Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        self._answer(continuations, stop_token, len(prompts) if max_sequences is None else max_sequences)
+        return [one.tokens[one.prompt_tokens :] for one in continuations]
+
+    def _answer(self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int) -> None:
+        """Continue every one to its end, at most `max_sequences` of them at once."""
+        waiting, live = deque(continuations), list[Continuation]()
         try:
-            while active:
+            while waiting or live:
+                while waiting and len(live) < max_sequences:
+                    live.append(waiting.popleft())
+                advanced, logits = self._advance(live)
                 broken = np.flatnonzero(~np.isfinite(logits).all(-1))
                 if broken.size:
-                    i = active[int(broken[0])]
+                    one = advanced[int(broken[0])]
                     raise UserError(
-                        f"logits of sequence {handles[i]} after {len(prompts[i]) + len(continuations[i])} tokens are not "
+                        f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are not "
                         "finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
                     )
-                unfinished = []
-                for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+                ended = []
+                for one, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
                     if token != stop_token:
-                        continuations[i].append(token)
-                    if token == stop_token or len(continuations[i]) == limits[i]:
-                        self.release([handles[i]])
-                    else:
-                        unfinished.append(i)
-                active = unfinished
-                if active:
-                    logits = self.decode([handles[i] for i in active], [continuations[i][-1] for i in active])
-        except UserError:
-            self.release([handles[i] for i in active])
-            raise
-        return continuations
+                        one.tokens.append(token)
+                    if token == stop_token or len(one.tokens) == one.most_tokens:
+                        ended.append(one)
+                live = [one for one in live if one not in ended]
+                self._release_all(ended)
+        finally:
+            self._release_all(live)
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        """Take one step: prefill those that have no sequence yet or, where all have one, decode.
+
+        An engine that computes both in one pass overrides it.
+
+        Returns:
+            The continuations of which every token is stored now, and the logits (continuations, vocab_size) after these tokens.
+        """
+        joining = [one for one in live if one.sequence < 0]
+        if joining:
+            handles, logits = self.prefill([one.tokens for one in joining])
+            for one, handle in zip(joining, handles, strict=True):
+                one.sequence, one.stored = handle, len(one.tokens)
+            return joining, logits
+        logits = self.decode([one.sequence for one in live], [one.tokens[-1] for one in live])
+        for one in live:
+            one.stored += 1
+        return live, logits
+
+    def _release_all(self, continuations: Sequence[Continuation]) -> None:
+        """Release the sequences of continuations, as far as they were started."""
+        self.release([one.sequence for one in continuations if one.sequence >= 0])
 
     def release(self, sequences: Sequence[int]) -> None:
         """Free what the sequences hold; their handles are invalid from then on."""
@@ -159,7 +218,7 @@ class ChunkedEngine(EngineBase):
                 sequence, held = self._resume(prompt)
                 handles.append(sequence)
                 logits[i] = self._prefill(sequence, prompt[held:])
-        except UserError:
+        except BaseException:
             self.release(handles)
             raise
         return handles, logits

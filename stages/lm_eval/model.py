@@ -8,6 +8,7 @@ rolling window.
 Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.py: LM, TemplateLM)
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
-from pipeline.core.records import Engine, Sample
+from pipeline.core.records import Engine, RequestEngine, Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading.load import open_backend
 from stages.checkpoints import load_tokenizer
@@ -162,15 +163,11 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             for request, limit in zip(requests, limits, strict=True)
         ]
         answers: dict[int, str] = {}
-        # Similar lengths run side by side: a decode step costs as many pages as its longest sequence has.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        with tqdm(total=len(order), desc="kvgate: answers", disable=disable_tqdm) as progress:
-            for first in range(0, len(order), self.batch_size):
-                batch = order[first : first + self.batch_size]
-                stops = [settings[i]["until"] for i in batch]
-                texts = self._generate([prompts[i] for i in batch], [limits[i] for i in batch], stops)
-                answers |= dict(zip(batch, texts, strict=True))
-                progress.update(len(batch))
+        stops = [setting["until"] for setting in settings]
+        for i, text in tqdm(
+            self._answers(prompts, limits, stops), total=len(prompts), desc="kvgate: answers", disable=disable_tqdm
+        ):
+            answers[i] = text
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, answers[i])
         return [answers[i] for i in range(len(prompts))]
@@ -220,33 +217,38 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
             yield [owners[i] for i in step.samples], tokens, step.logits_BV
 
-    def _generate(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> list[str]:
-        """Return the greedy answers to one batch of prompts, each cut before the first of its stop strings."""
-        engine = self.engine
+    def _answers(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> Iterator[tuple[int, str]]:
+        """Yield each prompt's number and greedy answer, cut before the first of its stop strings, when it has ended.
+
+        The next prompt takes its place in the batch at once; on an engine of requests, where it would be in flight alone, the
+        next prompts start when all before them have ended.
+        """
+        # Similar lengths run side by side: a decode step costs as many pages as its longest sequence has.
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
+        live: dict[int, int] = {}
         answers: list[list[int]] = [[] for _ in prompts]
-        handles, prefilled_BV = engine.prefill([prompt[:-1] or prompt for prompt in prompts])
-        logits_BV = np.array(prefilled_BV)
-        # The last token of a prompt is decoded. A prompt of one token has nothing else that could be prefilled.
-        longer = [i for i, prompt in enumerate(prompts) if len(prompt) > 1]
-        if longer:
-            logits_BV[longer] = engine.decode([handles[i] for i in longer], [prompts[i][-1] for i in longer])
-        texts = [""] * len(prompts)
-        live = list(range(len(prompts)))
-        while live:
-            unfinished = []
-            for i, token in zip(live, logits_BV.argmax(axis=1).tolist(), strict=True):
+        while waiting or live:
+            rows: dict[int, Any] = {}
+            places = 0 if live and isinstance(self.engine, RequestEngine) else self.batch_size - len(live)
+            joining = [waiting.popleft() for _ in range(min(places, len(waiting)))]
+            if joining:
+                # The last token of a prompt is decoded. A prompt of one token has nothing else that could be prefilled.
+                handles, logits_BV = self.engine.prefill([prompts[i][:-1] or prompts[i] for i in joining])
+                live |= zip(joining, handles, strict=True)
+                rows = {i: logits_V for i, logits_V in zip(joining, logits_BV, strict=True) if len(prompts[i]) == 1}
+            fed = {i: (answers[i] or prompts[i])[-1] for i in live if i not in rows}
+            if fed:
+                logits_BV = self.engine.decode([live[i] for i in fed], list(fed.values()))
+                rows |= zip(fed, logits_BV, strict=True)
+            for i, logits_V in rows.items():
+                token = int(logits_V.argmax())
                 if token != self.eot_token_id:
                     answers[i].append(token)
-                    texts[i] = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                    if len(answers[i]) < limits[i] and not any(stop in texts[i] for stop in stops[i] if stop):
-                        unfinished.append(i)
-            finished = [handles[i] for i in live if i not in unfinished]
-            if finished:
-                engine.release(finished)
-            live = unfinished
-            if live:
-                logits_BV = engine.decode([handles[i] for i in live], [answers[i][-1] for i in live])
-        return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
+                text = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                met = any(stop in text for stop in stops[i] if stop)
+                if token == self.eot_token_id or met or len(answers[i]) >= limits[i]:
+                    self.engine.release([live.pop(i)])
+                    yield i, postprocess_generated_text(text, stops[i], None)
 
 
 def _at_least(least: int, name: str, value: int | str) -> int:

@@ -102,8 +102,8 @@ def test_stepping_gives_the_rows_of_one_pass_whatever_is_fed(engine: TrtllmEngin
     engine.close()
 
 
-@pytest.mark.parametrize("engine", ["engine"], indirect=True)
-def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that every call of a worker is added to."""
     requests = []
     call = TrtllmEngine._call
 
@@ -112,6 +112,25 @@ def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monke
         return call(self, op, answer, **fields)
 
     monkeypatch.setattr(TrtllmEngine, "_call", counted)
+    return requests
+
+
+@pytest.mark.parametrize("engine", ["engine"], indirect=True)
+def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_them_in_flight(
+    engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, limits = [PROMPT, ANSWER, PROMPT[:3], ANSWER[:1], PROMPT[::-1]], [9, 2, 5, 12, 1]
+    alone = [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, limits, strict=True)]
+    requests = counted_calls(monkeypatch)
+    assert engine.generate(prompts, limits, None, max_sequences=2) == alone
+    assert len(requests) == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
+    assert engine.memory().live_tokens == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", ["engine"], indirect=True)
+def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = counted_calls(monkeypatch)
     new = LOOKAHEAD + 8
     ((answer),) = engine.generate([PROMPT], new, None)
     assert len(answer) == new

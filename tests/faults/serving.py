@@ -83,12 +83,12 @@ def generate_otherwise(engine: Any) -> None:
     """The loop of `generate` reads keys with another scale than `decode` does."""
     generate, gains = engine.generate, engine._constants
 
-    def faulty(*given: Any) -> Any:
+    def faulty(*given: Any, **options: Any) -> Any:
         names = [name for name in gains if name.startswith("key_scale.")]
         for name in names:
             gains[name] *= 1.5
         try:
-            return generate(*given)
+            return generate(*given, **options)
         finally:
             for name in names:
                 gains[name] /= 1.5
@@ -99,7 +99,9 @@ def generate_otherwise(engine: Any) -> None:
 def generate_skips(engine: Any) -> None:
     """`generate` leaves out every ninth token that it decoded: detokenized in chunks."""
     generate = engine.generate
-    engine.generate = lambda *given: [[t for i, t in enumerate(tokens) if i % 9 != 8] for tokens in generate(*given)]
+    engine.generate = lambda *given, **options: [
+        [t for i, t in enumerate(tokens) if i % 9 != 8] for tokens in generate(*given, **options)
+    ]
 
 
 def nan_rarely(engine: Any) -> None:

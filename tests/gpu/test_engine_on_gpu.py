@@ -18,7 +18,7 @@ from onnx_fixtures import static_scales
 from benchmarks import benchlib
 from pipeline.core.backends import TorchConfig
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import OnePassEngine
+from pipeline.core.records import OnePassEngine, Sample
 from pipeline.loading.load import open_backend
 from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine
@@ -26,6 +26,9 @@ from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import OracleEngine, load_engine
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.inputs.tokens import EncodedSample
 
 pytestmark = pytest.mark.gpu
 
@@ -158,6 +161,20 @@ def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundle
     assert rounded.dtype == np.float32
     assert 1e-4 < distance(rounded, exact) < 3e-2
     assert all(step._graph is not None for step in engines[1]._passes.values())
+
+
+def test_prompts_join_a_running_batch_between_captured_steps_and_say_what_forced_decode_finds(bundles: dict[str, Path]) -> None:
+    engine = load_on_gpu(bundles["fp8k_int4v"], threads=1, prefill_chunk=128)
+    story = benchlib.story_tokens(1, 700)[0].tolist()
+    lengths, limits = (300, 5, 90, 1, 620, 17, 64), (6, 40, 20, 5, 9, 1, 30)
+    encoded = [
+        EncodedSample(Sample(str(i), "joins", ""), tuple(story[7 * i : 7 * i + length]), (1,) * limit)
+        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+    ]
+    found = free_answers(engine, encoded, 2, Greedy(stop_token=-1, extra_tokens=0))
+    assert (found.tokens, found.contradictions) == (sum(limits), [])
+    assert engine.memory().live_tokens == 0
+    assert all(step._graph is not None for step in engine._passes.values())
 
 
 def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:

@@ -99,7 +99,10 @@ class FakeEngine:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
         stop_token: int | None,
+        *,
+        max_sequences: int | None = None,
     ) -> list[list[int]]:
+        del max_sequences  # it answers one prompt after the other
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         answers: list[list[int]] = []
         for prompt, limit in zip(prompts, limits, strict=True):

@@ -349,6 +349,6 @@ def test_the_append_compiles_to_16_byte_accesses_on_every_target() -> None:
         hardware = FP8 in case.values() and case["sm"] >= 90
         assert kernel["rounded"] == [*(["cvt.rn.satfinite.e4m3x2.f32"] if hardware else []), "div.rn.f32"]
     written = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
-    tables = ["key_new", "value_new", "page_table", "lengths", "exact_slots"]
+    tables = ["key_new", "value_new", "page_table", "lengths", "exact_slots", "attended"]
     extras = ["pages", "table_width", "buffers"]
     assert kernels[0]["parameters"] == [*tables, *(f"{name}_in" for name in written), *extras, *written]

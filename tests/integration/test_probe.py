@@ -168,8 +168,8 @@ def test_faults_that_samples_never_reach_are_caught_and_named(int8: Path, twin: 
             copy.pages[full] = pool.pages.share(source.pages[full])
         return child
 
-    def says_something_else(*arguments: Any) -> list[list[int]]:
-        answers = generate(*arguments)
+    def says_something_else(*arguments: Any, **options: Any) -> list[list[int]]:
+        answers = generate(*arguments, **options)
         return [
             [*answer[:6], (answer[6] + 1) % engine.vocab_size, *answer[7:]] if len(answer) > 7 else answer for answer in answers
         ]

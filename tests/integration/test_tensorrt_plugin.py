@@ -50,7 +50,17 @@ CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32, "X": (1, 512, 1024)}
+FIXED: dict[str, int | Triple] = {
+    "B": 16,
+    "N": 4096,
+    "P": 512,
+    "M": 16,
+    "L": 32,
+    "X": (1, 512, 1024),
+    "T": 16,
+    "A": 16,
+    "Q": 64,
+}
 VARYING: dict[str, int | Triple] = {
     "B": (1, 8, 64),
     "N": (1, 512, 4096),
@@ -58,6 +68,9 @@ VARYING: dict[str, int | Triple] = {
     "M": (1, 8, 64),
     "L": (1, 1, 32),
     "X": (1, 64, 100),
+    "T": (1, 512, 6400),
+    "A": (1, 8, 64),
+    "Q": 16,
 }
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
@@ -195,7 +208,8 @@ def test_the_attention_is_launched_for_every_head_and_row_of_the_work_list(name:
     assert node.plugin_id == f"kv::decode_partial{case.suffix}"
     plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
     dims = (case.parts, triple(case.q_heads))
-    assert plan.outputs == [("FLOAT", (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
+    means = "FLOAT" if case.compute == "fp32" else "HALF"
+    assert plan.outputs == [(means, (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
     assert plan.aliases == {}
     assert plan.grid == (triple(case.layout.kv_heads), case.rows, triple(1))
     check_kernel(plan, node, case, [triple(case.sizes["P"])])
@@ -220,7 +234,7 @@ def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
     fixed = tuple(map(triple, (case.q_heads, case.programs + 1)))
     assert plan.outputs == [
-        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT" if case.compute == "fp32" else "HALF", (batch, tokens, *fixed, triple(case.layout.head_dim))),
         ("FLOAT", (batch, tokens, *fixed, triple(2))),
     ]
     dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
@@ -240,17 +254,17 @@ def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(te
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt: Run) -> None:
+def test_the_append_writes_all_layers_into_outputs_like_its_inputs_and_declares_no_alias(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     node = node_of("append", case.layout)
     assert node.plugin_id == f"kv::append{case.suffix}"
     tensors = case.tensors(node)
     plan = tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
-    order = list(tensors)
-    assert plan.aliases == {i: order.index(name) for i, name in enumerate(node.outputs)}
+    assert plan.aliases == {}
+    assert [name for name in tensors if name not in node.outputs][-3:].count("attended") == 1
     assert plan.outputs == [(tensors[name].dtype, tuple(map(triple, tensors[name].dims))) for name in node.outputs]
     programs = -(-case.layout.kv_heads // append_variant(case.layout, sm=case.sm).constants["R"])
-    assert plan.grid == (triple(programs), triple(case.sizes["B"]), triple(case.sizes["L"]))
+    assert plan.grid == (triple(programs), triple(case.sizes["T"]), triple(case.sizes["L"]))
     sizes = ["N", "P", *(["M"] if case.layout.exact_tokens else [])]
     check_kernel(plan, node, case, [triple(case.sizes[letter]) for letter in sizes])
 
@@ -355,6 +369,16 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], mess
     node = node_of("decode_partial", case.layout)
     with pytest.raises(ValueError, match=message):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
+
+
+@pytest.mark.parametrize("node", [REDUCE, CONTEXT_REDUCE], ids=lambda node: node.name)
+def test_partial_results_are_joined_to_the_type_of_the_queries_that_they_are_of(node: Node, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
+    with pytest.raises(ValueError, match=f"kv::{node.name}: out_format must be that of fp32, fp16, bf16, got int8"):
+        build(reduce_attributes(case.compute, case.sm) | {"out_format": 2})
+    with pytest.raises(ValueError, match="partial_acc must be FLOAT, got HALF"):
+        build(reduce_attributes("fp32", case.sm))
 
 
 def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:

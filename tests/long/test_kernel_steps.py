@@ -20,7 +20,7 @@ from benchmarks import benchlib
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from plugins.kv_attention import launch
-from stages.engines.cuda.engine import KernelEngine, plan_passes
+from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.cuda.passes import DecodePass
 
 torch.set_num_threads(1)
@@ -168,18 +168,24 @@ def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_r
 
 
 @pytest.mark.parametrize(
-    ("lengths", "passes"),
+    ("left", "passes"),
     [
         ([], []),
-        ([3], [[(0, 0, 3)]]),
-        ([9, 1, 2], [[(0, 0, 4), (1, 0, 1)], [(0, 4, 8), (2, 0, 2)], [(0, 8, 9)]]),
-        ([12, 4], [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 12)], [(1, 0, 4)]]),
+        ([3], [[(0, 3)]]),
+        ([9, 2, 3], [[(0, 4), (1, 2)], [(0, 4)], [(0, 1), (2, 3)]]),
+        ([12, 4], [[(0, 4)], [(0, 4)], [(0, 4)], [(1, 4)]]),
+        ([8, 1, 1], [[(1, 1), (2, 1), (0, 4)], [(0, 4)]]),
     ],
 )
-def test_prompts_are_cut_into_their_own_chunks_and_those_that_fit_share_a_pass(
-    lengths: list[int], passes: list[list[tuple[int, int, int]]]
+def test_prompts_are_cut_into_their_own_chunks_and_single_tokens_come_first(
+    left: list[int], passes: list[list[tuple[int, int]]]
 ) -> None:
-    planned = [[(i, part.start, part.stop) for i, part in chunks] for chunks in plan_passes(lengths, 4, 6)]
+    planned = []
+    while any(left):
+        numbers = [i for i, tokens in enumerate(left) if tokens]
+        planned.append([(numbers[i], size) for i, size in plan_pass([left[i] for i in numbers], 4, 6)])
+        for i, size in planned[-1]:
+            left[i] -= size
     assert planned == passes
 
 

@@ -206,6 +206,27 @@ def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundl
     assert len(empty) == 1
 
 
+def test_the_next_prompt_takes_the_place_of_one_that_has_its_answer(bundles: dict[str, Path]) -> None:
+    """One of the prompts is of a single token, which cannot be decoded first."""
+    asked = [
+        ("", {"max_gen_toks": 3}),
+        ("The", {"max_gen_toks": 2}),
+        ("The record of", {"max_gen_toks": 11}),
+        ("Once there was a keeper", {"max_gen_toks": 1}),
+        ("Once there was a lighthouse keeper", {"max_gen_toks": 6}),
+        ("Once there was a lighthouse keeper who", {"max_gen_toks": 5}),
+    ]
+    alone, two = lm(bundles["fp16"], batch_size=1), lm(bundles["fp16"], batch_size=2)
+    expected = alone.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    steps: list[int] = []
+    decode = two.engine.decode
+    two.engine.decode = lambda sequences, tokens: steps.append(len(sequences)) or decode(sequences, tokens)  # type: ignore
+    assert two.generate_until(requests("generate_until", *asked), disable_tqdm=True) == expected
+    assert sum(steps) <= 28, "tokens of all answers"
+    assert len(steps) <= 16, "pairs that wait for each other take 3 + 11 + 6 steps but for what is prefilled"
+    assert two.engine.memory().live_tokens == 0
+
+
 def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Path]) -> None:
     model = lm(bundles["fp16"], max_length=64)
     with pytest.raises(UserError, match="do_sample=true"):

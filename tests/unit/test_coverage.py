@@ -76,7 +76,7 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     assert (sound.samples, sound.contradictions) == (3, [])
     assert engine.live == 0
     generate = engine.generate
-    engine.generate = lambda *arguments: [[*answer[:1], 7, *answer[2:]] for answer in generate(*arguments)]  # type: ignore[method-assign]
+    engine.generate = lambda *given, **more: [[*answer[:1], 7, *answer[2:]] for answer in generate(*given, **more)]  # type: ignore[method-assign]
     found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")

@@ -1,6 +1,6 @@
 """backend=torch on a GPU: transformers' own model, which attends through the Triton kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import EngineBase, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, Continuation, EngineBase, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
@@ -21,7 +20,7 @@ from stages.engines.oracle.model import scales_for, shape_for
 from stages.engines.paged.kernel_layout import check_kernels
 
 PASS_TOKENS = 4 * PREFILL_CHUNK
-"""Tokens of one prefill pass over several prompts."""
+"""Tokens of a pass over several sequences."""
 
 
 def load_engine(
@@ -60,6 +59,7 @@ class KernelEngine(EngineBase):
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size))
         self.model, self.cache, self.prefill_chunk = model, cache, chunk
+        self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
         """By padded batch size."""
         self._captured_moves = -1
@@ -89,20 +89,47 @@ class KernelEngine(EngineBase):
 
     @torch.inference_mode()
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        handles: list[int] = []
+        continuations = [Continuation(list(prompt), len(prompt), len(prompt)) for prompt in prompts]
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
-            for prompt in prompts:
-                handles.append(self.cache.start())
-                self.cache.reserve(handles[-1:], len(prompt))
-            for chunks in plan_passes([len(prompt) for prompt in prompts], self.prefill_chunk, PASS_TOKENS):
-                numbers = [i for i, _ in chunks]
-                step = [(handles[i], prompts[i][chunk]) for i, chunk in chunks]
-                logits[numbers] = PrefillPass(self.model, self.cache, self.shape, step).run()
-        except UserError:
-            self.release(handles)
+            self._start(continuations)
+            while unfinished := [one for one in continuations if one.stored < len(one.tokens)]:
+                stored, rows = self._run_pass(unfinished)
+                logits[[continuations.index(one) for one in stored]] = rows
+        except BaseException:
+            self._release_all(continuations)
             raise
-        return handles, logits
+        return [one.sequence for one in continuations], logits
+
+    @torch.inference_mode()
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        """Run one pass: the next chunk of each prompt that joins, and one token of every other sequence.
+
+        So no sequence waits for a long prompt to end. Where none joins, the pass is that of a decode step, which is captured.
+        """
+        running = [one.sequence for one in live if one.stored >= one.prompt_tokens]
+        if len(running) == len(live):
+            return super()._advance(live)
+        self.cache.reserve(running, 1)
+        self._start([one for one in live if one.sequence < 0])
+        return self._run_pass(live)
+
+    def _start(self, continuations: Sequence[Continuation]) -> None:
+        """Start the sequences of continuations, with pages for their prompts."""
+        for one in continuations:
+            one.sequence = self.cache.start()
+            self.cache.reserve([one.sequence], len(one.tokens))
+
+    def _run_pass(self, continuations: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
+        """Store the next tokens of continuations that are started, and return what `_advance` does."""
+        left = [len(one.tokens) - one.stored for one in continuations]
+        planned = [(continuations[i], size) for i, size in plan_pass(left, self.prefill_chunk, PASS_TOKENS)]
+        chunks = [(one.sequence, one.tokens[one.stored : one.stored + size]) for one, size in planned]
+        logits = PrefillPass(self.model, self.cache, self.shape, chunks).run()
+        for one, size in planned:
+            one.stored += size
+        rows = [row for row, (one, _) in enumerate(planned) if one.stored == len(one.tokens)]
+        return [planned[row][0] for row in rows], logits[rows]
 
     @torch.inference_mode()
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
@@ -153,26 +180,22 @@ class KernelEngine(EngineBase):
         return self._passes[batch]
 
 
-def plan_passes(lengths: Sequence[int], chunk: int, most: int) -> Iterator[list[tuple[int, slice]]]:
-    """Yield the passes of a prefill: of some prompts, by number, the tokens that come next.
+def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int]]:
+    """Return which sequences take part in a pass, by number, and how many tokens each of them stores.
 
     A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
-    cache: which other prompts are there changes nothing of its logits but the order of sums.
+    cache: which other sequences are there changes nothing of its logits but the order of sums.
 
     Args:
-        lengths: Tokens of each prompt.
-        chunk: Most tokens of a prompt in a pass.
-        most: Tokens of a pass beyond which no other prompt joins it.
+        left: Tokens that each sequence has not stored yet. Those with one come first: they are waited for at every step.
+        chunk: Most tokens of a sequence in a pass.
+        most: Tokens of a pass beyond which no other sequence joins it.
     """
-    done = [0] * len(lengths)
-    while done != list(lengths):
-        chunks: list[tuple[int, slice]] = []
-        tokens = 0
-        for i, (begin, length) in enumerate(zip(done, lengths, strict=True)):
-            size = min(chunk, length - begin)
-            if size and (not chunks or tokens + size <= most):
-                chunks.append((i, slice(begin, begin + size)))
-                tokens += size
-        for i, part in chunks:
-            done[i] = part.stop
-        yield chunks
+    planned: list[tuple[int, int]] = []
+    tokens = 0
+    for i in sorted(range(len(left)), key=lambda i: left[i] > 1):
+        size = min(chunk, left[i])
+        if not planned or tokens + size <= most:
+            planned.append((i, size))
+            tokens += size
+    return planned

@@ -158,7 +158,8 @@ class DecodePass:
 class PrefillPass:
     """Chunks of several sequences in one pass, a token a row, one sequence after the other.
 
-    The tokens of a chunk attend to each other exactly and causally, and to those before through the quantized cache.
+    The tokens of a chunk attend to each other exactly and causally, and to those before through the quantized cache. So a chunk
+    of one token is a decode step of its sequence, beside prompts that join.
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, chunks: Sequence[tuple[int, Sequence[int]]]) -> None:

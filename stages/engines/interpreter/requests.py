@@ -19,15 +19,12 @@ import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import LoadTimes, MemoryReport
-from stages.engines.base import Logits, OnePassBase, SequenceTable, check_tokens
+from stages.engines.base import Continuation, Logits, OnePassBase, SequenceTable, check_tokens
 from stages.engines.interpreter.process import A, Worker, WorkerError
 from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
 
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
-
-LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
-"""By type of activations, two units in the last place of a logit, relative to it: a model's last product is rounded to it."""
 
 Request = tuple[list[int], list[int], int, int]
 """Prompt, forced tokens, tokens in all, and the steps whose logits are left out."""
@@ -76,6 +73,11 @@ class RequestEngineBase(OnePassBase):
         answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
+
+    def _answer(self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int) -> None:
+        """As EngineBase's, but prompts start together where all before them have ended: a request that joins is alone."""
+        for begin in range(0, len(continuations), max_sequences):
+            super()._answer(continuations[begin : begin + max_sequences], stop_token, max_sequences)
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]

@@ -6,8 +6,9 @@ from pathlib import Path
 from pipeline.artifacts.files import link_or_copy
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.protocol import EmptyAnswer
-from stages.engines.interpreter.requests import LOGIT_STEP, RequestEngineBase, open_model
+from stages.engines.interpreter.requests import RequestEngineBase, open_model
 from stages.engines.sglang.bundle import CHECKPOINT, LIBRARY, SglangBundle, open_bundle
 from stages.engines.sglang.interpreter import Worker, probe
 from stages.engines.sglang.protocol import Facts

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, Side
 from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport, StoredCopy
-from stages.engines.base import Logits
+from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation
-from stages.engines.interpreter.requests import LOGIT_STEP, RequestEngineBase, open_model, whole
+from stages.engines.interpreter.requests import RequestEngineBase, open_model, whole
 from stages.engines.vllm import settings
 from stages.engines.vllm.bundle import CHECKPOINT, LIBRARY, VllmBundle, open_bundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted

@@ -24,15 +24,13 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
     Args:
         engine: The engine. No sequence is left in it.
         encoded: The samples in tokens.
-        batch_size: Most prompts that are answered together.
+        batch_size: Most prompts that are answered at once; the next one takes the place of one that has its answer.
         greedy: How answers end.
     """
     limits = [greedy.limit(item) for item in encoded]
-    answers: list[list[int]] = []
+    prompts = [item.prompt for item in encoded]
     try:
-        for begin in range(0, len(encoded), batch_size):
-            group = slice(begin, begin + batch_size)
-            answers += engine.generate([item.prompt for item in encoded[group]], limits[group], greedy.stop_token)
+        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=batch_size)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []

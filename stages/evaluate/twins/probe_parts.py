@@ -165,11 +165,11 @@ class Schedule:
         self.engine.release([stays.handle for stays in staying])
 
     def _generate(self) -> None:
-        """Free generation: every token must be the one that forced decode of the answer finds most likely."""
+        """Free generation, which one prompt joins: every token must be what forced decode of the answer finds most likely."""
         lengths = [length for length in (5, 66, 21, 12) if length + 40 <= self.max_tokens][: self.batch_sizes[-1]]
         prompts = [self._tokens(length) for length in lengths]
-        limits = [min(self.config.decode_steps, self.max_tokens - 5), 40, 8, 1][: len(prompts)]
-        answers = self.engine.generate(prompts, limits, None)
+        limits = [min(self.config.decode_steps, self.max_tokens - 5), 40, 1, 8][: len(prompts)]
+        answers = self.engine.generate(prompts, limits, None, max_sequences=3)
         self.started += len(prompts)
         for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
             if len(answer) != limit:

@@ -1,0 +1,219 @@
+"""Prompts that join a running batch on backend=torch over the attention kernels, here by the kernels' reference.
+
+The kernels themselves are interpreted in tests/long/test_kernel_steps.py.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference
+from onnx_fixtures import static_scales
+from transfers import counted_transfers
+
+from benchmarks import benchlib
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Sample
+from plugins.kv_attention import context, launch
+from stages.engines.base import Continuation, Logits
+from stages.engines.cuda import engine as engine_module
+from stages.engines.cuda.engine import KernelEngine
+from stages.engines.cuda.passes import DecodePass, PrefillPass
+from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.free import contradiction, free_answers
+from stages.evaluate.inputs.tokens import EncodedSample
+
+torch.set_num_threads(1)
+
+CHUNK = 50
+LENGTHS = (120, 5, 60, 1, 133, 17, 64)
+LIMITS = (6, 9, 2, 5, 3, 1, 7)
+"""Prompts of one chunk to three, one of which joins beside a sequence that goes on, and answers of one token to nine."""
+
+Case = tuple[KVPolicy, torch.dtype]
+CASES: dict[str, Case] = {
+    "fp8k_int4v": (benchlib.load_policy("fp8k_int4v"), torch.float32),
+    "guarded": (GUARDED, torch.float32),
+    "guarded in bfloat16": (GUARDED, torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The trained model's first two layers, of which GUARDED keeps the second in another format."""
+    short = benchlib.load_model()
+    del short.model.layers[2:]
+    short.config.num_hidden_layers = 2
+    return short
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    story = benchlib.story_tokens(1, 300)[0].tolist()
+    return [story[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+class Watched(KernelEngine):
+    """It keeps the logits of every step, what was stored when a sequence ended, and how many tokens each pass took of whom."""
+
+    rows: dict[tuple[int, ...], Logits]
+    stores: dict[tuple[int, ...], Any]
+    passes: list[list[int]]
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        before = [one.stored for one in live]
+        advanced, logits = super()._advance(live)
+        self.rows |= {tuple(one.tokens): row for one, row in zip(advanced, logits, strict=True)}
+        self.passes.append([one.stored - stored for one, stored in zip(live, before, strict=True)])
+        return advanced, logits
+
+    def _release_all(self, continuations: Sequence[Continuation]) -> None:
+        self.stores |= {tuple(one.tokens[: one.prompt_tokens]): self.stored(one.sequence) for one in continuations}
+        super()._release_all(continuations)
+
+
+@pytest.fixture
+def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    prefill_by_reference(monkeypatch)
+    monkeypatch.setattr(launch, "decode_attention", attend_by_reference)
+
+    def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
+        scales = static_scales(policy, benchlib.model_shape(model))
+        engine = Watched.from_model(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
+        engine.rows, engine.stores, engine.passes = {}, {}, []
+        return engine
+
+    return made
+
+
+def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]:
+    return [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, LIMITS, strict=True)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_stored(
+    name: str, make: Any, prompts: list[list[int]]
+) -> None:
+    """But for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
+    together, alone = make(*CASES[name]), make(*CASES[name])
+    answers = together.generate(prompts, LIMITS, None, max_sequences=2)
+    assert [len(answer) for answer in answers] == list(LIMITS)
+    assert answers == answered_alone(alone, prompts)
+    assert together.rows.keys() == alone.rows.keys()
+    assert distance(*(np.stack([one.rows[key] for key in alone.rows]) for one in (together, alone))) < CLOSE
+    differing: list[list[bool]] = [[], []]
+    for prompt in map(tuple, prompts):
+        for layer, (mine, theirs) in enumerate(zip(together.stores[prompt], alone.stores[prompt], strict=True)):
+            for side in mine:
+                differing[layer] += (mine[side].codes != theirs[side].codes).ravel().tolist()
+    assert not any(differing[0])
+    assert np.mean(differing[1]) < 1e-3
+    assert together.memory().live_tokens == 0
+
+
+def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(make: Any, prompts: list[list[int]]) -> None:
+    engine = make()
+    encoded = [
+        EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, LIMITS, strict=True))
+    ]
+    found = free_answers(engine, encoded, 2, Greedy(stop_token=-1, extra_tokens=2))
+    assert (found.samples, found.tokens, found.contradictions) == (7, sum(LIMITS) + 7 * 2, [])
+    assert any(max(sizes) > 1 and min(sizes) == 1 for sizes in engine.passes)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_token_that_is_behind_by_a_place_of_the_engines_type_contradicts_nothing(
+    dtype: torch.dtype, named: bool, make: Any
+) -> None:
+    """Logits around 40 are rounded to multiples of 0.25 in bfloat16, and to far smaller ones in float32."""
+    logits = np.concatenate([[40.25, 40.0], np.linspace(20, 38, 500)]).astype(np.float32)[None]
+    assert (contradiction(make(GUARDED, dtype), logits, [1]) is not None) is named
+
+
+def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: Any, prompts: list[list[int]]) -> None:
+    engine = make()
+    engine.generate(prompts, LIMITS, None, max_sequences=2)
+    assert engine.passes[:6] == [[50, 5], [50, 1], [20, 1], [1, 1], [1, 1], [1, 1]]
+    assert [1, 50] in engine.passes
+    assert min(map(min, engine.passes)) == 1, "nobody waits"
+
+
+def test_a_pass_holds_no_more_tokens_than_it_may_and_the_running_sequences_come_first(
+    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PASS_TOKENS", CHUNK + 4)
+    engine, alone = make(), make()
+    assert engine.generate(prompts, LIMITS, None, max_sequences=5) == answered_alone(alone, prompts)
+    assert max(map(sum, engine.passes)) <= CHUNK + 4
+    assert any(0 in sizes and 1 in sizes and 50 in sizes for sizes in engine.passes), "a prompt waits for another one"
+
+
+def test_a_step_that_prompts_join_is_one_pass_and_other_steps_are_decode_steps(
+    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload, a read, an attention of each layer and an append of each format, whether prompts join or not."""
+    engine, counts = make(), {"context": 0, "decode": 0, "append": 0, "mixed": 0, "captured": 0}
+
+    def counted(module: Any, name: str, key: str) -> None:
+        called = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[key] += 1
+            return called(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(context, "context_attention", "context")
+    counted(launch, "decode_attention", "decode")
+    counted(launch, "append", "append")
+    counted(PrefillPass, "run", "mixed")
+    counted(DecodePass, "run", "captured")
+    with counted_transfers(monkeypatch) as moved:
+        engine.generate(prompts, LIMITS, None, max_sequences=2)
+    mixed = sum(max(sizes) > 1 for sizes in engine.passes)
+    steps = len(engine.passes)
+    # A prompt of one token joins as a chunk of one.
+    assert counts["mixed"] - mixed in (0, 1)
+    assert counts["mixed"] + counts["captured"] == steps
+    assert (counts["context"], counts["decode"]) == (2 * counts["mixed"], 2 * counts["captured"])
+    assert counts["append"] == 2 * steps
+    assert (moved["uploads"], moved["reads"]) == (steps, steps)
+
+
+@pytest.mark.parametrize("place", [0, 4, 6])
+def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is_released(
+    place: int, make: Any, prompts: list[list[int]]
+) -> None:
+    """Token 7 embeds as NaN."""
+    engine = make()
+    embeddings = engine.model.model.embed_tokens.weight.detach().clone()
+    embeddings[7] = torch.nan
+    engine.model.model.embed_tokens.weight = torch.nn.Parameter(embeddings)  # and no longer those of the logits
+    broken = [[*prompt, 7] if i == place else prompt for i, prompt in enumerate(prompts)]
+    message = rf"key of layer 0, token {LENGTHS[place]} of sequence {place} is not finite as a float16"
+    with pytest.raises(UserError, match=message):
+        engine.generate(broken, LIMITS, None, max_sequences=2)
+    assert engine.memory().live_tokens == 0
+    assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0
+
+
+def test_a_prompt_for_which_there_is_no_memory_ends_all_and_everything_is_released(
+    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    reserve = engine.cache.reserve
+
+    def little(handles: Sequence[int], tokens: int) -> None:
+        if tokens > 130:
+            raise UserError("its memory is too small")
+        reserve(handles, tokens)
+
+    monkeypatch.setattr(engine.cache, "reserve", little)
+    with pytest.raises(UserError, match="its memory is too small"):
+        engine.generate(prompts, LIMITS, None, max_sequences=2)
+    assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0

@@ -1,0 +1,131 @@
+"""Greedy generation over any engine: who is in the batch when, and what is left when something fails."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import FP16_POLICY, KVShape
+from pipeline.core.records import MemoryReport
+from stages.engines.base import EngineBase, Logits, SequenceTable
+
+VOCAB = 32
+PROMPTS = [[1] * 9, [2], [3, 4], [5] * 30, [6, 7, 8], [9], [10, 11]]
+LIMITS = [12, 1, 3, 2, 7, 9, 1]
+
+
+class HistoryEngine(EngineBase):
+    """The next token follows from the whole history. It notes who is live at each step."""
+
+    def __init__(self) -> None:
+        super().__init__(FP16_POLICY, KVShape(1, 1, 16), VOCAB)
+        self.sequences: SequenceTable[list[int]] = SequenceTable()
+        self.steps: list[tuple[str, int, int]] = []
+        """What was done, to how many sequences, and how many were live then."""
+        self.failing: Exception | None = None
+        self.fails_at = -1
+        """The step at which `failing` is raised, or logits are NaN without one."""
+
+    def _logits(self, kind: str, handles: Sequence[int]) -> Logits:
+        self.steps.append((kind, len(handles), len(self.sequences)))
+        logits = np.zeros((len(handles), VOCAB), np.float32)
+        for row, handle in zip(logits, handles, strict=True):
+            history = self.sequences[handle]
+            row[(sum(history) * 7 + len(history)) % VOCAB] = 1
+        if len(self.steps) - 1 == self.fails_at:
+            if self.failing is not None:
+                raise self.failing
+            logits[-1] = np.nan
+        return logits
+
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        handles = [self.sequences.add(list(prompt)) for prompt in prompts]
+        try:
+            return handles, self._logits("prefill", handles)
+        except Exception:
+            self.release(handles)
+            raise
+
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        for handle, token in zip(sequences, tokens, strict=True):
+            self.sequences[handle].append(token)
+        return self._logits("decode", sequences)
+
+    def _release(self, sequence: int) -> None:
+        del self.sequences[sequence]
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport(0, 0, 0, 0, 0, sum(map(len, self.sequences.values())))
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        raise NotImplementedError
+
+
+def one_by_one(stop: int | None = None) -> list[list[int]]:
+    engine = HistoryEngine()
+    return [engine.generate([prompt], limit, stop)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+
+
+@pytest.mark.parametrize("most", [None, 1, 2, 5, 99])
+def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: int | None) -> None:
+    engine, free = HistoryEngine(), one_by_one()
+    assert [len(answer) for answer in free] == LIMITS
+    assert engine.generate(PROMPTS, LIMITS, None, max_sequences=most) == free
+    stop = free[4][3]
+    assert engine.generate(PROMPTS, LIMITS, stop, max_sequences=most) == one_by_one(stop)
+    assert not engine.sequences
+
+
+def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anything_is_decoded() -> None:
+    engine = HistoryEngine()
+    engine.generate(PROMPTS, LIMITS, None, max_sequences=2)
+    last = max(number for number, (kind, _, _) in enumerate(engine.steps) if kind == "prefill")
+    assert {live for kind, _, live in engine.steps[:last] if kind == "decode"} == {2}
+    assert max(live for _, _, live in engine.steps) == 2
+    assert sum(size for kind, size, _ in engine.steps if kind == "decode") == sum(LIMITS) - len(LIMITS)
+
+
+def test_without_a_bound_all_prompts_are_prefilled_at_once() -> None:
+    engine = HistoryEngine()
+    engine.generate(PROMPTS, LIMITS, None)
+    assert engine.steps[0] == ("prefill", 7, 7)
+    assert [kind for kind, _, _ in engine.steps].count("prefill") == 1
+
+
+@pytest.mark.parametrize("failing", [UserError("no room"), RuntimeError("the device is gone")])
+@pytest.mark.parametrize("fails_at", [0, 1, 3, 4, 9])
+def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(failing: Exception, fails_at: int) -> None:
+    engine = HistoryEngine()
+    engine.failing, engine.fails_at = failing, fails_at
+    with pytest.raises(type(failing), match=str(failing)):
+        engine.generate(PROMPTS, LIMITS, None, max_sequences=2)
+    assert not engine.sequences
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 7])
+def test_logits_that_are_not_finite_are_refused_by_sequence_and_length(fails_at: int) -> None:
+    engine = HistoryEngine()
+    engine.fails_at = fails_at
+    with pytest.raises(UserError, match=r"^logits of sequence \d after \d+ tokens are not finite: check the checkpoint"):
+        engine.generate(PROMPTS, LIMITS, None, max_sequences=2)
+    assert not engine.sequences
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_sequences": 0}, "max_sequences must be at least 1, got 0"),
+        ({"prompts": [*PROMPTS[:6], []]}, "a prompt must hold at least one token"),
+        ({"prompts": [*PROMPTS[:6], [VOCAB]]}, rf"token ids must be in \[0, {VOCAB}\)"),
+        ({"max_new_tokens": [1] * 6}, "max_new_tokens must be at least 1 for each of 7 prompts"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 for each of 7 prompts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dict[str, Any], message: str) -> None:
+    engine = HistoryEngine()
+    asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_token": None, "max_sequences": 2}
+    with pytest.raises(UserError, match=message):
+        engine.generate(**asked | changes)
+    assert engine.steps == []
