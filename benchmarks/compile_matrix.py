@@ -20,13 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recording import log, results_record, write_json
-from benchmarks.sass_cases import KV_HEADS, POLICIES, kernel_row
-from plugins.kv_attention.aot import SHARED_LIMIT, CompiledKernel, assembler, compile_append, compile_plan, compile_reduce
+from benchmarks.sass_cases import KV_HEADS, POLICIES, WORK, context_row, join_row, kernel_row, resources
+from plugins.kv_attention.aot import SHARED_LIMIT, assembler, compile_append, compile_plan, compile_reduce
 from plugins.kv_attention.layout import CacheLayout
 
 TARGETS = (80, 89, 90, 100)
 HEAD_DIM, GROUP, QUERY_DTYPE = 128, 8, "bfloat16"
-DECODE_FIELDS = ("registers", "spills", "shared_bytes", "warps", "tile_tokens", "programs", "cycles_per_token_head")
+RESOURCES = ("registers", "spills", "shared_bytes", "warps")
+DECODE_FIELDS = (*RESOURCES, "tile_tokens", "programs", "cycles_per_token_head")
+CONTEXT_FIELDS = (*RESOURCES, "tile_tokens", "programs", "block_rows")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +60,12 @@ def target_rows(sm: int) -> list[dict[str, Any]]:
             "append": compile_append(layout, new_dtype=QUERY_DTYPE, sm=sm),
         }
         found = {"decode": {name: figures[name] for name in DECODE_FIELDS}}
-        found |= {name: _resources(kernel) for name, kernel in others.items()}
+        for work in WORK:
+            context = context_row(policy, layout, GROUP, work, QUERY_DTYPE, sm)
+            found[f"context {work}"] = {name: context[name] for name in CONTEXT_FIELDS}
+        joined = join_row(policy, layout, QUERY_DTYPE, sm)
+        found["context_reduce"] = {name: joined[name] for name in RESOURCES}
+        found |= {name: resources(kernel) for name, kernel in others.items()}
         tool = assembler(sm)
         for kernel, numbers in found.items():
             rows.append(
@@ -66,15 +73,6 @@ def target_rows(sm: int) -> list[dict[str, Any]]:
             )
         log(f"sm_{sm} {policy}: {figures['registers']} registers, {figures['spills']} bytes spill")
     return rows
-
-
-def _resources(kernel: CompiledKernel) -> dict[str, Any]:
-    return {
-        "registers": kernel.registers,
-        "spills": kernel.spill_bytes,
-        "shared_bytes": kernel.shared_bytes,
-        "warps": kernel.num_warps,
-    }
 
 
 def content(rows: list[dict[str, Any]], file: Path | None) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from plugins.kv_attention.aot import compile_decode
-from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.aot import CompiledKernel, compile_context, compile_decode, compile_join
+from plugins.kv_attention.kernels.context_variants import NARROW, context_splits, context_variant
+from plugins.kv_attention.kernels.variants import Variant, decode_variant
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
-from plugins.kv_attention.sass import disassemble, loop_cost, main_loop
+from plugins.kv_attention.sass import Instruction, LoopCost, disassemble, loop_cost, main_loop
 from plugins.kv_attention.scoreboard import cycles_per_iteration
 
 KV_HEADS = 8
@@ -22,6 +23,11 @@ SM_BYTES_PER_S = 0.85 * 4.3e12 / SMS
 LATENCIES = (1000, 1300, 1600, 2300)
 """Cycles that a load from DRAM is assumed to take under load. The last is what NVIDIA's figure for Hopper means by Little's
 law: more than 32 KiB must be under way in each SM to saturate 3.35 TB/s (GTC 2025, S72683)."""
+
+CONTEXT_GROUP = 8
+"""Query heads of a KV head that context_partial is compiled for."""
+WORK = {"chunk": 8192, "drafts": NARROW}
+"""Query rows of a KV head that context_partial is compiled for: 1,024 new tokens of 8 heads, and 2."""
 
 FP8 = SideLayout("fp8_e4m3", "per_tensor")
 INT8 = SideLayout("int8", "per_token")
@@ -77,46 +83,103 @@ def describe(side: SideLayout) -> str:
 
 def kernel_row(policy: str, layout: CacheLayout, group: int, query_dtype: str, sm: int) -> dict[str, Any]:
     """Compile a variant of decode_partial and return its figures."""
-    scaling = layout.head_dim**-0.5
-    kernel = compile_decode(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    tokens, warps = variant.constants["T"], kernel.num_warps
+    arguments: dict[str, Any] = {"group": group, "query_dtype": query_dtype, "scaling": layout.head_dim**-0.5, "sm": sm}
+    kernel, variant = compile_decode(layout, **arguments), decode_variant(layout, **arguments)
+    tokens = variant.constants["T"]
     body = main_loop(disassemble(kernel.cubin))
-    cost = loop_cost(body, num_warps=warps, tokens=tokens)
-    token_bytes = layout.token_bytes // layout.kv_heads
+    cost = loop_cost(body, num_warps=kernel.num_warps, tokens=tokens)
+    read = variant.resident * tokens * _token_bytes(layout)
+    return _figures(policy, layout, query_dtype, kernel, variant, cost) | {
+        "uncounted": cost.uncounted,
+        "cycles_per_token_head": round(cost.bound, 3),
+        "cycles_by_pipe": {pipe: round(cycles, 3) for pipe, cycles in cost.cycles.items()},
+        "bytes_per_token_head": _token_bytes(layout),
+        "budget_cycles": round(_token_bytes(layout) / SM_BYTES_PER_S * SM_HZ, 2),
+        "ceiling_tb_per_s": _ceilings(read, body, kernel, variant),
+    }
+
+
+def context_row(policy: str, layout: CacheLayout, group: int, work: str, query_dtype: str, sm: int) -> dict[str, Any]:
+    """Compile a variant of context_partial and return its figures. work: of WORK, what its blocks of query rows are for.
+
+    Its loop shares a tile's cost among the N query rows of a block, so that its cycles are those of a (token, KV head, block).
+    """
+    arguments: dict[str, Any] = {"group": group, "rows": WORK[work], "query_dtype": query_dtype, "sm": sm}
+    arguments["scaling"] = layout.head_dim**-0.5
+    kernel, variant = compile_context(layout, **arguments), context_variant(layout, **arguments)
+    tokens, columns = variant.constants["T"], variant.constants["N"]
+    body = main_loop(disassemble(kernel.cubin))
+    cost = loop_cost(body, num_warps=kernel.num_warps, tokens=tokens)
+    flop = 4 * layout.head_dim * columns
+    row = _figures(policy, layout, query_dtype, kernel, variant, cost)
+    row |= {
+        "work": work,
+        "block_rows": columns,
+        "uncounted": cost.uncounted,
+        "cycles_per_token_head_block": round(cost.bound, 2),
+        "cycles_by_pipe": {pipe: round(cycles, 2) for pipe, cycles in cost.cycles.items()},
+    }
+    if not cost.uncounted:
+        row["pipes_tflop_per_s"] = round(flop / cost.bound * SM_HZ * SMS / 1e12)
+    if work == "drafts":
+        row["bytes_per_token_head"] = _token_bytes(layout)
+        row["ceiling_tb_per_s"] = _ceilings(variant.resident * tokens * _token_bytes(layout), body, kernel, variant)
+    return row
+
+
+def join_row(policy: str, layout: CacheLayout, query_dtype: str, sm: int) -> dict[str, Any]:
+    """Compile context_reduce for one split over the pages, and return its figures."""
+    kernel = compile_join(layout, splits=context_splits(1), out_dtype=query_dtype, sm=sm)
+    return {"policy": policy, "head_dim": layout.head_dim} | resources(kernel)
+
+
+def resources(kernel: CompiledKernel) -> dict[str, Any]:
+    """Return what a kernel takes of an SM."""
+    return {
+        "registers": kernel.registers,
+        "spills": kernel.spill_bytes,
+        "shared_bytes": kernel.shared_bytes,
+        "warps": kernel.num_warps,
+    }
+
+
+def _figures(
+    policy: str, layout: CacheLayout, query_dtype: str, kernel: CompiledKernel, variant: Variant, cost: LoopCost
+) -> dict[str, Any]:
+    """The figures that both attention kernels have."""
+    tokens = variant.constants["T"]
     codes = layout.key.code_bytes(layout.head_dim) + layout.value.code_bytes(layout.head_dim)
     return {
         "policy": policy,
         "head_dim": layout.head_dim,
-        "group": group,
+        "group": variant.constants["G"],
         "query_dtype": query_dtype,
         "exact_tokens": layout.exact_tokens,
-        "registers": kernel.registers,
-        "spills": kernel.spill_bytes,
-        "shared_bytes": kernel.shared_bytes,
-        "warps": warps,
+        **resources(kernel),
         "stages": variant.num_stages,
         "programs": variant.resident,
         "tile_tokens": tokens,
         "loop_instructions": cost.instructions,
         "loads": cost.loads,
-        "narrow_loads": cost.streamed_bytes(warps) < tokens * codes,
-        "uncounted": cost.uncounted,
-        "cycles_per_token_head": round(cost.bound, 3),
-        "cycles_by_pipe": {pipe: round(cycles, 3) for pipe, cycles in cost.cycles.items()},
-        "bytes_per_token_head": token_bytes,
-        "budget_cycles": round(token_bytes / SM_BYTES_PER_S * SM_HZ, 2),
-        "ceiling_tb_per_s": {
-            str(latency): round(
-                variant.resident
-                * tokens
-                * token_bytes
-                * SM_HZ
-                * SMS
-                / 1e12
-                / cycles_per_iteration(body, programs=variant.resident, num_warps=warps, latency=latency),
-                2,
-            )
-            for latency in LATENCIES
-        },
+        "narrow_loads": cost.streamed_bytes(kernel.num_warps) < tokens * codes,
+    }
+
+
+def _token_bytes(layout: CacheLayout) -> int:
+    """Bytes of a token and KV head."""
+    return layout.token_bytes // layout.kv_heads
+
+
+def _ceilings(read: int, body: Sequence[Instruction], kernel: CompiledKernel, variant: Variant) -> dict[str, float]:
+    """The bandwidth in TB/s by latency, where the programs of an SM read so many bytes in an iteration."""
+    return {
+        str(latency): round(
+            read
+            * SM_HZ
+            * SMS
+            / 1e12
+            / cycles_per_iteration(body, programs=variant.resident, num_warps=kernel.num_warps, latency=latency),
+            2,
+        )
+        for latency in LATENCIES
     }

@@ -1,4 +1,4 @@
-"""Static cost of the decode kernels, read from SASS: registers, spills, cycles per (token, KV head), and the bandwidth that
+"""Static cost of the attention kernels, read from SASS: registers, spills, cycles per (token, KV head), and the bandwidth that
 latency and issue allow. Needs no GPU.
 
     python -m benchmarks.sass_report --json benchmarks/results/sass.json      # some minutes
@@ -8,8 +8,13 @@ Cycles are those of the slowest pipe of an SM in the main loop (plugins/kv_atten
 budget is the number of cycles in which the bytes of that token arrive; a kernel above its budget is slower than its memory.
 Ceilings are a model's (plugins/kv_attention/scoreboard.py): the bandwidth of an H200 whose every SM runs as many programs as
 it holds, if a load takes so many cycles and memory itself sets no limit. `python -m benchmarks.sass_calibration` holds the
-model to published speeds. Exit code 3 when a kernel spills, needs more shared memory than a plain launch has, or waits for
-loads of less than 16 bytes.
+model to published speeds.
+
+Of several new tokens, context_partial shares a tile's cost among the query rows of a block, so that a chunk is bound by
+instructions and not by memory: its cycles are those of a (token, KV head, block), and its ceiling is the TFLOP/s of the slowest
+pipe. That counts tensor cores at the rate of an A100, and leaves out waits, because the model of latency knows none for wgmma.
+Blocks for a few drafted tokens are bound by memory, and have ceilings of bandwidth too, with the same waits left out. Exit code
+3 when a kernel spills, needs more shared memory than a plain launch has, or waits for loads of less than 16 bytes.
 """
 
 import argparse
@@ -23,9 +28,20 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recording import log, results_record, write_json
-from benchmarks.sass_cases import LATENCIES, POLICIES, all_cases, kernel_row, policy_cases
+from benchmarks.sass_cases import (
+    CONTEXT_GROUP,
+    KV_HEADS,
+    LATENCIES,
+    POLICIES,
+    WORK,
+    all_cases,
+    context_row,
+    join_row,
+    kernel_row,
+    policy_cases,
+)
 from plugins.kv_attention.aot import SHARED_LIMIT
-from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels.append(row := kernel_row(policy, layout, group, "bfloat16", options.sm))
         ceilings = ", ".join(f"{ceiling:.2f}" for ceiling in row["ceiling_tb_per_s"].values())
         log(f"{policy} D={row['head_dim']} G={group}: {row['cycles_per_token_head']:.2f} cycles, at most {ceilings} TB/s")
-    Console(width=150).print(table(kernels))
-    content = results_record([], libraries=("triton", "torch"), target=f"sm_{options.sm}", kernels=kernels)
+    context, joins = [], []
+    for policy in options.policies.split(","):
+        for dim in HEAD_DIMS:
+            layout = CacheLayout(KV_HEADS, dim, *POLICIES[policy])
+            context += [context_row(policy, layout, CONTEXT_GROUP, work, "bfloat16", options.sm) for work in WORK]
+            joins.append(join_row(policy, layout, "bfloat16", options.sm))
+        log(f"{policy}: context kernels take at most {max(row['registers'] for row in context)} registers so far")
+    for shown in (table(kernels), context_table(context)):
+        Console(width=150).print(shown)
+    figures = {"kernels": kernels, "context": context, "context_reduce": joins}
+    content = results_record([], libraries=("triton", "torch"), target=f"sm_{options.sm}", **figures)
     del content["results"]
     write_json(options.json, content)
-    return 3 if sum([report_defects(row) for row in kernels]) else 0
+    wrong = sum([report_defects(row) for row in [*kernels, *context]]) + sum(row["spills"] > 0 for row in joins)
+    return 3 if wrong else 0
 
 
 def check(cases: Iterable[tuple[str, CacheLayout, int, str]], sm: int) -> int:
@@ -69,6 +95,7 @@ def check(cases: Iterable[tuple[str, CacheLayout, int, str]], sm: int) -> int:
 def report_defects(row: dict[str, Any]) -> bool:
     """Log a kernel's defects, and instructions that its cycles leave out. Returns whether it has defects."""
     name = f"{row['policy']} D={row['head_dim']} G={row['group']} {row['query_dtype']} exact={row['exact_tokens']}"
+    name += f" {row['work']}" if "work" in row else ""
     if row["uncounted"]:
         log(f"{name}: {row['uncounted']} matrix instructions are not counted in its cycles")
     defects = {
@@ -97,6 +124,24 @@ def table(kernels: list[dict[str, Any]]) -> Table:
             f"{row['cycles_per_token_head']:.2f}",
             f"{row['budget_cycles']:.1f}",
             *(f"{ceiling:.1f}" for ceiling in row["ceiling_tb_per_s"].values()),
+        )
+    return out
+
+
+def context_table(kernels: list[dict[str, Any]]) -> Table:
+    """Return the report of the kernels of several new tokens as a table."""
+    out = Table(title="context_partial: cycles of an SM per (token, KV head, block of query rows), from SASS")
+    names = ("policy", "D", "work", "rows", "warps", "registers", "spills", "shared", "programs")
+    for name in (*names, "issue", "alu", "tensor", "shared pipe", "bound", "TFLOP/s", f"TB/s at {LATENCIES[1]}"):
+        out.add_column(name, justify="left" if name in ("policy", "work") else "right")
+    fields = ("policy", "head_dim", "work", "block_rows", "warps", "registers", "spills", "shared_bytes", "programs")
+    for row in kernels:
+        out.add_row(
+            *(str(row[name]) for name in fields),
+            *(f"{row['cycles_by_pipe'][name]:.1f}" for name in ("issue", "alu", "tensor", "shared")),
+            f"{row['cycles_per_token_head_block']:.1f}",
+            str(row.get("pipes_tflop_per_s", "")),
+            str(row.get("ceiling_tb_per_s", {}).get(str(LATENCIES[1]), "")),
         )
     return out
 

@@ -22,7 +22,14 @@ from plugins.kv_attention.kernels.context_variants import context_variant, join_
 from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
-from plugins.kv_attention.kernels.variants import Variant, append_variant, decode_variant, plan_variant, reduce_variant
+from plugins.kv_attention.kernels.variants import (
+    Variant,
+    append_variant,
+    decode_variant,
+    partial_dtype,
+    plan_variant,
+    reduce_variant,
+)
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
@@ -98,14 +105,19 @@ def compile_reduce(*, q_heads: int, head_dim: int, out_dtype: str, sm: int) -> C
     Args:
         q_heads: Hq.
         head_dim: D.
-        out_dtype: torch's name of the type of the output.
+        out_dtype: torch's name of the type of the output, which is that of the queries.
         sm: Compute capability, 90 for sm_90.
 
     Raises:
         RuntimeError: As compile_decode.
     """
     variant = reduce_variant(q_heads=q_heads, head_dim=head_dim, out_dtype=out_dtype, sm=sm)
-    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "sequences": "*i32", "out": POINTERS[out_dtype]}
+    types = {
+        "partial_acc": POINTERS[partial_dtype(out_dtype)],
+        "partial_ml": "*fp32",
+        "sequences": "*i32",
+        "out": POINTERS[out_dtype],
+    }
     return compile_kernel(decode_reduce, types, variant, sm)
 
 
@@ -138,14 +150,19 @@ def compile_join(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -
     Args:
         layout: Format of the cache.
         splits: S, as context_splits returns it.
-        out_dtype: torch's name of the type of the output.
+        out_dtype: torch's name of the type of the output, which is that of the queries.
         sm: Compute capability, 90 for sm_90.
 
     Raises:
         RuntimeError: As compile_decode.
     """
     variant = join_variant(layout, splits=splits, out_dtype=out_dtype, sm=sm)
-    types = {"partial_acc": "*fp32", "partial_ml": "*fp32", "splits": "i32", "out": POINTERS[out_dtype]}
+    types = {
+        "partial_acc": POINTERS[partial_dtype(out_dtype)],
+        "partial_ml": "*fp32",
+        "splits": "i32",
+        "out": POINTERS[out_dtype],
+    }
     return compile_kernel(context_reduce, types, variant, sm)
 
 
@@ -283,7 +300,7 @@ def _attention_types(layout: CacheLayout, query_dtype: str) -> dict[str, str | N
         "value_exact": exact,
         "exact_slots": "*i32" if layout.exact_tokens else None,
         "table_width": "i32",
-        "partial_acc": "*fp32",
+        "partial_acc": POINTERS[partial_dtype(query_dtype)],
         "partial_ml": "*fp32",
     }
 

@@ -15,7 +15,14 @@ from plugins.kv_attention.checks import check_attended, check_cache, check_index
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
 from plugins.kv_attention.kernels.variants import Variant
-from plugins.kv_attention.launch import INTERPRETED_PROGRAMS, as_bytes, compute_capability, scale_tensors, sm_count
+from plugins.kv_attention.launch import (
+    INTERPRETED_PROGRAMS,
+    as_bytes,
+    compute_capability,
+    partial_type,
+    scale_tensors,
+    sm_count,
+)
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
 
@@ -112,7 +119,7 @@ def context_partials(
     """Run context_partial: the attention of every split. Arguments and errors are those of context_attention.
 
     Returns:
-        partial_acc (X, Hq, S, D) and partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
+        partial_acc (X, Hq, S, D) in partial_type(query.dtype), partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
     """
     check_attended(layout, query, key_new, value_new, "X")
     tokens, q_heads, dim = query.shape
@@ -133,7 +140,7 @@ def context_partials(
     if splits is None:
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], _programs(query.device, variant.resident))
     parts = context_splits(splits)
-    partial_acc = query.new_empty((tokens, q_heads, parts, dim), dtype=torch.float32)
+    partial_acc = query.new_empty((tokens, q_heads, parts, dim), dtype=partial_type(query.dtype))
     partial_ml = query.new_empty((tokens, q_heads, parts, 2), dtype=torch.float32)
     exact = layout.exact_tokens > 0
     # Triton launches on the current device, which may differ from the device of the tensors.
@@ -164,7 +171,7 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
 
     Args:
         layout: Format of the cache.
-        partial_acc: (X, Hq, S, D) float32.
+        partial_acc: (X, Hq, S, D) float16 or float32.
         partial_ml: (X, Hq, S, 2) float32.
         dtype: Type of the output.
 

@@ -23,6 +23,7 @@ from plugins.kv_attention.kernels.variants import (
     Variant,
     append_variant,
     decode_variant,
+    partial_dtype,
     plan_grid,
     plan_variant,
     reduce_variant,
@@ -153,7 +154,8 @@ def decode_partials(
     """Run decode_partial: the attention of every part. Arguments and errors are those of decode_attention.
 
     Returns:
-        partial_acc (R, Hq, D) and partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has are not written.
+        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has
+        are not written.
     """
     check_attended(layout, query, key_new, value_new, "B")
     batch, q_heads, dim = query.shape
@@ -171,7 +173,7 @@ def decode_partials(
             scaling=scaling,
             sm=compute_capability(query.device),
         )
-    partial_acc = query.new_empty((rows + batch, q_heads, dim), dtype=torch.float32)
+    partial_acc = query.new_empty((rows + batch, q_heads, dim), dtype=partial_type(query.dtype))
     partial_ml = query.new_empty((rows + batch, q_heads, 2), dtype=torch.float32)
     arguments = (
         query.contiguous(),
@@ -205,11 +207,17 @@ def scale_tensors(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Ten
     return key, value, None
 
 
+def partial_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of partial means for queries of this type."""
+    kind: torch.dtype = getattr(torch, partial_dtype(str(dtype).removeprefix("torch.")))
+    return kind
+
+
 def reduce_partials(partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
     """Run decode_reduce: join the parts of decode_partials to the attention's output.
 
     Args:
-        partial_acc: (R, Hq, D) float32.
+        partial_acc: (R, Hq, D) float16 or float32.
         partial_ml: (R, Hq, 2) float32.
         plan: That of decode_partials.
         dtype: Type of the output.

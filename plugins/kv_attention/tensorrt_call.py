@@ -69,7 +69,14 @@ class Call:
 
     @property
     def compute(self) -> Compute:
-        """Type of the new keys."""
+        """Type of the new keys, or of the result that partial results are joined to; float32 for a work list."""
+        if "out_format" in self.attributes:
+            out: Compute = self.format("out_format")
+            if out not in COMPUTE:
+                raise ValueError(f"{self.node.plugin_id}: out_format must be that of {', '.join(COMPUTE)}, got {out}")
+            return out
+        if "key" not in self.tensors:
+            return "fp32"
         key_type = self.tensors["key"].dtype.name
         for name in COMPUTE:
             if DATA_TYPES[name] == key_type:
@@ -139,7 +146,6 @@ class Call:
             ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
         """
         layout = self.layout
-        compute: Compute = self.compute if "key" in self.tensors else "fp32"
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
         for name, minimum in (("programs", 1), ("splits", 1), ("sm", 80)):
@@ -148,7 +154,7 @@ class Call:
         if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:
             raise ValueError(f"{self.node.plugin_id}: scaling_bits must be those of a float32 above 0, got {self.scaling}")
         sizes: dict[str, int] = {}
-        for name, (dtype, spec) in input_specs(self.node, layout, compute, self.q_heads, self.splits).items():
+        for name, (dtype, spec) in input_specs(self.node, layout, self.compute, self.q_heads, self.splits).items():
             dims, tensor_type = self.dims(name), self.tensors[name].dtype.name
             if tensor_type != dtype:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""

@@ -7,10 +7,10 @@ sequence, S splits of their results, T rows of an append: all new tokens of all 
     kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
                         [, scales of values], page_table (B, P), lengths (B), work, sequences[, key_exact,
-                        value_exact (M, H, E, D), exact_slots (B)] -> partial_acc (R, Hq, D), partial_ml (R, Hq, 2) float32
+                        value_exact (M, H, E, D), exact_slots (B)] -> partial_acc (R, Hq, D), partial_ml (R, Hq, 2)
     kv::decode_reduce   partial_acc, partial_ml, sequences -> out (B, 1, Hq, D)
     kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
-                        -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2) float32, S = splits + 1
+                        -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
     kv::append          key, value (L, T, H, D), page_table (T, P), lengths (T)[, exact_slots], attended (A, X, Hq, D),
                         key_pool (L, N, H, 64, W)[, scales], value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)];
@@ -20,6 +20,7 @@ The append writes in place: whoever runs a network binds each of its outputs to 
 TensorRT is not told (tensorrt_plugin.py says why), so `attended`, what the last attention of the step returned, orders the
 two: the append overwrites exact slots that every attention of its step reads.
 
+partial_ml is float32, and so is partial_acc of float32 queries; that of float16 and bfloat16 ones is float16.
 Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
 `value_scale` (1, 1, 1, 1) and `value_scale_pool` (N, H, 64, g) float8. Inputs have the
 names and shapes of the inputs of the ONNX graphs' local function kv.PagedAttention, whose node decode_partial and
@@ -68,6 +69,9 @@ DATA_TYPES: dict[Dtype | Compute, str] = {
     "int4": "INT8",
     "nvfp4": "INT8",
 }
+
+PARTIAL_TYPES: dict[Compute, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "HALF"}
+"""Names of the trt.DataType of partial_acc, by the type of the queries."""
 
 _CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
 ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
@@ -151,7 +155,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
     Args:
         node: The operation.
         layout: Format of the cache.
-        compute: Type of queries, keys and values.
+        compute: Type of queries, keys and values, and of the result.
         q_heads: Hq.
         splits: S.
     """
@@ -165,13 +169,13 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         "exact_slots": ("INT32", ("B",)),
         "work": ("INT32", ("Y", 5)),
         "sequences": ("INT32", ("B", 4)),
-        "partial_acc": ("FLOAT", ("R", q_heads, dim)),
+        "partial_acc": (PARTIAL_TYPES[compute], ("R", q_heads, dim)),
         "partial_ml": ("FLOAT", ("R", q_heads, 2)),
     }
     if node.operation.startswith("context"):
         specs |= {
             "query": (activation, ("B", "X", q_heads, dim)),
-            "partial_acc": ("FLOAT", ("B", "X", q_heads, splits, dim)),
+            "partial_acc": (PARTIAL_TYPES[compute], ("B", "X", q_heads, splits, dim)),
             "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
         }
     layers: tuple[int | str, ...] = ()

@@ -37,7 +37,7 @@ from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import COMPUTE, Call
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Node, all_nodes
+from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
 
 MINIMUM, BEYOND = (10, 14), (12, 0)
 """First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
@@ -82,7 +82,7 @@ def output_descriptors(call: Call) -> Any:
         return _context_descriptors(call, number)
     batch, heads, _, dim = shape
     parts = tensors["work"].shape_expr[0] + batch
-    return tuple(trtp.from_shape_expr((parts, heads, last), trt.DataType.FLOAT) for last in (dim, number(2)))
+    return _partials(call, (parts, heads), dim, number)
 
 
 def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
@@ -93,7 +93,13 @@ def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
         out_type = DATA_TYPES[call.format("out_format")]
         return trtp.from_shape_expr((batch, tokens, heads, dims[4]), getattr(trt.DataType, out_type))
     parts = number(context_splits(call.attributes["splits"]))
-    return tuple(trtp.from_shape_expr((batch, tokens, heads, parts, last), trt.DataType.FLOAT) for last in (dims[3], number(2)))
+    return _partials(call, (batch, tokens, heads, parts), dims[3], number)
+
+
+def _partials(call: Call, rows: tuple[Any, ...], dim: Any, number: Callable[[int], Any]) -> Any:
+    """The descriptors of partial_acc and partial_ml, of so many rows."""
+    means = trtp.from_shape_expr((*rows, dim), getattr(trt.DataType, PARTIAL_TYPES[call.compute]))
+    return means, trtp.from_shape_expr((*rows, number(2)), trt.DataType.FLOAT)
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:

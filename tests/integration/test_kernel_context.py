@@ -62,6 +62,8 @@ class Chunk:
         scaling = layout.head_dim**-0.5 if scaling is None else scaling
         partial_acc, partial_ml = context.context_partials(layout, **self.arguments, scaling=scaling, splits=splits)
         assert partial_acc.shape == (*self.query.shape[:2], splits + 1, layout.head_dim)
+        assert partial_acc.dtype == (torch.float32 if self.case.dtype == torch.float32 else torch.float16)
+        assert partial_ml.dtype == torch.float32
         maximum, weight = partial_ml.unbind(-1)
         assert not maximum.isnan().any()
         assert weight.isfinite().all()
@@ -117,6 +119,23 @@ def test_long_histories_are_split_and_splits_of_none_join() -> None:
 def test_a_chunk_of_several_blocks_is_causal() -> None:
     """9 tokens of 16 heads are more rows than a block has columns, and the last block is not full."""
     chunk_of("int8 token", "int4 64", 1, 64, [40, 3], [9, 2], group=16).check(1)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1.1), (torch.bfloat16, 0.15)], ids=["float16", "bfloat16"])
+def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
+    dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float16 output has as much of either, and chance decides which is the larger by some hundredths."""
+    chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 128, [700], [2], group=8, dtype=dtype)
+    layout, arguments = chunk.case.layout, chunk.arguments
+    halves = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
+    monkeypatch.setattr(context, "partial_type", lambda _: torch.float32)
+    singles = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
+    assert halves[0].dtype == torch.float16
+    assert singles[0].dtype == torch.float32
+    joined, without = (context.join_partials(layout, *part, torch.float32).cpu() for part in (halves, singles))
+    expected = chunk.expected(0.01)
+    assert (joined - without).norm() <= limit * (expected.to(dtype).float() - expected).norm()
 
 
 def test_one_token_of_each_sequence_is_a_decode_step() -> None:

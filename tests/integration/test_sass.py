@@ -129,6 +129,7 @@ def test_the_warps_of_a_program_wait_for_each_other_at_a_barrier() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
+SASS = json.loads((ROOT / "benchmarks" / "results" / "sass.json").read_text(encoding="utf-8"))
 MATRIX = json.loads((ROOT / "benchmarks" / "results" / "compile_matrix.json").read_text(encoding="utf-8"))["results"]
 NAMES = {
     "fp8k_int4v": "fp8 keys, int4 values",
@@ -141,7 +142,9 @@ NAMES = {
 
 
 def test_the_recorded_matrix_is_whole_and_nothing_in_it_spills() -> None:
-    assert len(MATRIX) == 2 * 4 * 4 * len(NAMES)
+    kernels = {"decode", "plan", "reduce", "append", "context chunk", "context drafts", "context_reduce"}
+    assert {row["kernel"] for row in MATRIX} == kernels
+    assert len(MATRIX) == 2 * 4 * len(kernels) * len(NAMES)
     assert {row["triton"] for row in MATRIX} == {"3.6.0", "3.7.1"}
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 48 * 1024 for row in MATRIX)
 
@@ -155,4 +158,21 @@ def test_the_readme_shows_the_recorded_matrix(policy: str, triton: str) -> None:
         if (row["triton"], row["kernel"], row["policy"]) == (triton, "decode", policy)
     }
     line = f"| {NAMES[policy]} | {triton} | {' | '.join(cells[sm] for sm in (80, 89, 90, 100))} |"
+    assert line in (ROOT / "plugins" / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_the_readme_shows_what_is_recorded_of_the_context_kernel(policy: str) -> None:
+    chunk, drafts = (
+        next(row for row in SASS["context"] if (row["policy"], row["head_dim"], row["work"]) == (policy, 128, work))
+        for work in ("chunk", "drafts")
+    )
+    assert chunk["spills"] == drafts["spills"] == 0
+    cells = [
+        *(str(chunk["registers"]), f"{chunk['shared_bytes'] / 1024:.0f}"),
+        *(f"{chunk['cycles_by_pipe'][pipe]:.1f}" for pipe in ("issue", "tensor", "shared")),
+        *(str(chunk["pipes_tflop_per_s"]), str(drafts["registers"]), f"{drafts['shared_bytes'] / 1024:.0f}"),
+        *(f"{drafts['ceiling_tb_per_s'][latency]:.1f}" for latency in ("1000", "1300")),
+    ]
+    line = f"| {NAMES[policy]} | {' | '.join(cells)} |"
     assert line in (ROOT / "plugins" / "README.md").read_text(encoding="utf-8").splitlines()

@@ -208,7 +208,8 @@ def test_the_attention_is_launched_for_every_head_and_row_of_the_work_list(name:
     assert node.plugin_id == f"kv::decode_partial{case.suffix}"
     plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
     dims = (case.parts, triple(case.q_heads))
-    assert plan.outputs == [("FLOAT", (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
+    means = "FLOAT" if case.compute == "fp32" else "HALF"
+    assert plan.outputs == [(means, (*dims, triple(case.layout.head_dim))), ("FLOAT", (*dims, triple(2)))]
     assert plan.aliases == {}
     assert plan.grid == (triple(case.layout.kv_heads), case.rows, triple(1))
     check_kernel(plan, node, case, [triple(case.sizes["P"])])
@@ -233,7 +234,7 @@ def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
     fixed = tuple(map(triple, (case.q_heads, case.programs + 1)))
     assert plan.outputs == [
-        ("FLOAT", (batch, tokens, *fixed, triple(case.layout.head_dim))),
+        ("FLOAT" if case.compute == "fp32" else "HALF", (batch, tokens, *fixed, triple(case.layout.head_dim))),
         ("FLOAT", (batch, tokens, *fixed, triple(2))),
     ]
     dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
@@ -368,6 +369,16 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], mess
     node = node_of("decode_partial", case.layout)
     with pytest.raises(ValueError, match=message):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
+
+
+@pytest.mark.parametrize("node", [REDUCE, CONTEXT_REDUCE], ids=lambda node: node.name)
+def test_partial_results_are_joined_to_the_type_of_the_queries_that_they_are_of(node: Node, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
+    with pytest.raises(ValueError, match=f"kv::{node.name}: out_format must be that of fp32, fp16, bf16, got int8"):
+        build(reduce_attributes(case.compute, case.sm) | {"out_format": 2})
+    with pytest.raises(ValueError, match="partial_acc must be FLOAT, got HALF"):
+        build(reduce_attributes("fp32", case.sm))
 
 
 def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:

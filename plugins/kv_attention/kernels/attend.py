@@ -8,7 +8,7 @@ import triton.language as tl
 
 from plugins.kv_attention.kernels.codes import decode, streams_of
 from plugins.kv_attention.kernels.tiles import (
-    channels,
+    by_channel,
     decode_values,
     load_rows,
     load_scales,
@@ -20,6 +20,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(15.0)
 P_MAX = tl.constexpr(32768.0)
 """2^HEADROOM: the weight of the largest score."""
+HALF_MAX = tl.constexpr(65504.0)
+"""The largest float16."""
 MIN_SCALE_BITS = tl.constexpr(0x38800000)
 """Bits of 2^-14 as float32, the smallest stored scale."""
 
@@ -129,14 +131,24 @@ def store(
     partial_acc, partial_ml, row, rows, m, l, unit, sums,
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a part. row (N): number of the (part, query head); rows (N): query heads that exist."""
+    """Store the results of a part: its means of the values, m and l. row (N): number of the (part, query head); rows (N): query
+    heads that exist.
+
+    A mean is no larger than the largest value, so that float16 holds it where the cache's values are of its range; a larger
+    one becomes the largest float16. Infinity and NaN stay what they are.
+    """
     STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
+    per_weight = unit / tl.where(l == 0.0, 1.0, l)
     for c in tl.static_range(CHUNKS):
         for s in tl.static_range(STREAMS):
-            d = s * (D // STREAMS) + c * C + channels(VALUE, C)
+            d = s * (D // STREAMS) + c * C + tl.arange(0, C)
             mask = tl.broadcast_to(rows[None, :], (C, N))
-            tl.store(partial_acc + row[None, :] * D + d[:, None], sums[c * STREAMS + s] * unit, mask=mask)
+            means = sums[c * STREAMS + s] * per_weight[None, :]
+            if partial_acc.dtype.element_ty == tl.float16:
+                means = tl.where(tl.abs(means) < float("inf"), tl.clamp(means, -HALF_MAX, HALF_MAX), means)
+            means = by_channel(means.to(partial_acc.dtype.element_ty), N, VALUE, C)
+            tl.store(partial_acc + row[None, :] * D + d[:, None], means, mask=mask)
     tl.store(partial_ml + row * 2, m, mask=rows)
     tl.store(partial_ml + row * 2 + 1, l, mask=rows)
 

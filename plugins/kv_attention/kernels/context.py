@@ -35,7 +35,7 @@ SEARCHED = tl.constexpr(128)
 LOWEST = tl.constexpr(-3e38)
 """Below all scores."""
 SPLIT_TOKENS = tl.constexpr(512)
-"""Tokens of a split at least: writing and reading its sums of 64 columns takes as much traffic as some 300 of them."""
+"""Tokens of a split at least: writing and reading its means of 64 columns takes as much traffic as some 170 of them."""
 
 
 @triton.jit
@@ -185,7 +185,8 @@ def context_partial(
         key_exact, value_exact: (buffers, H, E, D) float16, as of `lengths`.
         exact_slots: (B) int32, exact buffer of each sequence.
         sequences: B.
-        partial_acc: Output (X, Hq, S, D) float32, sums of weighted values; those of an empty split are not written.
+        partial_acc: Output (X, Hq, S, D) float16 or float32, means of the values by their weights; those of an empty split
+            are not written.
         partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
     """
@@ -209,7 +210,7 @@ def context_partial(
     low = FIRST + tl.minimum(split * each, tiles)
     high = FIRST + tl.minimum((split + 1) * each, tiles)
     if (low == high) & (split != splits):
-        # This split is empty: its sums are not read, since m says so.
+        # This split is empty: its means are not read, since m says so.
         tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
         tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
         return
@@ -247,7 +248,7 @@ def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK:
     """Join the splits of one new token's query head. Grid (X * Hq).
 
     Args:
-        partial_acc: (X, Hq, S, D) float32, sums of weighted values; those of empty splits are not read.
+        partial_acc: (X, Hq, S, D) float16 or float32, means of the values; those of empty splits are not read.
         partial_ml: (X, Hq, S, 2) float32, m and l.
         splits: S.
         out: (X, Hq, D).
@@ -265,7 +266,8 @@ def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK:
     for split in range(0, splits):
         scale = tl.load(partial_ml + (first + split) * 2)
         if scale > float("-inf"):
-            acc += tl.load(partial_acc + (first + split) * D + d) * tl.math.exp2(scale - largest)
+            weight = tl.load(partial_ml + (first + split) * 2 + 1) * tl.math.exp2(scale - largest)
+            acc += tl.load(partial_acc + (first + split) * D + d).to(tl.float32) * weight
     acc /= total
     if ROUND:
         bits = acc.to(tl.int32, bitcast=True)

@@ -180,8 +180,9 @@ def decode_partial(
         work, sequences: (Y, 5) and (B, 4) int32, as plan_work writes them.
         key_exact, value_exact: (buffers, H, E, D) float16.
         exact_slots: (B) int32, exact buffer of each sequence.
-        partial_acc: Output (R, Hq, D) float32, sums of weighted values; those of numbers without a part are not written.
-        partial_ml: Output (R, Hq, 2) float32, m and l; -inf and 0 of a part without tokens.
+        partial_acc: Output (R, Hq, D) float16 or float32, means of the values by their weights; those of numbers
+            without a part are not written.
+        partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
     h = tl.program_id(0)
     work += tl.program_id(1) * 5

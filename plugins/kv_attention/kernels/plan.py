@@ -47,10 +47,9 @@ def plan_work(
     total = 0
     for first in tl.range(0, batch, BLOCK):
         total += tl.sum(_pages(lengths, first + tl.arange(0, BLOCK), batch, SINK, RECENT), 0)
-    # A part is written and read again. Two pages at least, and four rather than three, keep that below a fifth of the traffic
-    # of its pages, for 4 query heads of a KV head and for 8.
+    # A part is written and read again. With two pages at least that is below a fifth of the traffic of its pages, up to 8 query
+    # heads of a KV head; with one it is a third.
     share = tl.maximum(tl.cdiv(total, programs), 2)
-    share = tl.where(share == 3, 4, share)
 
     program = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     low = program * share

@@ -15,7 +15,7 @@ def decode_reduce(partial_acc, partial_ml, sequences, out, HQ: tl.constexpr, D: 
     """Join the parts of one sequence and query head. Grid (Hq, B).
 
     Args:
-        partial_acc: (R, Hq, D) float32, sums of weighted values.
+        partial_acc: (R, Hq, D) float16 or float32, means of the values; 0 of a part without tokens.
         partial_ml: (R, Hq, 2) float32, m and l; a part without tokens has l = 0 and m = -inf.
         sequences: (B, 4) int32, as plan_work writes it.
         out: (B, Hq, D).
@@ -35,13 +35,14 @@ def decode_reduce(partial_acc, partial_ml, sequences, out, HQ: tl.constexpr, D: 
         some = part < parts
         part_m = tl.load(partial_ml + row * 2, mask=some, other=float("-inf"))
         part_l = tl.load(partial_ml + row * 2 + 1, mask=some, other=0.0)
-        sums = tl.load(partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(some[:, None], (CHUNK, D)), other=0.0)
+        means = tl.load(partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(some[:, None], (CHUNK, D)), other=0.0)
         # It is finite: the first part has the current token.
         largest = tl.maximum(m, tl.max(part_m, 0))
         decay = tl.math.exp2(m - largest)
         weight = tl.math.exp2(part_m - largest)
-        l = l * decay + tl.sum(part_l * weight, 0)
-        acc = acc * decay + tl.sum(sums * weight[:, None], 0)
+        weight *= part_l
+        l = l * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(means.to(tl.float32) * weight[:, None], 0)
         m = largest
     acc /= l
     if ROUND:

@@ -171,3 +171,11 @@ def channels(VALUE: tl.constexpr, C: tl.constexpr):
         word = (c // 16) % (C // 32) * 8 + c % 8
         channel = word * 4 + c // (C // 2) * 2 + c // 8 % 2
     return channel
+
+
+@triton.jit
+def by_channel(rows, N: tl.constexpr, VALUE: tl.constexpr, C: tl.constexpr):
+    """Sort rows (C, N), whose order is that of `channels`, by channel. A thread then stores 16 bytes at a time."""
+    if VALUE != "fp16" and VALUE != "bf16":
+        rows = tl.reshape(tl.permute(tl.reshape(rows, (2, C // 32, 2, 8, N)), (1, 3, 0, 2, 4)), (C, N))
+    return rows

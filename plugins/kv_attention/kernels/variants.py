@@ -173,6 +173,11 @@ def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
     return batch + programs if exact else programs
 
 
+def partial_dtype(query_dtype: str) -> str:
+    """Return torch's name of the type of partial means, which are of float16 where queries have 16 bits."""
+    return "float32" if query_dtype == "float32" else "float16"
+
+
 def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | None) -> Variant:
     """Return the variant of decode_reduce.
 
