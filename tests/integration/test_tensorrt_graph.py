@@ -436,6 +436,7 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     record, _, _ = open_bundle(out, "tensorrt")
     assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2", "append.group0": "c3"}
     assert record.native == {"1": INT4_KEYS}
+    assert record.stored == ((0,),)
     assert record.built_for.compute_capabilities == ["8.9"]
     assert "decode_partial_kstatic_vdynamic_exact" in operators["decode.onnx"]
     assert "context_partial_kstatic_vdynamic_exact" in operators["prefill.onnx"]

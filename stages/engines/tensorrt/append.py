@@ -10,7 +10,6 @@ in its stack.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +23,11 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.graph import NUMPY_FLOATS, cache_arithmetic
 from stages.engines.onnx.surgery import INT32, NOT_FINITE, Dims
-from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
+from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.extents import MOST_ELEMENTS
 from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.stored import APPENDED, PAGES, POSITIONS, SLOTS, appended, of_group
 from stages.engines.tensorrt.surgery import plugin_node
-
-POSITIONS, PAGES, SLOTS = "append_positions", "append_pages", "append_slots"
-"""Inputs (B, S) int32: where a token goes in its sequence, -1 in padding; the page of that position; the exact buffer m of its
-sequence, or -1 - m of a token that is none of the newest."""
-
-APPENDED = "appended_positions"
-"""Output (B, S) int32: POSITIONS, or -1 everywhere in a step that stored nothing."""
 
 ATTENTION: dict[Mode, tuple[Layered, str]] = {
     "decode": ("decode_partial", "decode_reduce"),
@@ -53,12 +46,7 @@ class Group:
 
     def array(self, name: str) -> str:
         """Return the input in which an array of all of its layers lies."""
-        return f"{name}.group{self.number}"
-
-
-def appended(array: str) -> str:
-    """Return the output that is written into this input."""
-    return f"appended_{array}"
+        return of_group(name, self.number)
 
 
 def append_groups(layers: KernelLayers, limits: Limits) -> list[Group]:
@@ -75,13 +63,6 @@ def append_groups(layers: KernelLayers, limits: Limits) -> list[Group]:
         most = max(1, MOST_ELEMENTS // max(math.prod(shape) for _, shape in arrays.values()))
         parts += [(layout, members[first : first + most]) for first in range(0, len(members), most)]
     return [Group(number, *part) for number, part in enumerate(sorted(parts, key=lambda part: part[1]))]
-
-
-def stored_groups(outputs: Sequence[str], limits: Limits, info: ModelInfo) -> list[Group]:
-    """Return the groups that a plan with these outputs stores itself."""
-    if APPENDED not in outputs:
-        return []
-    return append_groups(choose_layers(limits.policy, info.shape, info.q_heads), limits)
 
 
 def use_append(model: onnx.ModelProto, info: ModelInfo, limits: Limits, layers: KernelLayers, mode: Mode, *, sm: int) -> None:

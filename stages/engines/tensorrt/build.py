@@ -39,6 +39,8 @@ class PlanGraphs:
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
+    stored: tuple[tuple[int, ...], ...] = ()
+    """Layers whose tokens the graphs store themselves, by the append that does."""
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], ModelInfo, Limits], AbstractContextManager[PlanGraphs]]
@@ -123,6 +125,7 @@ def build_bundle(
         twin=files_digest(tree_files(onnx_bundle)),
         plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
+        stored=adapted.stored,
         model=described.model,
         weights=weights,
         max_batch=max_batch,

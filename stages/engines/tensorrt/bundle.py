@@ -30,6 +30,8 @@ class PlanRecord(BundleRecord):
     """Plugin node -> sha256 of its kernel's PTX, which is inside the plans."""
     native: dict[str, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
+    stored: tuple[tuple[int, ...], ...] = ()
+    """Layers whose tokens the plans store themselves, by the append that does; those of others are copied after a plan."""
     model: ModelInfo
     weights: list[Weight]
     """Inputs of both plans, of which `weights.bin` has the values."""

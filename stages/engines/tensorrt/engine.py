@@ -16,7 +16,6 @@ from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
-from stages.engines.tensorrt.append import stored_groups
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.device import CudaDevice, Device
 from stages.engines.tensorrt.library import Library, Name, load
@@ -99,8 +98,7 @@ class PlanEngine(PagedEngine):
         with device.running():
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
-                groups = stored_groups(list(sessions["decode"].outputs), limits, bundle.model)
-                pool = TorchPool(limits, bundle.model.shape, device.torch_device, groups)
+                pool = TorchPool(limits, bundle.model.shape, device.torch_device, bundle.stored)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.model.shape, activations) from error

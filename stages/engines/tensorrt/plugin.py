@@ -134,8 +134,10 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, model in models.items():
         onnx.save(model, written[mode])
-    kernels = kernel_digests(models["decode"], layers.layouts, info) | append_digests(append_groups(layers, limits), info, sm)
-    return PlanGraphs(written, _reasons(layers), kernels | context_digests(models["prefill"], layers.layouts, info))
+    groups = append_groups(layers, limits)
+    kernels = kernel_digests(models["decode"], layers.layouts, info) | append_digests(groups, info, sm)
+    kernels |= context_digests(models["prefill"], layers.layouts, info)
+    return PlanGraphs(written, _reasons(layers), kernels, tuple(tuple(group.layers) for group in groups))
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:

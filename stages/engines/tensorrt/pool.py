@@ -23,9 +23,9 @@ from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
-from stages.engines.tensorrt.append import APPENDED, PAGES, POSITIONS, SLOTS, Group, appended
 from stages.engines.tensorrt.session import Step
 from stages.engines.tensorrt.shapes import Limits, stack_rows
+from stages.engines.tensorrt.stored import APPENDED, PAGES, POSITIONS, SLOTS, appended, of_group
 
 STORAGE = {
     "float16": torch.float16,
@@ -44,17 +44,17 @@ class Stack:
     tensor: torch.Tensor
     """(l, N, H, 64 or exact slots, W), with N as stack_rows has it."""
     allocator: PageAllocator
-    group: Group | None
-    """The layers whose tokens the plan stores; None where they are stored after it."""
+    group: int | None
+    """The group of layers whose tokens the plan stores; None where they are stored after it."""
 
 
 class TorchPool(PagedPool):
     """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
 
-    def __init__(self, limits: Limits, shape: KVShape, device: torch.device, groups: Sequence[Group] = ()) -> None:
-        """`groups`: the layers whose tokens the plans store themselves."""
+    def __init__(self, limits: Limits, shape: KVShape, device: torch.device, groups: Sequence[Sequence[int]] = ()) -> None:
+        """`groups`: the layers whose tokens the plans store themselves, by the append that does."""
         self.limits, self.device = limits, device
-        self._groups = {layer: group for group in groups for layer in group.layers}
+        self._groups = {layer: number for number, layers in enumerate(groups) for layer in layers}
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
         """The canary's factors (l, H, 1) on what is written, by the first name of a stack."""
@@ -120,11 +120,8 @@ class TorchPool(PagedPool):
         for name, array in self.tensors.items():
             if self._allocators[name] is allocator:
                 array_name, _, layer = name.partition(".")
-                group = self._groups.get(int(layer))
-                key = (None if group is None else group.number, array_name, array.dtype, array.shape[1:])
-                stacks.setdefault(key, []).append(name)
-        for (_, _, dtype, shape), names in stacks.items():
-            group = self._groups.get(int(names[0].partition(".")[2]))
+                stacks.setdefault((self._groups.get(int(layer)), array_name, array.dtype, array.shape[1:]), []).append(name)
+        for (group, _, dtype, shape), names in stacks.items():
             tensor = stacked(len(names), (stack_rows(capacity), *shape), dtype, self.device)
             assert group is None or tensor.is_contiguous(), f"the append writes {names} as one tensor"
             self.stacks.append(Stack(names, tensor, allocator, group))
@@ -134,7 +131,7 @@ class TorchPool(PagedPool):
     def bindings(self) -> dict[str, torch.Tensor]:
         """The inputs and outputs of the plans' appends, which are the same memory."""
         stacks = {
-            stack.group.array(stack.names[0].partition(".")[0]): stack.tensor
+            of_group(stack.names[0].partition(".")[0], stack.group): stack.tensor
             for stack in self.stacks
             if stack.group is not None
         }

@@ -18,10 +18,10 @@ import torch
 from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
-from stages.engines.tensorrt.append import PAGES, SLOTS
 from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
+from stages.engines.tensorrt.stored import PAGES, SLOTS
 
 DTYPES = {
     "FLOAT": torch.float32,
