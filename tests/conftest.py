@@ -39,7 +39,6 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector, which walks all of it again and again, need not look at it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
