@@ -1,5 +1,6 @@
 """Fixtures that more than one test module uses."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from bad_input.case import Commands
+from yaml_once import parse_yaml_once
 
 if TYPE_CHECKING:
     from main_path import Swept
@@ -18,6 +20,7 @@ os.environ.pop("COLUMNS", None)
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+parse_yaml_once()
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector, which walks all of it again and again, need not look at it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
@@ -59,9 +69,9 @@ def vllm_python() -> str:
     return str(python)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
-    """The process that runs the command lines of tests of bad input."""
+    """The process that runs command lines in forks."""
     with Commands() as commands:
         yield commands
 

@@ -170,6 +170,7 @@ def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledK
     """Compile append for any number of layers and sequences: grid (ceil(H / R), B, L), R = append_variant(...).constants["R"].
 
     Tensors written in place are passed twice, as TensorRT does: as the inputs `*_in`, which are not read, and as the outputs.
+    Nor is `attended` read, what the step's last attention returned, of the type of the new keys.
     The int32 extras are `pages` and `table_width`, the second dimensions of the pools and of page_table, and, with exact
     tokens, `buffers`, the second dimension of the exact buffers.
 
@@ -189,6 +190,7 @@ def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledK
         "page_table": "*i32",
         "lengths": "*i32",
         "exact_slots": "*i32" if exact else None,
+        "attended": POINTERS[new_dtype],
         "key_scale": "*fp32" if layout.key.has_static_scales else None,
         "value_scale": "*fp32" if layout.value.has_static_scales else None,
         "pages": "i32",

@@ -278,6 +278,7 @@ def append(
             page_table,
             lengths,
             exact_slots if exact else None,
+            attended=None,
             key_scale=cache.get("key_scale"),
             value_scale=cache.get("value_scale"),
             pages=cache["key_pool"].shape[1],

@@ -2,7 +2,7 @@
 
 Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
 E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens of each
-sequence, S splits of their results.
+sequence, S splits of their results, T rows of an append: all new tokens of all A sequences.
 
     kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
@@ -12,9 +12,13 @@ sequence, S splits of their results.
     kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
                         -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
-    kv::append          key, value (L, B, H, D), page_table, lengths[, exact_slots], key_pool (L, N, H, 64, W)[, scales],
-                        value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)]; static scales are (L, 1 or H)
-                        -> the pools, scale pools and exact buffers, each aliased to its input
+    kv::append          key, value (L, T, H, D), page_table (T, P), lengths (T)[, exact_slots], attended (A, X, Hq, D),
+                        key_pool (L, N, H, 64, W)[, scales], value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)];
+                        static scales are (L, 1 or H) -> the pools, scale pools and exact buffers, in the memory of the inputs
+
+The append writes in place: whoever runs a network binds each of its outputs to the address of the input of that name.
+TensorRT is not told (tensorrt_plugin.py says why), so `attended`, what the last attention of the step returned, orders the
+two: the append overwrites exact slots that every attention of its step reads.
 
 partial_ml is float32, and so is partial_acc of float32 queries; that of float16 and bfloat16 ones is float16.
 Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
@@ -25,7 +29,7 @@ decode_reduce replace. Their order is the order of the kernels' parameters, beca
 A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes each of them to its kernel. Which tensors
 exist depends on the layout. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
 `kv::append_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give kernels
-parameters that they do not have, and appends outputs that alias no input.
+parameters that they do not have, and appends outputs that are no tensor of the cache.
 """
 
 import struct
@@ -139,7 +143,7 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
         outputs = ["partial_acc", "partial_ml"]
     else:
         cache = ["key_pool", *scales["key"], "value_pool", *scales["value"], *buffers]
-        inputs = [*sides, *tables, *slots, *cache]
+        inputs = [*sides, *tables, *slots, "attended", *cache]
         outputs = [name for name in cache if name not in ("key_scale", "value_scale")]
     suffix = [f"{name[0]}{kind}" for name, kind in sides.items() if kind != "none"] + (["exact"] if exact else [])
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), tuple(outputs))
@@ -174,13 +178,17 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
             "partial_acc": (PARTIAL_TYPES[compute], ("B", "X", q_heads, splits, dim)),
             "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
         }
-    layers: tuple[int | str, ...] = ("L",) if node.operation == "append" else ()
+    layers: tuple[int | str, ...] = ()
+    if node.operation == "append":
+        layers = ("L",)
+        rows_of = {"page_table": ("T", "P"), "lengths": ("T",), "exact_slots": ("T",)}
+        specs |= {name: ("INT32", dims) for name, dims in rows_of.items()} | {"attended": (activation, ("A", "X", "Q", dim))}
     several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
     rows = (*layers, "N", heads, PAGE_TOKENS)
     for name, side in sides.items():
         scales = heads if side.granularity == "per_head" else 1
         specs |= {
-            name: (activation, ("L", "B", heads, dim) if layers else several),
+            name: (activation, ("L", "T", heads, dim) if layers else several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
             f"{name}_scale_pool": ("FP8" if side.in_blocks else "HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),

@@ -12,10 +12,11 @@ The built engine contains the PTX. It needs neither Python nor a plugin library 
 Networks must be strongly typed. Heads, head_dim and exact slots are fixed; sequences, pages, exact buffers and layers
 may vary within a profile, since the kernels take them as integers or from the grid.
 
-The append writes in place. That needs PreviewFeature.ALIASED_PLUGIN_IO_10_03, and each output bound to its input's address.
-It must run after every decode_partial of its step, since decode_partial reads the exact slots that the append overwrites. If
-an engine cannot guarantee that order, launch the same kernel after the engine (plugins/kv_attention/launch.py): the page
-format is the same.
+The append writes in place: each of its outputs must be bound to the address of its input, as network output and input. It does
+not declare that (TensorDesc.aliased, PreviewFeature.ALIASED_PLUGIN_IO_10_03). For what is declared TensorRT may insert copies
+of a whole pool, since attention reads the same memory, and TensorRT-Edge-LLM's plugins leave it undeclared because Myelin keeps
+such copies or rejects the engine; a kernel is also passed one pointer, not two, for a declared pair. Undeclared, TensorRT knows
+of no order between reading a pool and writing it, so the append takes what the step's last attention returned as an input.
 """
 
 import inspect
@@ -62,7 +63,7 @@ def output_descriptors(call: Call) -> Any:
     if known:
         call.check()
     if call.node.operation == "append":
-        return tuple(tensors[name].aliased() for name in call.node.outputs)
+        return tuple(tensors[name].like() for name in call.node.outputs)
 
     def number(value: int) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.

@@ -94,7 +94,7 @@ class GpuBench:
             raise CheckFailure(f"the plan does not load without the plugin: {reason}")
         return result.stdout.strip()
 
-    def engine(self, *, cuda_graphs: bool) -> Engine:
+    def engine(self, *, cuda_graphs: bool) -> PlanEngine:
         return load_engine(self.bundle, library="tensorrt", cuda_graphs=cuda_graphs)
 
     def oracle(self) -> Engine:
@@ -126,10 +126,11 @@ class GpuBench:
         pages, window_pages = limits.sequence_pages, max(1, limits.sequence_window_pages)
         most = {"B": limits.max_batch, "S": 1, "P": pages, "Y": window_pages}
         with session.device.running():  # The zeros are written before the first run, which is on that stream.
-            tensors = session.bound | {
+            tensors = session.bound | session.written
+            tensors |= {
                 name: session.tensor(tensor, most)
                 for name, tensor in (session.inputs | session.outputs).items()
-                if name not in session.bound
+                if name not in tensors
             }
         for name, tensor in tensors.items():
             session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")

@@ -71,6 +71,8 @@ def append_in_place(
 ) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.generic]]]:
     """Append two tokens with the plugin, each array bound to one address as input and as output, and with the reference.
 
+    TensorRT is told nothing of that, as in the plans.
+
     Args:
         library: TensorRT.
         layout: The cache's arrays.
@@ -80,7 +82,7 @@ def append_in_place(
         The cache's arrays by name, as the plugin wrote them and as the reference did.
     """
     trt, node = library.trt, node_of("append", layout)
-    sizes = {"L": 1, "B": 2, "N": 4, "P": 2, "M": 2}
+    sizes = {"L": 1, "T": 2, "N": 4, "P": 2, "M": 2, "A": 2, "X": 1, "Q": 1}
     specs = input_specs(node, layout, "fp16", layout.kv_heads)
     torch.manual_seed(0)
     host = {
@@ -103,8 +105,7 @@ def append_in_place(
     layer = network.add_plugin(operation, aot=True)
     for position, name in enumerate(node.outputs):
         _mark(network, layer.get_output(position), f"out_{name}")
-    aliases = {f"out_{name}": device[name] for name in node.outputs}
-    _run(library, builder, network, device | aliases, aliased=True)
+    _run(library, builder, network, device | {f"out_{name}": device[name] for name in node.outputs})
 
     fp8 = {name for name in node.outputs if specs[name][0] == "FP8"}
     cache = {name: host[name].view(torch.float8_e4m3fn) if name in fp8 else host[name] for name in host}
@@ -112,7 +113,7 @@ def append_in_place(
         layout,
         host["key"][0],
         host["value"][0],
-        {name: tensor[0] for name, tensor in cache.items() if name not in ("page_table", "lengths", "exact_slots")},
+        {name: tensor[0] for name, tensor in cache.items() if name not in ("page_table", "lengths", "exact_slots", "attended")},
         page_table=host["page_table"],
         lengths=host["lengths"],
         exact_slots=host.get("exact_slots"),
@@ -165,13 +166,10 @@ def _mark(network: Any, tensor: Any, name: str) -> None:
     network.mark_output(tensor)
 
 
-def _run(library: Library, builder: Any, network: Any, tensors: dict[str, torch.Tensor], *, aliased: bool = False) -> None:
+def _run(library: Library, builder: Any, network: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Build the network and run it once on the tensors, bound by name; RuntimeError with the reason if TensorRT refuses."""
     trt = library.trt
-    config = builder.create_builder_config()
-    if aliased:
-        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-    plan = builder.build_serialized_network(network, config)
+    plan = builder.build_serialized_network(network, builder.create_builder_config())
     if plan is None:
         raise RuntimeError(f"TensorRT does not build it: {'; '.join(library.take_errors())}")
     runtime = trt.Runtime(library.log)

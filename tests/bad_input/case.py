@@ -70,7 +70,7 @@ class Commands:
     """The process that runs command lines (`bad_input.forks`)."""
 
     def __enter__(self) -> Self:
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")])
         kept = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bad_input.forks"],
@@ -93,6 +93,7 @@ class Commands:
             "unprivileged": case.unprivileged,
             "file_bytes": case.file_bytes,
             "begins": case.begins or case.loads_model,
+            "limited": True,
             "seconds": seconds,
         }
         assert self._process.stdin is not None

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from yaml_once import parse_yaml_once
+
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
@@ -55,6 +57,7 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT), number)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - pytest's own is another file
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         modules = os.open(scratch / "modules", os.O_WRONLY | os.O_CREAT)
         os.chdir(request["directory"])
@@ -63,7 +66,8 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
         if request["file_bytes"] is not None:  # a write beyond it fails with EFBIG, as on a disk that is full
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        if request["limited"]:
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         if request["unprivileged"]:
             drop_capabilities()
         if not request["begins"]:
@@ -108,6 +112,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
+    parse_yaml_once()
     # What every command loads once, and no fork has to load again.
     plan([], multirun=False)
     for module in ("stages.engines.onnx.backend", "stages.engines.oracle.backend", "stages.evaluate"):

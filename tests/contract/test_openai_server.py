@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_input.case import Case, Commands
 from toy_server import Toy, serving
 from trtllm_exports import conf
 
@@ -56,6 +55,7 @@ class Bench:
         self.checkpoint = checkpoint
         self.tokenizer = load_tokenizer(checkpoint)
         self.model = load_causal_lm(checkpoint, dtype=torch.float32)
+        self.computed: dict[tuple[str, float], dict[tuple[int, ...], np.ndarray]] = {}
 
     def engine(self, kv: str, key_fault: float = 1.0) -> OracleEngine:
         engine = OracleEngine.from_model(self.model, KVPolicy.model_validate(conf("kv", kv)))
@@ -64,7 +64,8 @@ class Bench:
         return engine
 
     def toy(self, kv: str, key_fault: float = 1.0, **options: Any) -> Toy:
-        return Toy(self.engine(kv, key_fault), self.tokenizer, **{"key": KEY, **options})
+        computed = self.computed.setdefault((kv, key_fault), {})
+        return Toy(self.engine(kv, key_fault), self.tokenizer, **{"key": KEY, "computed": computed, **options})
 
 
 @pytest.fixture(scope="module")
@@ -391,11 +392,11 @@ def test_numbers_that_are_none_fail_the_candidate_and_stop_the_baseline(bench: B
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line_before_any_work(
-    tmp_path: Path, given: list[str], code: int, expected: str
+    tmp_path: Path, given: list[str], code: int, expected: str, commands: Commands
 ) -> None:
-    command = [sys.executable, "-m", "pipeline", f"workdir={tmp_path / 'work'}", "backend=openai", *given]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert (result.returncode, result.stdout) == (code, "")
+    arguments = (f"workdir={tmp_path / 'work'}", "backend=openai", *given)
+    result = commands.run(Case("", arguments, (), begins=True), tmp_path)
+    assert (result.code, result.stdout) == (code, "")
     assert f"pipeline: error: {expected}" in result.stderr
     assert result.stderr.count("pipeline: error: ") == 1
     assert "hunter2" not in result.stderr

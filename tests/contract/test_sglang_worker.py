@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, pyth
     return make_bundle(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "bundle", "fp8_uncalibrated", python)
 
 
+@pytest.fixture(scope="module")
+def engine(bundle: Path, python: str) -> Iterator[SglangEngine]:
+    opened = open_engine(bundle, python)
+    yield opened
+    opened.close()
+
+
 def test_the_fake_has_the_recorded_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SGLANG_MODE", "sound")
     monkeypatch.setenv("FAKE_SGLANG_RELEASE", FACTS["release"])
@@ -82,8 +90,7 @@ def test_every_argument_that_is_given_is_one_of_the_release() -> None:
         assert targets.evaluation(targets.server_args(config, cache)).keys() <= set(FACTS["server_args"])
 
 
-def test_requests_steps_and_answers_give_the_same_rows(bundle: Path, python: str) -> None:
-    engine = open_engine(bundle, python)
+def test_requests_steps_and_answers_give_the_same_rows(engine: SglangEngine) -> None:
     for protocol in (BoundedEngine, RequestEngine, TimedEngine):
         assert isinstance(engine, protocol)
     rows = engine.forced(TOKENS, 4)
@@ -99,26 +106,21 @@ def test_requests_steps_and_answers_give_the_same_rows(bundle: Path, python: str
     engine.release([handle])
     (said,) = engine.generate([TOKENS], 5, None)
     assert len(said) == 5
-    engine.close()
 
 
-def test_the_canarys_keys_come_in_a_checkpoint(bundle: Path, python: str) -> None:
-    engine = open_engine(bundle, python)
+def test_the_canarys_keys_come_in_a_checkpoint(engine: SglangEngine) -> None:
     before = engine.forced(TOKENS, 4)
     engine.corrupt_key_scale(0.1)
     assert np.abs(engine.forced(TOKENS, 4) - before).max() > 0.01
     engine.corrupt_key_scale(10.0)
     np.testing.assert_allclose(engine.forced(TOKENS, 4), before, atol=1e-2)
-    engine.close()
 
 
-def test_times_are_of_steps_of_all_requests(bundle: Path, python: str) -> None:
-    engine = open_engine(bundle, python)
+def test_times_are_of_steps_of_all_requests(engine: SglangEngine) -> None:
     load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
     system = measure_system(engine, load)
     assert system.time_to_first_token_ms > 0
     assert system.decode_tokens_per_s is not None
-    engine.close()
 
 
 def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -> None:
@@ -184,6 +186,6 @@ def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) 
         targets.cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config_of("python3"))
 
 
-def test_a_prompt_that_does_not_fit_is_refused_by_its_key(bundle: Path, python: str) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_by_its_key(engine: SglangEngine) -> None:
     with pytest.raises(UserError, match=r"backend\.context_length=512: a prompt of 400 tokens with 113 more does not fit"):
-        open_engine(bundle, python).forced([1] * 512, 400)
+        engine.forced([1] * 512, 400)

@@ -116,7 +116,6 @@ def test_flags_are_taken_by_name_because_their_numbers_differ_between_releases()
         "BuilderFlag.STRICT_NANS",
         "NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS",
         "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
-        "PreviewFeature.ALIASED_PLUGIN_IO_10_03",
         "Runtime.deserialize_cuda_engine",  # of three signatures it keeps the two newer ones
     }
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
-from onnx_fixtures import make_bundle, make_decoder, static_scales
+from onnx_fixtures import make_bundle, static_scales, tiny_decoder
 
 from pipeline.core.kv import Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
@@ -46,11 +47,10 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 
 class Conformity:
-    """The tiny model: its decoder, its samples in tokens, and engines and twins by policy."""
+    """The tiny model: its samples in tokens, and engines and twins by policy."""
 
-    def __init__(self, checkpoint: Path, work: Path) -> None:
-        self.checkpoint, self.work = checkpoint, work
-        self.decoder = make_decoder(checkpoint, work / "decoder")
+    def __init__(self, checkpoint: Path, factory: pytest.TempPathFactory) -> None:
+        self.checkpoint, self.factory, self.work = checkpoint, factory, factory.mktemp("conformity")
         self.model = load_causal_lm(checkpoint, dtype=torch.float32)
         config = conformance_config()
         self.encoded: list[EncodedSample] = encode(load_samples(config), open_tokenizer(checkpoint), config.max_scored_tokens)
@@ -58,7 +58,7 @@ class Conformity:
     def engine(self, policy: KVPolicy, attention: Any = "native") -> OnnxEngine:
         bundle = self.work / policy.name
         if not bundle.exists():
-            make_bundle(self.decoder, bundle, policy)
+            make_bundle(tiny_decoder(self.factory, self.checkpoint), bundle, policy)
         return load_engine(bundle, threads=1, attention=attention)
 
     def twin(self, policy: KVPolicy, engine: OnnxEngine) -> Twin:

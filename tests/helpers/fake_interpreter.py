@@ -55,8 +55,11 @@ def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "so
 
 
 def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
-    """The path of a new one that has the fake SGLang, this Python's torch, and a GPU that torch shows."""
+    """The path of a new one that has the fake SGLang, and a GPU that torch shows. Where no logits are made, torch is a stub."""
     folder.mkdir(parents=True)
+    if mode not in ("sound", "skips a step") or release != "0.5.23" or not gpu:
+        stub = "from types import SimpleNamespace\n\n__version__, cuda, Tensor = '0.stub', SimpleNamespace(), None\n"
+        (folder / "torch.py").write_text(stub, encoding="utf-8")
     return _python(
         folder,
         f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' FAKE_SGLANG_GPUS={int(gpu)}",

@@ -5,6 +5,7 @@ memory must be given, and an output's shape follows from the inputs'.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import tensorrt_rtx
 import torch
+from plugin_graphs import PluginGraph
 
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.tensorrt.bundle import PlanRecord
@@ -29,6 +32,8 @@ trt = SimpleNamespace(
 )
 LIBRARY = Library("tensorrt_rtx", trt, SimpleNamespace(lines=[]))
 STREAM = 0x5EED
+NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8", "FP8": "u1"}
+"""numpy's type of the same bytes, by the name of a trt.DataType."""
 
 
 class FakeDevice:
@@ -62,16 +67,21 @@ class FakeEngine:
 
     device_memory_size_v2 = 1 << 12
 
-    def __init__(self, graph: Path, record: PlanRecord, mode: str) -> None:
+    def __init__(self, graph: Path, record: PlanRecord, mode: str, plugins: PluginGraph | None = None) -> None:
+        """`plugins`: what the plan was built of in place of the bundle's graph, where it has plugin nodes."""
+        self.plugins = plugins
         self.tensors = [*record.inputs[mode], *record.outputs[mode]]
         self.inputs = {t.name: t for t in record.inputs[mode]}
         self.profile = record.profiles[mode]
         # As inputs of ONNX Runtime weights would be summed in another order, and codes of new tokens round to neighbours. So
         # it has them as constants, and a run checks that what is bound is the same.
-        self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+        if plugins is None:
+            self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
         values = {t.name.removesuffix(".stored"): onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-        self.weights = {weight.name: values[weight.name].astype(np.float32) for weight in record.weights}
+        self.weights = {
+            weight.name: values[weight.name].astype(NUMPY[self.inputs[weight.name].dtype]) for weight in record.weights
+        }
         self.types = {v.name: v.type.tensor_type.elem_type for v in [*model.graph.input, *model.graph.output]}
         self.contexts: list[FakeContext] = []
         self.caches: list[object] = []
@@ -103,7 +113,8 @@ class FakeEngine:
 
     def create_execution_context(self, config: Any) -> "FakeContext":
         assert config.strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        if self.plugins is None:  # TensorRT for RTX, which has none
+            assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
         self.contexts.append(FakeContext(self))
         return self.contexts[-1]
 
@@ -165,10 +176,17 @@ class FakeContext:
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == STREAM
         assert self.memory >= self.engine.device_memory_size_v2
+        for name in self.engine.weights:
+            self._check_weight(name)
+        if self.engine.plugins is not None:
+            arrays = {t.name: self._array(t) for t in self.engine.tensors if t.name not in self.engine.weights}
+            inputs = {name: array for name, array in arrays.items() if name in self.engine.inputs}
+            self.engine.plugins.run(inputs, {name: array for name, array in arrays.items() if name not in inputs})
+            self.runs += 1
+            return True
         binding = self.engine.session.io_binding()
         for tensor in self.engine.tensors:
             if tensor.name in self.engine.weights:
-                self._check_weight(tensor.name)
                 continue
             bind = binding.bind_input if tensor.name in self.engine.inputs else binding.bind_output
             kind, shape = self.engine.types[tensor.name], self._shape(tensor)
@@ -177,9 +195,15 @@ class FakeContext:
         self.runs += 1
         return True
 
+    def _array(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """The memory that is bound to an input or output."""
+        kind, shape = np.dtype(NUMPY[tensor.dtype]), self._shape(tensor)
+        memory = (ctypes.c_uint8 * (kind.itemsize * math.prod(shape))).from_address(self.addresses[tensor.name])
+        array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(kind).reshape(shape)
+        return array
+
     def _check_weight(self, name: str) -> None:
         expected = self.engine.weights[name]
         assert self.shapes[name] == expected.shape
         if not self.runs:
-            bound = (ctypes.c_float * expected.size).from_address(self.addresses[name])
-            assert np.array_equal(np.ctypeslib.as_array(bound), expected.ravel()), name
+            assert np.array_equal(self._array(self.engine.inputs[name]), expected), name

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-Swept = tuple[Path, subprocess.CompletedProcess[str]]
+from warm import Ended, command
+
+Swept = tuple[Path, Ended]
 
 FEW = [
     "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
@@ -37,7 +39,7 @@ def summary(work: Path) -> dict[str, Any]:
 
 
 def sweep(work: Path) -> Swept:
-    """Sweep into a work directory, and return it with what the sweep said."""
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
+    """Sweep into a work directory, and return it with what the sweep said. `make real` sweeps in a process of its own."""
+    result = command([f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"], work.parent, SECRETS)
     assert result.returncode == 0, result.stderr
     return work, result

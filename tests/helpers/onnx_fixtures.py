@@ -1,7 +1,10 @@
 """A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the oracle that engines must equal."""
 
+import fcntl
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from amount import STRIDE
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -83,8 +87,6 @@ COMBINED = [
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]
-STRIDE = 1 if os.environ.get("EVERY_POLICY") == "1" else 4
-"""Tests of each policy take all of them in `make test-long`, every fourth one in `make test`."""
 POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
@@ -107,16 +109,34 @@ def llama_config(head_dim: int = 64) -> LlamaConfig:
     )  # fmt: skip
 
 
-def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
-    """The random Llama, exported once a session."""
-    path = factory.getbasetemp() / "onnx_checkpoint"
-    return path if path.exists() else save_model(llama_config(), path)
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Make a directory once for all tests: exporting takes seconds. The processes of pytest-xdist share it."""
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    path, scratch = root / name, root / f"{name}.new"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process that failed
+            make(scratch)
+            scratch.rename(path)
+    return path
 
 
-def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType) -> Path:
-    """Its skeleton; exporting takes seconds, so test modules share it through the session's temporary directory."""
-    path = factory.getbasetemp() / f"onnx_decoder_{dtype}"
-    return path if path.exists() else make_decoder(shared_checkpoint(factory), path, dtype)
+def shared_checkpoint(factory: pytest.TempPathFactory, dtype: torch.dtype = torch.float32) -> Path:
+    """The random Llama, its weights in `dtype`."""
+    return once(factory, f"onnx_checkpoint_{dtype}", lambda path: save_model(llama_config(), path, dtype=dtype))
+
+
+def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType, weights: torch.dtype = torch.float32) -> Path:
+    """Its skeleton, which computes in `dtype`."""
+    checkpoint = shared_checkpoint(factory, weights)
+    return once(factory, f"onnx_decoder_{dtype}_{weights}", lambda path: make_decoder(checkpoint, path, dtype))
+
+
+def tiny_decoder(factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """The skeleton of the trained model that ships with kvgate, which computes in float32."""
+    return once(factory, "tiny_decoder", lambda path: make_decoder(checkpoint, path))
 
 
 def make_decoder(checkpoint: Path, path: Path, dtype: ComputeDType = "float32") -> Path:

@@ -103,6 +103,7 @@ def _needed(backend: str) -> list[str]:
     return ["backend.url=http://127.0.0.1:8000/v1", "backend.model=name"] if backend == "openai" else []
 
 
+@cache
 def problems(override: str) -> list[str]:
     """Return why no stage and backend accepts an override; nothing where one does."""
     key = override.partition("=")[0]

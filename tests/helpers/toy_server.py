@@ -37,6 +37,8 @@ class Toy:
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the completions that were asked for."""
     cached: set[tuple[int, ...]] = field(default_factory=set)
+    computed: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    """The engine's logits after these tokens, which servers over one engine may share: it computes each prompt anew."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,10 @@ class Toy:
         rows = []
         bias = {int(token): value for token, value in body.get("logit_bias", {}).items()}
         while len(said) < body["max_tokens"]:
-            (logits,) = self.engine.forced([*tokens, *said], len(tokens) + len(said) - 1)
+            history = (*tokens, *said)
+            if history not in self.computed:
+                (self.computed[history],) = self.engine.forced(history, len(history) - 1)
+            logits = self.computed[history]
             biased = logits.astype(np.float64)
             for token, value in bias.items():
                 biased[token] += value

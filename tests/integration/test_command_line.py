@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_input.case import Case, Commands, Outcome
 
 
-def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "pipeline", *arguments], check=False, capture_output=True, text=True, cwd=cwd)
+@pytest.fixture
+def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
+    """Run a command line in a fork, in the test's directory."""
+    return lambda arguments: commands.run(Case("", tuple(arguments), (), begins=True), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,77 +54,82 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_gets_one_line_that_names_key_value_and_fix(arguments: list[str], expected: str, tmp_path: Path) -> None:
-    result = run(arguments, tmp_path)
-    assert result.returncode == 2, result.stderr
+def test_bad_input_gets_one_line_that_names_key_value_and_fix(
+    arguments: list[str], expected: str, run: Callable[[list[str]], Outcome], tmp_path: Path
+) -> None:
+    result = run(arguments)
+    assert result.code == 2, result.stderr
     assert expected in result.stderr
     assert result.stderr.startswith("pipeline: error: ")
     assert result.stderr.count("pipeline: error: ") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
-    result = run(["seed=-1", "backend.threads=0"], tmp_path)
-    assert result.returncode == 2
+def test_every_problem_is_named_at_once(run: Callable[[list[str]], Outcome]) -> None:
+    result = run(["seed=-1", "backend.threads=0"])
+    assert result.code == 2
     assert "backend.threads" in result.stderr
     assert "seed" in result.stderr
 
 
-def test_version_is_printed(tmp_path: Path) -> None:
-    assert run(["--version"], tmp_path).stdout.startswith("kvgate ")
+def test_version_is_printed(run: Callable[[list[str]], Outcome]) -> None:
+    assert run(["--version"]).stdout.startswith("kvgate ")
 
 
-def test_the_composed_configuration_can_be_shown(tmp_path: Path) -> None:
-    result = run(["--cfg", "job", "kv=int8"], tmp_path)
-    assert result.returncode == 0
+def test_the_composed_configuration_can_be_shown(run: Callable[[list[str]], Outcome]) -> None:
+    result = run(["--cfg", "job", "kv=int8"])
+    assert result.code == 0
     assert "dtype: int8" in result.stdout
 
 
-def test_a_password_in_an_override_is_not_repeated(tmp_path: Path) -> None:
-    result = run(["tracking.uri=postgresql://me:hunter2@host/db", "kv=fp9"], tmp_path)
+def test_a_password_in_an_override_is_not_repeated(run: Callable[[list[str]], Outcome]) -> None:
+    result = run(["tracking.uri=postgresql://me:hunter2@host/db", "kv=fp9"])
     assert "hunter2" not in result.stderr + result.stdout
 
 
-def test_a_workdir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_workdir_that_is_a_file_is_refused(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     (tmp_path / "work").write_text("")
     for stage in ("build", "promote", "status"):
-        result = run([f"stage={stage}"], tmp_path)
-        assert (result.returncode, result.stderr.count("pipeline: error: ")) == (2, 1)
+        result = run([f"stage={stage}"])
+        assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
         assert "workdir=work: is not a directory" in result.stderr
 
 
-def test_a_status_before_any_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    result = run(["stage=status", "workdir=here"], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
+    result = run(["stage=status", "workdir=here"])
+    assert (result.code, result.stderr) == (0, "")
     assert result.stdout.startswith("here: nothing was built or judged here yet\n")
     assert "python -m pipeline workdir=here stage=all kv=fp8" in result.stdout
-    as_json = run(["stage=status", "--json", "workdir=here", "tracking=none"], tmp_path)
-    assert (as_json.returncode, as_json.stderr) == (0, "")
+    as_json = run(["stage=status", "--json", "workdir=here", "tracking=none"])
+    assert (as_json.code, as_json.stderr) == (0, "")
     assert json.loads(as_json.stdout)["kinds"] == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_named_conf_where_the_user_stands_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
-    assert "dtype: int8" in run(["--cfg", "job", "kv=int8"], tmp_path).stdout
+    command = [sys.executable, "-m", "pipeline", "--cfg", "job", "kv=int8"]
+    assert "dtype: int8" in subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
 
 
-def test_a_policy_of_the_users_own_is_found_in_config_dir(tmp_path: Path) -> None:
+def test_a_policy_of_the_users_own_is_found_in_config_dir(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     policy = (Path(__file__).parents[2] / "conf" / "kv" / "int8.yaml").read_text().replace("name: int8", "name: mine")
     (tmp_path / "own" / "kv").mkdir(parents=True)
     (tmp_path / "own" / "kv" / "mine.yaml").write_text(policy)
-    result = run(["--config-dir", "own", "--cfg", "job", "kv=mine"], tmp_path)
+    result = run(["--config-dir", "own", "--cfg", "job", "kv=mine"])
     assert "name: mine" in result.stdout, result.stderr
 
 
-def test_a_sweep_may_name_its_policies_by_a_pattern(tmp_path: Path) -> None:
-    result = run(["-m", "kv=glob(int*)", "model.path=/nowhere"], tmp_path)
+def test_a_sweep_may_name_its_policies_by_a_pattern(run: Callable[[list[str]], Outcome]) -> None:
+    result = run(["-m", "kv=glob(int*)", "model.path=/nowhere"])
     assert "model.path=/nowhere" in result.stderr
 
 
-def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary(tmp_path: Path) -> None:
-    result = run(["stage=promote"], tmp_path)
-    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (2, 1)
+def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary(
+    run: Callable[[list[str]], Outcome], tmp_path: Path
+) -> None:
+    result = run(["stage=promote"])
+    assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
     assert "run stage=evaluate first" in result.stderr
     assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", "summaries", ".summary.json.lock"}
     assert [path.name for path in tmp_path.iterdir()] == ["work"]

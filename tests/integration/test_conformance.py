@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import STRIDE
 from conformance_cases import (
     POLICIES,
     Conformity,
@@ -19,7 +20,6 @@ from conformance_cases import (
     values_a_tenth_larger,
 )
 from evaluations import evaluate, quiet
-from onnx_fixtures import STRIDE
 
 from pipeline.core.kv import FP16_POLICY, Eviction
 from pipeline.core.workloads import ProbeConfig
@@ -30,12 +30,12 @@ from stages.evaluate import Twin, load_samples, measure_baseline, open_tokenizer
 torch.set_num_threads(1)
 
 
-BRIEF = ProbeConfig(max_tokens=1088, decode_steps=72, offset_steps=4, max_batch=9, requests=100)
+BRIEF = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=24)
 
 
 @pytest.fixture(scope="module")
 def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:
-    return Conformity(tiny_checkpoint, tmp_path_factory.mktemp("conformance"))
+    return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

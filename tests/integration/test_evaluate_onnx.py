@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from evaluations import evaluate
+from onnx_fixtures import tiny_decoder
 
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
@@ -14,7 +15,6 @@ from pipeline.verdict.distances import canary
 from pipeline.verdict.report import EvaluationReport, load_rows
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import load_engine
-from stages.engines.onnx.export import export_decoder
 from stages.evaluate import load_samples, measure_baseline, open_tokenizer
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
@@ -43,11 +43,8 @@ def quiet(*_: object) -> None:
 class Bench:
     """The tiny model's decoder, its engines by policy, and one measured baseline."""
 
-    def __init__(self, checkpoint: Path, work: Path) -> None:
-        self.work = work
-        self.decoder = work / "decoder"
-        self.decoder.mkdir()
-        export_decoder(checkpoint, self.decoder, compute_dtype="float32", progress=quiet)
+    def __init__(self, decoder: Path, work: Path) -> None:
+        self.decoder, self.work = decoder, work
         self.samples = load_samples(config())
         self.fp16 = self.bundle(FP16_POLICY)
         self.tokenizer = open_tokenizer(self.fp16)
@@ -79,7 +76,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tiny_checkpoint, tmp_path_factory.mktemp("evaluate"))
+    return Bench(tiny_decoder(tmp_path_factory, tiny_checkpoint), tmp_path_factory.mktemp("evaluate"))
 
 
 @pytest.fixture(scope="module")

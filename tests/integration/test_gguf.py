@@ -3,8 +3,6 @@
 import json
 import math
 import pydoc_data.topics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from gguf_files import (
 )
 from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
+from warm import command
 
 from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import UserError
@@ -284,10 +283,9 @@ def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
 def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "small.Q8_0.gguf", "Llama", random_model("Llama"), "Q8_0")
     source.with_name("config.json").write_text("no file beside the GGUF is read")
-    command = [sys.executable, "-m", "pipeline", f"model.path={source}", "stage=build", "kv=fp8", "backend=torch"]
-    keys = ["calibration.samples=2", "calibration.max_length=64", f"workdir={tmp_path / 'work'}"]
+    arguments = [f"model.path={source}", "stage=build", "kv=fp8", "backend=torch", "calibration.samples=2"]
     for second in (False, True):
-        result = subprocess.run([*command, *keys], check=False, capture_output=True, text=True)
+        result = command([*arguments, "calibration.max_length=64", f"workdir={tmp_path / 'work'}"], tmp_path)
         assert result.returncode == 0, result.stderr
         (line,) = (line for line in result.stdout.splitlines() if line.strip().startswith("checkpoint "))
         assert ("reused" in line) == second

@@ -1,23 +1,19 @@
 """A checkpoint is data: nothing in its directory runs, and nothing of its weights is left out or made up."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hostile import building, changed, plant_code
 from safetensors.torch import load_file, save_file
+from warm import command
 
 from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.checkpoint_weights import check_weights
 from pipeline.core.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,34 +23,11 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
-def changed(checkpoint: Path, name: str, **values: Any) -> None:
-    path = checkpoint / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def test_no_code_of_a_model_directory_runs(checkpoint: Path, tmp_path: Path) -> None:
+def test_no_code_that_transformers_would_load_runs(checkpoint: Path, tmp_path: Path) -> None:
+    """Nor does what a command of its own would find there first: `tests/long/test_hostile_directory.py`."""
     marker = tmp_path / "it-ran"
-    code = f"open({str(marker)!r}, 'a').write(__name__)\ndef generate(*a, **k): raise SystemExit\n"
-    for place in (
-        "custom_generate/generate.py", "modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "__init__.py",
-        "conftest.py", "sitecustomize.py", "usercustomize.py", "hubconf.py", "setup.py", "processing_evil.py",
-        "torch.py", "hydra.py", "yaml.py", "mlflow.py", "onnx.py", "modelopt.py", "stages.py", "hydra_plugins/evil.py",
-    ):  # fmt: skip
-        (checkpoint / place).parent.mkdir(exist_ok=True)
-        (checkpoint / place).write_text(code)
-    classes = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
-    changed(checkpoint, "config.json", auto_map=classes, custom_generate="generate.py")
-    changed(
-        checkpoint, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]}, chat_template=None
-    )
-    changed(checkpoint, "generation_config.json", custom_generate="custom_generate/generate.py")
-    (checkpoint / "requirements.txt").write_text("evil==1.0\n")
-    command = [
-        sys.executable, "-m", "pipeline", "stage=build", "backend=torch", "backend.device=cpu", "kv=fp8", "tracking=none",
-        f"model.path={checkpoint}", f"workdir={tmp_path / 'work'}", "calibration.samples=2",
-    ]  # fmt: skip
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=checkpoint, timeout=300, env=environment)
+    plant_code(checkpoint, marker)
+    process = command(building(checkpoint, tmp_path), checkpoint, {"HF_HOME": str(tmp_path / "cache")})
     assert not marker.exists(), marker.read_text()
     assert process.returncode == 0, process.stderr
     assert not list((tmp_path / "cache").rglob("*.py"))

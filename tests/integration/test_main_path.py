@@ -3,13 +3,12 @@
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from evaluations import evaluate
-from main_path import Swept, pipeline, summary
+from main_path import FEW, SECRETS, Swept, summary
+from warm import command
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.sbom import SBOM_FILE
@@ -75,7 +74,7 @@ def test_every_bundle_has_a_bill_of_all_its_other_files(swept: Swept) -> None:
 def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
     work, _ = swept
     before = sorted(str(p) for p in (work / "artifacts").glob("*/*"))
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor")
+    result = command([f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"], work.parent, SECRETS)
     assert result.returncode == 0, result.stderr
     made = [line for line in result.stdout.splitlines() if "/artifacts/" in line and "reused" not in line]
     assert made == []
@@ -91,15 +90,12 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     program, *arguments = shlex.split(printed)
     assert program == "python"
     before = {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))}
-    rehearsed = subprocess.run(
-        [sys.executable, *arguments, "dry=true"], check=False, capture_output=True, text=True, cwd=work.parent, timeout=400
-    )
+    assert arguments[:2] == ["-m", "pipeline"]
+    rehearsed = command([*arguments[2:], "dry=true"], work.parent)
     assert rehearsed.returncode == 0, rehearsed.stderr
     assert {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))} == before
 
-    result = subprocess.run(
-        [sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=work.parent, timeout=400
-    )
+    result = command(arguments[2:], work.parent)
     assert result.returncode == 0, result.stderr
     assert rehearsed.stdout.splitlines()[0] in result.stdout
     assert summary(work)["champion"] == "fp8"

@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from amount import STRIDE
 from checkpoints import save_checkpoint
 from onnx_fixtures import (
     FP8,
     INT4,
     fmt,
-    llama_config,
     load_model,
     make_bundle,
     make_decoder,
@@ -20,6 +20,8 @@ from onnx_fixtures import (
     make_oracle,
     nothing,
     save_model,
+    shared_checkpoint,
+    shared_decoder,
 )
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -133,13 +135,13 @@ def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_i
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16][::STRIDE], ids=str)
 def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = save_model(llama_config(), tmp_path / "checkpoint", dtype=dtype)
-    narrow = make_bundle(make_decoder(checkpoint, tmp_path / "narrow"), tmp_path / "narrow_bundle", FP16_POLICY)
+    narrow = make_bundle(shared_decoder(tmp_path_factory, "float32", dtype), tmp_path / "narrow_bundle", FP16_POLICY)
     monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
+    checkpoint = shared_checkpoint(tmp_path_factory, dtype)
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
     assert stored < 0.6 * before

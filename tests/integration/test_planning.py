@@ -1,11 +1,11 @@
 """stage=capacity on a config.json alone, through the command line."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_input.case import Case, Commands, Outcome
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,15 +29,18 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def pipeline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, timeout=120)
+@pytest.fixture
+def pipeline(model: Path, commands: Commands) -> Callable[..., Outcome]:
+    """Run a command line in a fork, in the directory that the model's lies in."""
+    return lambda *arguments: commands.run(Case("", arguments, (), begins=True), model.parent)
 
 
-def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_json_and_plot(model: Path) -> None:
+def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_json_and_plot(
+    model: Path, pipeline: Callable[..., Outcome]
+) -> None:
     bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
-    result = pipeline(model.parent, "stage=capacity", f"model.path={model}", "kv=fp8", "kv.sink_tokens=4", *bare)
-    assert result.returncode == 0, result.stderr
+    result = pipeline("stage=capacity", f"model.path={model}", "kv=fp8", "kv.sink_tokens=4", *bare)
+    assert result.code == 0, result.stderr
     work = model.parent / "work"
     assert (work / "capacity.png").read_bytes().startswith(b"\x89PNG")
     found = {entry["name"]: entry for entry in json.loads((work / "capacity.json").read_text())["policies"]}
@@ -50,10 +53,10 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_json_an
     assert {path.name for path in model.iterdir()} == {"config.json"}
 
 
-def test_a_budget_that_no_policy_meets_is_one_line_and_exit_3(model: Path) -> None:
+def test_a_budget_that_no_policy_meets_is_one_line_and_exit_3(model: Path, pipeline: Callable[..., Outcome]) -> None:
     asked = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
-    result = pipeline(model.parent, "stage=capacity", f"model.path={model}", *asked)
-    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1)
+    result = pipeline("stage=capacity", f"model.path={model}", *asked)
+    assert (result.code, result.stderr.count("pipeline: error: ")) == (3, 1)
     assert "capacity.concurrency=500: no policy admits as many requests, int4_streaming " in result.stderr
 
 
@@ -69,11 +72,16 @@ def test_a_budget_that_no_policy_meets_is_one_line_and_exit_3(model: Path) -> No
 )
 @pytest.mark.parametrize("stage", ["capacity", "recommend"])
 def test_bad_input_is_one_line_exit_2_and_nothing_is_written(
-    model: Path, stage: str, config: dict[str, object], arguments: list[str], expected: str
+    model: Path,
+    stage: str,
+    config: dict[str, object],
+    arguments: list[str],
+    expected: str,
+    pipeline: Callable[..., Outcome],
 ) -> None:
     (model / "config.json").write_text(json.dumps(config))
-    result = pipeline(model.parent, f"model.path={model}", f"stage={stage}", *arguments)
-    assert result.returncode == 2, result.stderr
+    result = pipeline(f"model.path={model}", f"stage={stage}", *arguments)
+    assert result.code == 2, result.stderr
     assert expected.replace("capacity:", f"{stage}:") in result.stderr
     said = {line.rpartition(f"stage={stage}: ")[2] for line in result.stderr.splitlines()}
     assert len(said) == 1, "each job of a sweep says the same"
@@ -81,9 +89,9 @@ def test_bad_input_is_one_line_exit_2_and_nothing_is_written(
     assert left <= {model.name, "config.json", "summary.json"}
 
 
-def test_without_evidence_nothing_is_recommended_and_no_store_is_made(model: Path) -> None:
-    result = pipeline(model.parent, "stage=recommend", f"model.path={model}", "gates.max_mean_kl=0.02", "kv=int8")
-    assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1), result.stderr
+def test_without_evidence_nothing_is_recommended_and_no_store_is_made(model: Path, pipeline: Callable[..., Outcome]) -> None:
+    result = pipeline("stage=recommend", f"model.path={model}", "gates.max_mean_kl=0.02", "kv=int8")
+    assert (result.code, result.stderr.count("pipeline: error: ")) == (3, 1), result.stderr
     assert "no policy has evidence that covers this use: nothing is recommended" in result.stderr
     command = f"    python -m pipeline -m model.path={model.name} gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming,"
     assert command in result.stdout, "its own options, without the policy that it was called with"

@@ -13,7 +13,6 @@ from onnx_fixtures import (
     BY_NAME,
     load_model,
     make_bundle,
-    make_decoder,
     make_engine,
     make_oracle,
     nothing,
@@ -24,7 +23,6 @@ from onnx_fixtures import (
 from pipeline.core.kv import PAGE_TOKENS, KVShape
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe
-from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.decoding.system import allocation
@@ -38,19 +36,21 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def tiny_int8(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("probe")
-    return make_bundle(make_decoder(tiny_checkpoint, work / "decoder"), work / "bundle", BY_NAME["int8"])
-
-
-@pytest.fixture(scope="module")
-def tiny_twin(tiny_checkpoint: Path) -> Twin:
-    return Twin(OracleEngine.from_model(load_causal_lm(tiny_checkpoint, dtype=torch.float32), BY_NAME["int8"]), "float32")
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(shared_checkpoint(tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of int8."""
+    decoder = shared_decoder(tmp_path_factory, "float32")
+    return make_bundle(decoder, tmp_path_factory.mktemp("probe") / "bundle", BY_NAME["int8"])
+
+
+@pytest.fixture(scope="module")
+def twin(model: Any) -> Twin:
+    """The oracle under int8."""
+    return Twin(OracleEngine.from_model(model, BY_NAME["int8"]), "float32")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def misread(engine: OnnxEngine, wrong: Callable[[int, int], bool]) -> None:
     engine.pool.view, engine.pool.append = faulty_view, sound_append  # type: ignore[method-assign]
 
 
-def test_faults_that_samples_never_reach_are_caught_and_named(tiny_int8: Path, tiny_twin: Twin) -> None:
-    engine = load_engine(tiny_int8, threads=1)
+def test_faults_that_samples_never_reach_are_caught_and_named(int8: Path, twin: Twin) -> None:
+    engine = load_engine(int8, threads=1)
     decoded: dict[int, int] = {}
     decode, fork, generate = engine.decode, engine.pool.fork, engine.generate
 
@@ -180,7 +180,7 @@ def test_faults_that_samples_never_reach_are_caught_and_named(tiny_int8: Path, t
     engine.pool.fork = shares_what_it_writes  # type: ignore[method-assign]
     patched: Any = engine
     patched.decode, patched.generate = counting, says_something_else
-    found = probe(engine, tiny_twin, FAR, 16, nothing)
+    found = probe(engine, twin, FAR, 16, nothing)
     named = [failure.partition(": KL")[0] for failure in found.failures]
     assert "context: 1,152 tokens" in named
     assert "context: 288 tokens" not in named
@@ -193,8 +193,8 @@ def test_faults_that_samples_never_reach_are_caught_and_named(tiny_int8: Path, t
     assert any(place.startswith("generate: ") for place in named)
 
 
-def test_pages_that_are_used_again_and_keep_something_are_caught(tiny_int8: Path, tiny_twin: Twin) -> None:
-    engine = load_engine(tiny_int8, threads=1)
+def test_pages_that_are_used_again_and_keep_something_are_caught(int8: Path, twin: Twin) -> None:
+    engine = load_engine(int8, threads=1)
     pool, append, release = engine.pool, engine.pool.append, engine.pool.release
     freed: set[int] = set()
 
@@ -218,7 +218,7 @@ def test_pages_that_are_used_again_and_keep_something_are_caught(tiny_int8: Path
             array[stale, :, 0] = old
 
     pool.append, pool.release = keeping, releasing  # type: ignore[method-assign]
-    found = probe(engine, tiny_twin, SMALL, 4, nothing)
+    found = probe(engine, twin, SMALL, 4, nothing)
     assert [failure for failure in found.failures if failure.startswith("reuse: request")]
 
 
@@ -233,9 +233,9 @@ def test_an_engine_that_stores_more_than_it_claims_has_an_allocation_that_says_s
     assert problem == "1024 bytes a token are allocated, the policy claims 256"
 
 
-def test_the_probe_goes_no_further_than_the_engine_was_built_for(tiny_int8: Path, tiny_twin: Twin) -> None:
-    engine: Any = load_engine(tiny_int8, threads=1)
+def test_the_probe_goes_no_further_than_the_engine_was_built_for(int8: Path, twin: Twin) -> None:
+    engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
-    found: Probe = probe(engine, tiny_twin, SMALL, 16, nothing)
+    found: Probe = probe(engine, twin, SMALL, 16, nothing)
     assert found.failures == []
     assert (found.tokens, found.batch, found.engine_tokens, found.engine_batch) == (128, 3, 128, 3)

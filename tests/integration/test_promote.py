@@ -21,7 +21,7 @@ from pipeline.trust.movelog import MoveLog
 
 FORK = multiprocessing.get_context("fork")
 """Forked children have MLflow imported already: importing takes 2 s in each."""
-PROCESSES = 6
+PROCESSES = 4
 
 
 def open_in(work: Path, name: str = "kvgate") -> MlflowStore:

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:
-    return Conformity(tiny_checkpoint, tmp_path_factory.mktemp("relatives"))
+    return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
 def oracle(bench: Conformity, name: str) -> OracleEngine:

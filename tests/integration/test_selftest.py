@@ -120,7 +120,7 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
     monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
     bench = object.__new__(GpuBench)
     bench.config = SimpleNamespace(kv=policy)  # type: ignore[assignment]
-    verdict, reason = judge("aliased append", lambda: bench)
+    verdict, reason = judge("append in place", lambda: bench)
     assert verdict == "CANNOT RUN"
     assert reason.startswith(
         "kv=windowed: the plugin does not hold this policy (kv.window.tokens=64: the CUDA kernels read one copy"

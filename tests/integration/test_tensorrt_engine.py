@@ -100,6 +100,51 @@ def test_prompts_longer_than_a_chunk_attend_over_the_pool(pairs: dict[str, Pair]
     np.testing.assert_allclose(engine.prefill([prompt])[1], expected.prefill([prompt])[1], atol=2e-4)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompts_prefill_together_in_chunks_of_their_own_and_give_the_logits_of_one_by_one(
+    name: str, pairs: dict[str, Pair]
+) -> None:
+    """Rows of unequal lengths, windows that move within a run, tails that join later runs."""
+    (engine, _, fakes), expected = pairs[name].tensorrt(), pairs[name].onnx()
+    engine.prefill_chunk = expected.prefill_chunk = 100
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 256, size).tolist() for size in (170, 90, 265)]
+    (handles, logits), (others, wanted) = engine.prefill(prompts), expected.prefill(prompts)
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
+    # 100, 90 and 100 tokens, then 70 and 100, then 65
+    assert [context.sizes["B"] for context in fakes["prefill"].contexts] == [3, 2, 1]
+    assert sum(context.runs for context in fakes["prefill"].contexts) == 3
+    for _ in range(8):
+        tokens = rng.integers(0, 256, 3).tolist()
+        np.testing.assert_allclose(engine.decode(handles, tokens), expected.decode(others, tokens), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompts_that_are_refused_together_leave_nothing(
+    name: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
+    (live, _), (other, _) = engine.prefill([[3] * 80]), expected.prefill([[3] * 80])
+    before, in_use, consume = pool_bytes(engine), engine.pool.in_use, TorchPool.consume
+    place = [1, engine.shape.kv_heads, 6]
+
+    def broken(pool: TorchPool, step: Step) -> None:
+        step.outputs[NOT_FINITE][tuple(place)] = torch.nan
+        consume(pool, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchPool, "consume", broken)
+        with pytest.raises(UserError, match=r"value of layer 0, token 6 of sequence \d+ is not finite"):
+            engine.prefill([[1] * 5, [2] * 7])
+        assert same(before, pool_bytes(engine))
+        assert engine.pool.in_use == in_use
+        place[0] = 0  # the shorter prompt's padding
+        (handles, logits), (others, wanted) = engine.prefill([[1] * 5, [2] * 7]), expected.prefill([[1] * 5, [2] * 7])
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
+    steps = engine.decode([*live, *handles], [4, 5, 6]), expected.decode([*other, *others], [4, 5, 6])
+    np.testing.assert_allclose(*steps, atol=2e-4)
+
+
 def test_each_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, Pair]) -> None:
     engine, device, fakes = pairs["int8_asym"].tensorrt()
     handles, _ = engine.prefill([[1] * 3, [2] * 5])

@@ -34,12 +34,19 @@ from stages.engines.onnx.export import ComputeDType
 from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt import build as build_module
+from stages.engines.tensorrt.append import append_groups, use_append
 from stages.engines.tensorrt.bundle import open_bundle
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
+from stages.engines.tensorrt.plugin import (
+    append_digests,
+    context_digests,
+    default_programs,
+    kernel_digests,
+    write_plugin_graphs,
+)
 from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import context_digests, default_programs, kernel_digests, write_plugin_graphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION, use_context_plugin, use_plugin
 from stages.engines.tensorrt.weights import as_inputs
@@ -112,7 +119,11 @@ def operate(root: Path, decoder: Path, policy: KVPolicy) -> Surgery:
     layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
     assert use_context_plugin(prefill, described.model, policy, splits=SPLITS, sm=SM) == layers
-    return Surgery(onnx_bundle, described, model, prefill, layers, Limits(policy, 4, 512))
+    limits, graphs = Limits(policy, 4, 512, prefill_rows=3), {"decode": model, "prefill": prefill}
+    modes: tuple[Mode, ...] = ("decode", "prefill")
+    for mode in modes if layers.layouts else ():
+        use_append(graphs[mode], described.model, limits, layers, mode, sm=SM)
+    return Surgery(onnx_bundle, described, model, prefill, layers, limits)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +156,7 @@ def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_
                 taken = layer in surgery.layers.layouts
                 assert (f"PagedAttention_{layer}" in functions) == (not taken)
                 assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not taken)
-                assert f"QuantizeKey_{layer}" in functions
+                assert (f"QuantizeKey_{layer}" in functions) == (not taken)
 
 
 def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[str, Surgery]) -> None:
@@ -192,7 +203,9 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
     surgery, declared = graphs[name], tensorrt(builder.declared)
     everything = [*surgery.model.graph.node, *surgery.prefill.graph.node]
     nodes = [n for n in everything if any(a.name == "plugin_namespace" for a in n.attribute)]
-    assert len(nodes) == 4 * len(surgery.layers.layouts) + 1
+    appends = [node for node in nodes if node.op_type.startswith("append")]
+    assert len(appends) == 2 * len(append_groups(surgery.layers, surgery.limits))
+    assert len(nodes) - len(appends) == 4 * len(surgery.layers.layouts) + 1
     for node in nodes:
         text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
         assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
@@ -201,7 +214,12 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
         assert dict.fromkeys(surgery.attributes(node), "int") == attributes
         for tensor, expected in zip(node.input, inputs, strict=True):
             # the cache's tensors carry their names, activations those of the decoder
-            assert tensor.partition(".")[0] == expected or expected in ("query", "key", "value"), (node.name, tensor)
+            taken = tensor.removeprefix("append.").removeprefix("write_").partition(".")[0]
+            renamed = {"pages": "page_table", "slots": "exact_slots"}
+            assert renamed.get(taken, taken) == expected or expected in ("query", "key", "value", "attended"), (
+                node.name,
+                tensor,
+            )
 
 
 def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
@@ -260,7 +278,8 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
     surgery = graphs[name]
-    info, tokens = surgery.bundle.model, tuple(surgery.limits.ranges("prefill")["S"].model_dump().values())
+    info = surgery.bundle.model
+    batch, tokens = (tuple(surgery.limits.ranges("prefill")[dim].model_dump().values()) for dim in "BS")
     digests = tensorrt(context_digests, surgery.prefill, surgery.layers.layouts, info)
     assert set(digests) == {f"{op}.{n}" for op in ("context_partial", "context_reduce") for n in surgery.layers.layouts}
     for layer in surgery.layers.layouts:
@@ -271,9 +290,64 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
         assert [dims[1:4] for _, dims in partial.outputs] == [(tokens, (info.q_heads,) * 3, (SPLITS + 1,) * 3)] * 2
         sums = made(attend, partial)
         reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
-        assert reduced.outputs == [(REAL[info.compute_dtype], ((1,) * 3, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
+        assert reduced.outputs == [(REAL[info.compute_dtype], (batch, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
         assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
         assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
+def test_nvidias_builder_takes_types_and_shapes_of_every_append(name: str, graphs: dict[str, Surgery], tensorrt: Run) -> None:
+    surgery = graphs[name]
+    info, groups = surgery.bundle.model, append_groups(surgery.layers, surgery.limits)
+    digests, real = tensorrt(append_digests, groups, info, SM), REAL[info.compute_dtype]
+    modes: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
+    for mode, model in modes.items():
+        ranges = {dim: tuple(size.model_dump().values()) for dim, size in surgery.limits.ranges(mode).items()}
+        several = (ranges["B"], (1,) * 3 if mode == "decode" else ranges["S"])
+        tokens = tuple(rows * columns for rows, columns in zip(*several, strict=True))
+        known = {value.name: value.type.tensor_type for value in model.graph.input}
+        constants = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+        nodes = [node for node in model.graph.node if node.name.startswith("append.group")]
+        assert [node.name for node in nodes] == [group.array("append") for group in groups]
+        for node, group in zip(nodes, groups, strict=True):
+            layers, new = len(group.layers), (tokens, info.kv_heads, info.head_dim)
+            rows = {"lengths": (tokens,), "page_table": (tokens, 1), "exact_slots": (tokens,)}
+            roles: dict[str, Tensor] = {role: Tensor("INT32", dims) for role, dims in rows.items()}
+            roles |= {side: Tensor(real, (layers, *new)) for side in ("key", "value")}
+            roles["attended"] = Tensor(real, (*several, info.q_heads, info.head_dim))
+            tensors = {}
+            for role, taken in zip(node_of("append", group.layout).inputs, node.input, strict=True):
+                if role in roles:
+                    tensors[role] = roles[role]
+                elif taken in constants:
+                    tensors[role] = Tensor("FLOAT", tuple(constants[taken]))
+                else:
+                    dims = [ranges[d.dim_param][0] if d.dim_param else d.dim_value for d in known[taken].shape.dim]
+                    dtype = TYPES[onnx.TensorProto.DataType.Name(known[taken].elem_type)]
+                    tensors[role] = Tensor(dtype, tuple(dims))
+            plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", tensors, surgery.attributes(node), parsed=True)
+            assert plan.aliases == {}
+            assert plan.outputs == [
+                (tensors[role].dtype, tuple((d,) * 3 for d in tensors[role].dims))
+                for role in node_of("append", group.layout).outputs
+            ]
+            assert plan.grid[1:] == (tokens, (layers,) * 3)
+            assert digests[node.name] == hashlib.sha256(plan.ptx.encode()).hexdigest()
+
+
+def without_appends(model: onnx.ModelProto, surgery: Surgery) -> None:
+    """Remove the appends of a graph; what they take becomes an output."""
+    dtype = FLOAT_TYPES[surgery.bundle.model.compute_dtype]
+    for node in [node for node in model.graph.node if node.op_type.startswith("append")]:
+        kinds = {"key": dtype, "value": dtype, "lengths": onnx.TensorProto.INT32, "pages": onnx.TensorProto.INT32}
+        present = {value.name for value in model.graph.output}
+        for name in node.input:
+            kind = kinds.get(name.removeprefix("append.").partition(".")[0])
+            if name.startswith("append.") and kind is not None and name not in present:
+                model.graph.output.append(helper.make_tensor_value_info(name, kind, None))
+        for value in [value for value in model.graph.output if value.name in node.output]:
+            model.graph.output.remove(value)
+        model.graph.node.remove(node)
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
@@ -283,6 +357,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.model)
     dtype = FLOAT_TYPES[info.compute_dtype]
+    without_appends(model, surgery)
     model.graph.node.remove(surgery.node("plan_work"))
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
@@ -308,6 +383,7 @@ def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[s
     surgery = graphs["fp8k_int4v"]
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.prefill)
+    without_appends(model, surgery)
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
         for node in (attend, join):
@@ -348,6 +424,7 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.context_digests", lambda *_: {"context_partial.0": "b2"})
     monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.append_digests", lambda *_: {"append.group0": "c3"})
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
     out.mkdir()
@@ -357,11 +434,12 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
         gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
-    assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2"}
+    assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2", "append.group0": "c3"}
     assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]
     assert "decode_partial_kstatic_vdynamic_exact" in operators["decode.onnx"]
     assert "context_partial_kstatic_vdynamic_exact" in operators["prefill.onnx"]
+    assert all(names[-1] == "append_kstatic_vdynamic_exact" for names in operators.values())
     assert "PagedAttention_1" in operators["prefill.onnx"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx_bundle", "onnx_bundle_scales.json", "plans"]
 

@@ -50,7 +50,17 @@ CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "L": 32, "X": (1, 512, 1024)}
+FIXED: dict[str, int | Triple] = {
+    "B": 16,
+    "N": 4096,
+    "P": 512,
+    "M": 16,
+    "L": 32,
+    "X": (1, 512, 1024),
+    "T": 16,
+    "A": 16,
+    "Q": 64,
+}
 VARYING: dict[str, int | Triple] = {
     "B": (1, 8, 64),
     "N": (1, 512, 4096),
@@ -58,6 +68,9 @@ VARYING: dict[str, int | Triple] = {
     "M": (1, 8, 64),
     "L": (1, 1, 32),
     "X": (1, 64, 100),
+    "T": (1, 512, 6400),
+    "A": (1, 8, 64),
+    "Q": 16,
 }
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
@@ -241,17 +254,17 @@ def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(te
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_append_writes_all_layers_into_what_it_was_given(name: str, tensorrt: Run) -> None:
+def test_the_append_writes_all_layers_into_outputs_like_its_inputs_and_declares_no_alias(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     node = node_of("append", case.layout)
     assert node.plugin_id == f"kv::append{case.suffix}"
     tensors = case.tensors(node)
     plan = tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
-    order = list(tensors)
-    assert plan.aliases == {i: order.index(name) for i, name in enumerate(node.outputs)}
+    assert plan.aliases == {}
+    assert [name for name in tensors if name not in node.outputs][-3:].count("attended") == 1
     assert plan.outputs == [(tensors[name].dtype, tuple(map(triple, tensors[name].dims))) for name in node.outputs]
     programs = -(-case.layout.kv_heads // append_variant(case.layout, sm=case.sm).constants["R"])
-    assert plan.grid == (triple(programs), triple(case.sizes["B"]), triple(case.sizes["L"]))
+    assert plan.grid == (triple(programs), triple(case.sizes["T"]), triple(case.sizes["L"]))
     sizes = ["N", "P", *(["M"] if case.layout.exact_tokens else [])]
     check_kernel(plan, node, case, [triple(case.sizes[letter]) for letter in sizes])
 

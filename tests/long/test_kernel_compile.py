@@ -215,13 +215,13 @@ def test_reduce_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], 
     assert_a_plain_launch_runs(compiled["others"][name], ["partial_acc", "partial_ml", "sequences", "out"])
 
 
-def test_append_takes_what_it_writes_as_input_and_as_output(compiled: dict[str, Any]) -> None:
+def test_append_takes_what_it_writes_as_input_and_as_output_and_what_it_comes_after(compiled: dict[str, Any]) -> None:
     tables = ["key_new", "value_new", "page_table", "lengths"]
-    inputs = [*tables, "key_pool_in", "key_scale", "value_pool_in", "value_scale_pool_in"]
+    inputs = [*tables, "attended", "key_pool_in", "key_scale", "value_pool_in", "value_scale_pool_in"]
     written = ["key_pool", "value_pool", "value_scale_pool"]
     assert_a_plain_launch_runs(compiled["others"]["append"], [*inputs, "pages", "table_width", *written])
     pools = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
-    inputs = [*tables, "exact_slots", *(f"{name}_in" for name in pools)]
+    inputs = [*tables, "exact_slots", "attended", *(f"{name}_in" for name in pools)]
     assert_a_plain_launch_runs(compiled["others"]["append_exact"], [*inputs, "pages", "table_width", "buffers", *pools])
 
 

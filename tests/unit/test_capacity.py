@@ -1,6 +1,7 @@
 """Capacities against published tables, their shares and effects, and the inputs that are refused."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ LLAMA_70B = LLAMA_8B | {
     "num_attention_heads": 64,
 }
 MISTRAL_7B = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+SHIPPED = labelled(shipped_policies(), [])
 BARE = ["capacity.weights_gib=0", "capacity.reserve_gib=0"]
 """Memory of the cache alone, as the published tables count it."""
 
@@ -47,13 +49,20 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@cache
 def use(*overrides: str) -> CapacityConfig:
     return plan(overrides, multirun=False).jobs[0].capacity
 
 
+MEASURED: dict[tuple[str, ...], Capacity] = {}
+"""By config.json and overrides."""
+
+
 def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
-    model = read_model(written(folder, config))
-    return measure("model", model, use(*overrides), "none", labelled(shipped_policies(), []))
+    asked = (json.dumps(config), *overrides)
+    if asked not in MEASURED:
+        MEASURED[asked] = measure("model", read_model(written(folder, config)), use(*overrides), "none", SHIPPED)
+    return MEASURED[asked]
 
 
 def of(found: Capacity, name: str) -> PolicyCapacity:

@@ -88,7 +88,7 @@ class Allocator:
                         self.gpu += size
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     policy=policies,
     shape=shapes,
@@ -123,7 +123,7 @@ def test_requests_are_admitted_as_an_allocator_would_page_by_page(
     assert admit(cost, cycle, budget) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(policy=policies, other=policies | st.just(FP16_POLICY), shape=shapes, layers=sliding, eviction=evictions)
 def test_a_break_even_length_is_the_one_that_trying_every_length_finds(
     policy: KVPolicy, other: KVPolicy, shape: KVShape, layers: list[int | None], eviction: Eviction | None

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,6 @@ def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]
     assert said["it failed"] | {"level": "error", "exit_code": 2, "job": 2} == said["it failed"]
     assert said["where it came from"]["traceback"] == "Traceback\n  line"
     assert all(line["time"].endswith("Z") for line in events)
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as running:
-        yield running
 
 
 def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:

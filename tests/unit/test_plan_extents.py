@@ -1,13 +1,14 @@
 """Sizes of plans whose tensors TensorRT's layers cannot address."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVShape
-from stages.engines.tensorrt.extents import MOST_ELEMENTS, check_extents, largest
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.extents import MOST_ELEMENTS, MOST_SHARED_ELEMENTS, check_extents, largest, prefill_rows
+from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
 
 LLAMA = KVShape(layers=2, kv_heads=8, head_dim=128)
 Q_HEADS = 32
@@ -46,3 +47,53 @@ def test_the_scores_of_a_chunk_pass_before_the_pool_where_there_is_one_sequence(
 
 def test_layers_with_the_plugin_are_not_counted() -> None:
     assert refused(1024, 1 << 20, range(0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "max_tokens", "native", "rows"),
+    [
+        (64, 1 << 20, False, 4),
+        (3, 1024, False, 3),
+        (64, 1024, True, 4),
+        (64, 3072, True, 4),
+        (64, 3136, True, 3),
+        (64, 8192, True, 1),
+        (1, 1024, True, 1),
+    ],
+)
+def test_as_many_prompts_prefill_together_as_function_bodies_have_room_for(
+    max_batch: int, max_tokens: int, native: bool, rows: int
+) -> None:
+    limits = Limits(FP16_POLICY, max_batch, max_tokens)
+    assert prefill_rows(limits, Q_HEADS, native=native) == rows
+    assert replace(limits, prefill_rows=rows).ranges("prefill")["B"].largest == rows
+    assert limits.ranges("decode")["B"].largest == max_batch
+    if native and rows > 1:
+        shared, more = (replace(limits, prefill_rows=n) for n in (rows, rows + 1))
+        chunk = shared.chunk
+        positions = 64 * shared.sequence_pages + chunk
+        assert rows * Q_HEADS * chunk * positions <= MOST_SHARED_ELEMENTS
+        assert rows == min(4, max_batch) or more.prefill_rows * Q_HEADS * chunk * positions > MOST_SHARED_ELEMENTS
+
+
+def test_the_scores_of_prompts_that_prefill_together_are_counted() -> None:
+    limits = Limits(FP16_POLICY, 4, 1024)
+    one, four = (largest(replace(limits, prefill_rows=rows), LLAMA, Q_HEADS, 0) for rows in (1, 4))
+    assert four[0] == 4 * one[0] == 4 * Q_HEADS * 1024 * 2048
+
+
+def test_prompts_are_cut_as_if_alone_and_run_with_those_of_their_bucket() -> None:
+    lengths, chunk, rows = [5, 1500, 1024, 7, 600, 513, 2100, 1], 1024, 4
+    done, runs = [0] * len(lengths), []
+    while any(left := [length - stored for length, stored in zip(lengths, done, strict=True)]):
+        run = plan_run(left, chunk, rows)
+        runs.append(run)
+        assert len(run) <= rows
+        assert len({bucket(size, chunk) for _, size in run}) == 1
+        for i, size in run:
+            assert size == min(chunk, lengths[i] - done[i])
+            done[i] += size
+    assert done == lengths
+    assert runs[0] == [(0, 5), (3, 7)]
+    assert runs[1] == [(1, 1024), (2, 1024), (4, 600), (5, 513)]
+    assert len(runs) < len(lengths)

@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,10 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 POLICIES = {policy.name: policy for policy in shipped_policies()}
 
 
+@cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure("some-llm", MODEL, asked, "none", labelled(shipped_policies(), []))
+    return measure("some-llm", MODEL, asked, "none", labelled(list(POLICIES.values()), []))
 
 
 def judged(policy: str, **changes: object) -> Judged:

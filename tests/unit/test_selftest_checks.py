@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import StoredCopy
 from stages.selftest import checks
 from stages.selftest.checks import CHECKS, CheckFailure, judge
 
@@ -96,6 +97,12 @@ class Engine:
             out[0] = np.nan
         return out + (1e-3 if self.captured and "replay" in self.faults else 0)
 
+    def stored(self, handle: int) -> list[dict[Side, StoredCopy]]:
+        codes = np.ones((2, len(self.sequences[handle]), 4), np.uint8)
+        if "lost" in self.faults:
+            codes[:, -1] = 0
+        return [{Side.KEY: StoredCopy(0, codes, None, None, None, None)}]
+
     def corrupt_key_scale(self, factor: float) -> None:
         self.scale *= factor
 
@@ -117,7 +124,8 @@ def test_a_machine_that_does_everything_passes(name: str) -> None:
         ("FP8 bindings", {"binding": ("UINT8", "linear")}, "key_pool.0 is bound as UINT8"),
         ("FP8 bindings", {"binding": ("FP8", "Thirty-two wide channel vectorized")}, "key_pool.0 is bound as FP8, Thirty-two"),
         ("FP8 bindings", {"blind": True}, "not read where it is bound"),
-        ("aliased append", {"append": True}, r"\d+ of 16 bytes of key_pool"),
+        ("append in place", {"append": True}, r"\d+ of 16 bytes of key_pool"),
+        ("append in place", {"lost": True}, "keys of layer 0: 1 of 73 tokens are not in the pool, first token 72"),
         ("logits against the oracle", {"noise": 2.0}, r"mean KL to the oracle is \S+ nats a token, above 0.01"),
         ("logits against the oracle", {"blind": True}, "the logits are not the cache's"),
         ("logits against the oracle", {"nan": True}, "mean KL to the oracle is nan"),

@@ -22,6 +22,7 @@ from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_pol
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
+from stages.engines.tensorrt.extents import prefill_rows
 from stages.engines.tensorrt.library import Name, load
 from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse
 from stages.engines.tensorrt.refusal import refusal
@@ -89,6 +90,8 @@ def build_bundle(
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
         adapt(graphs, described.model, limits) if adapt is not None else unchanged as adapted,
     ):
+        native = adapt is None or bool(adapted.native)
+        limits = replace(limits, prefill_rows=prefill_rows(limits, described.model.q_heads, native=native))
         for mode, graph in adapted.graphs.items():
 
             def steps(done: int, total: int, mode: str = mode) -> None:

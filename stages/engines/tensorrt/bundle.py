@@ -27,7 +27,7 @@ class PlanRecord(BundleRecord):
     twin: str
     """Digest of the ONNX bundle, which the reports of its evaluation cite."""
     plugins: dict[str, str]
-    """Plugin node -> sha256 of its kernel's PTX, which is inside the decode plan."""
+    """Plugin node -> sha256 of its kernel's PTX, which is inside the plans."""
     native: dict[str, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     model: ModelInfo
@@ -43,7 +43,7 @@ class PlanRecord(BundleRecord):
 
     def limits(self, policy: KVPolicy) -> Limits:
         """Return what the plans are sized for."""
-        return Limits(policy, self.max_batch, self.max_tokens)
+        return Limits(policy, self.max_batch, self.max_tokens, self.profiles["prefill"]["B"].largest)
 
 
 def open_bundle(directory: Path, backend: Name) -> tuple[PlanRecord, KVPolicy, KVScales]:

@@ -11,17 +11,18 @@ from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVScales, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, StoredCopy
-from stages.engines.base import Mode
+from stages.engines.base import Logits, Mode
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
+from stages.engines.tensorrt.append import stored_groups
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.device import CudaDevice, Device
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession
-from stages.engines.tensorrt.shapes import Limits, bucket
+from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
 from stages.engines.tensorrt.weights import load_weights
 
 
@@ -98,7 +99,8 @@ class PlanEngine(PagedEngine):
         with device.running():
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
-                pool = TorchPool(limits, bundle.model.shape, device.torch_device)
+                groups = stored_groups(list(sessions["decode"].outputs), limits, bundle.model)
+                pool = TorchPool(limits, bundle.model.shape, device.torch_device, groups)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.model.shape, activations) from error
@@ -107,7 +109,7 @@ class PlanEngine(PagedEngine):
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
             for session in sessions.values():
-                session.use(memory, {**pool.tensors, **self._constants, **weights}, pool)
+                session.use(memory, {**pool.tensors, **pool.bindings, **self._constants, **weights}, pool)
 
     def fork(self, sequence: int) -> int:
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
@@ -139,30 +141,59 @@ class PlanEngine(PagedEngine):
         values: npt.NDArray[np.float32] = constant.cpu().numpy().copy()
         return values
 
-    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """As PagedEngine's, at a padded shape.
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """As ChunkedEngine's, chunks of several prompts in a run."""
+        handles: list[int] = []
+        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
+        done = [0] * len(prompts)
+        try:
+            for prompt in prompts:
+                handles.append(self._start())
+                self._reserve(handles[-1:], len(prompt))
+            while any(left := [len(prompt) - stored for prompt, stored in zip(prompts, done, strict=True)]):
+                planned = plan_run(left, self.prefill_chunk, self._limits.prefill_rows)
+                chunks = [prompts[i][done[i] : done[i] + size] for i, size in planned]
+                logits[[i for i, _ in planned]] = self._run_chunks("prefill", [handles[i] for i, _ in planned], chunks)
+                for i, size in planned:
+                    done[i] += size
+        except BaseException:
+            self.release(handles)
+            raise
+        return handles, logits
+
+    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
+        return self._run_chunks(mode, handles, ids.tolist())
+
+    def _run_chunks(self, mode: Mode, handles: Sequence[int], chunks: Sequence[Sequence[int]]) -> Logits:
+        """As PagedEngine's `_run`, of chunks of any lengths, at a padded shape.
 
         Rows of padding have an empty cache; columns of padding are masked, or follow the last token.
         """
-        batch, tokens = ids.shape
+        sizes, batch = [len(chunk) for chunk in chunks], len(chunks)
+        ids = np.zeros((batch, max(sizes)), np.int64)
+        for row, chunk in zip(ids, chunks, strict=True):
+            row[: len(chunk)] = chunk
         tables = self.pool.tables(handles)
-        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(tokens)
-        inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
+        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(max(sizes))
+        inputs = {"input_ids": ids, "position_ids": positions, "last": np.array(sizes) - 1, **tables}
         with self._device.running():
-            step = self._sessions[mode].step(**self._sizes(mode, batch, tokens, tables["page_table"].shape[1]))
+            step = self._sessions[mode].step(**self._sizes(mode, batch, max(sizes), tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
             pool = self._torch_pool
             windows = pool.window_state(handles)
-            pool.put_places(step, handles, tokens)
+            pool.put_places(step, handles, sizes)
             step.upload()
             step.run()
             logits, stored = step.read()
             if not stored:
                 pool.restore(windows)
-                sums = step.outputs[NOT_FINITE][:batch, :, :tokens].float().cpu().numpy()
+                sums = step.outputs[NOT_FINITE][:batch].float().cpu().numpy()
+                for row, size in zip(sums, sizes, strict=True):
+                    row[:, size:] = 0  # padding
                 self._refuse(sums, handles)
-            pool.advance(handles, tokens)
+            for handle, size in zip(handles, sizes, strict=True):
+                pool.advance([handle], size)
         return logits[:batch].astype(np.float32)  # a copy: the next step overwrites what was read
 
     @property
@@ -174,7 +205,7 @@ class PlanEngine(PagedEngine):
         """The shape that a run is padded to."""
         limits = self._limits
         return {
-            "B": 1 if mode == "prefill" else bucket(batch, limits.max_batch),
+            "B": bucket(batch, limits.prefill_rows if mode == "prefill" else limits.max_batch),
             "S": 1 if mode == "decode" else bucket(tokens, limits.chunk),
             "P": bucket(pages, limits.sequence_pages),
             "Y": max(1, limits.sequence_window_pages),

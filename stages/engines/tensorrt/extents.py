@@ -1,10 +1,11 @@
 """The largest tensors of the function body of attention over the cache: TensorRT's layers address 2^31 - 1 elements.
 
 The body gathers and scores all positions of the pages that a plan is built for, whatever sequences are long. The attention
-plugin makes no such tensor, and its kernels compute addresses in 64 bits.
+plugin makes no such tensor, and its kernels compute addresses in 64 bits. How many prompts prefill together follows from that.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
@@ -12,6 +13,21 @@ from stages.engines.tensorrt.shapes import Limits
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
+
+MOST_PREFILL_ROWS = 4
+"""Prompts of a prefill run: with as many tokens of each as fit a chunk the GPU has enough to do, and activations are sized for
+them whether they come or not."""
+
+MOST_SHARED_ELEMENTS = 2**29
+"""Elements of the scores of a function body in a run of several prompts, 1 GiB in float16; a run of one may have more."""
+
+
+def prefill_rows(limits: Limits, q_heads: int, *, native: bool) -> int:
+    """Return how many prompts a prefill run takes at most; `native` is whether any layer keeps its function body."""
+    rows = min(MOST_PREFILL_ROWS, limits.max_batch)
+    if not native:
+        return rows
+    return max(1, min(rows, MOST_SHARED_ELEMENTS // _scores_of_chunks(replace(limits, prefill_rows=1), q_heads)))
 
 
 def check_extents(
@@ -49,17 +65,26 @@ def check_extents(
 def largest(limits: Limits, shape: KVShape, q_heads: int, layer: int) -> tuple[int, str]:
     """Return the elements of the largest tensor of a layer's function body in either plan, and what it is."""
     policy = limits.policy
-    positions = PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + policy.exact_tokens
     scores = "the scores of {} against all positions of the pages"
     sizes = [
-        (q_heads * limits.chunk * (positions + limits.chunk), scores.format(f"a chunk of {limits.chunk:,} tokens")),
-        (limits.max_batch * q_heads * (positions + 1), scores.format("a decode step")),
+        (_scores_of_chunks(limits, q_heads), scores.format(f"a chunk of {limits.chunk:,} tokens")),
+        (limits.max_batch * q_heads * (_positions(limits) + 1), scores.format("a decode step")),
     ]
     for side, form in policy.sides(layer).items():
         stored = shape.head_dim // max(1, 8 // form.code.bits)
         pages = limits.window_pages if side.in_window else limits.pages
         sizes.append((pages * shape.kv_heads * PAGE_TOKENS * stored, f"the {side} pool of layer {layer}"))
     return max(sizes, key=lambda size: size[0])
+
+
+def _positions(limits: Limits) -> int:
+    """Positions that a function body scores for each query."""
+    return PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + limits.policy.exact_tokens
+
+
+def _scores_of_chunks(limits: Limits, q_heads: int) -> int:
+    """Elements of the scores of a prefill run."""
+    return limits.prefill_rows * q_heads * limits.chunk * (_positions(limits) + limits.chunk)
 
 
 def _most_that_fits(elements: Callable[[int], int], largest_size: int) -> int:

@@ -6,7 +6,7 @@ plan, which needs neither Python nor a plugin library to run.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
+from stages.engines.tensorrt.append import Group, append_groups, use_append
 from stages.engines.tensorrt.build import PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
@@ -127,11 +128,13 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
     programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
     layers = use_plugin(models["decode"], info, limits.policy, programs=programs, sm=sm)
     use_context_plugin(models["prefill"], info, limits.policy, splits=splits, sm=sm)
+    for mode, model in models.items():
+        use_append(model, info, limits, layers, mode, sm=sm)
     register()
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, model in models.items():
         onnx.save(model, written[mode])
-    kernels = kernel_digests(models["decode"], layers.layouts, info)
+    kernels = kernel_digests(models["decode"], layers.layouts, info) | append_digests(append_groups(layers, limits), info, sm)
     return PlanGraphs(written, _reasons(layers), kernels | context_digests(models["prefill"], layers.layouts, info))
 
 
@@ -203,6 +206,16 @@ def context_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], 
             by_kernel[key] = (_sha256(partial.ptx), _sha256(join.ptx))
         digests[f"context_partial.{layer}"], digests[f"context_reduce.{layer}"] = by_kernel[key]
     return digests
+
+
+def append_digests(groups: Sequence[Group], info: ModelInfo, sm: int) -> dict[str, str]:
+    """Return the sha256 of the PTX of each append, which both graphs have, by the node's name."""
+    with _triton():
+        from plugins.kv_attention import aot
+    compiled = {
+        layout: aot.compile_append(layout, new_dtype=info.compute_dtype, sm=sm) for layout in {g.layout for g in groups}
+    }
+    return {group.array("append"): _sha256(compiled[group.layout].ptx) for group in groups}
 
 
 def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:

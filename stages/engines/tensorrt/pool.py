@@ -1,7 +1,8 @@
 """The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change.
 
-New tokens are written to their places on the device, in the step that computes them: arrays of one name, type and shape lie in
-one tensor, whatever their layers, and so do the plan's outputs for them, so that one launch writes all layers.
+New tokens are written to their places on the device, in the step that computes them. Of a group of layers the plan does that
+itself (append.py): each of their arrays lies in one tensor without gaps, which the plan writes. Of other layers, arrays of one
+name, type and shape lie in one tensor, and so do the plan's outputs for them, so that one launch after the plan writes all.
 
 Shapes: l layers, B sequences, S new tokens of each, T = B * S, H KV heads, N pages or buffers, W elements of a token.
 """
@@ -16,13 +17,15 @@ import torch
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import MAX_FLOAT16
-from pipeline.core.kv import KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVShape
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.eviction import Indices
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
+from stages.engines.tensorrt.append import APPENDED, PAGES, POSITIONS, SLOTS, Group, appended
 from stages.engines.tensorrt.session import Step
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import Limits, stack_rows
 
 STORAGE = {
     "float16": torch.float16,
@@ -39,15 +42,19 @@ class Stack:
 
     names: list[str]
     tensor: torch.Tensor
-    """(l, N, H, 64 or exact slots, W)."""
+    """(l, N, H, 64 or exact slots, W), with N as stack_rows has it."""
     allocator: PageAllocator
+    group: Group | None
+    """The layers whose tokens the plan stores; None where they are stored after it."""
 
 
 class TorchPool(PagedPool):
     """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
 
-    def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
+    def __init__(self, limits: Limits, shape: KVShape, device: torch.device, groups: Sequence[Group] = ()) -> None:
+        """`groups`: the layers whose tokens the plans store themselves."""
         self.limits, self.device = limits, device
+        self._groups = {layer: group for group in groups for layer in group.layers}
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
         """The canary's factors (l, H, 1) on what is written, by the first name of a stack."""
@@ -77,7 +84,7 @@ class TorchPool(PagedPool):
 
     def scale_array(self, name: str, factor: Factor) -> None:
         array = self.tensors[name]
-        array.copy_(scaled(array, factor))
+        array.copy_(scaled(array, torch.as_tensor(factor, device=self.device)))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -112,16 +119,36 @@ class TorchPool(PagedPool):
         stacks: dict[tuple[Any, ...], list[str]] = {}
         for name, array in self.tensors.items():
             if self._allocators[name] is allocator:
-                stacks.setdefault((name.partition(".")[0], array.dtype, array.shape[1:]), []).append(name)
-        for (_, dtype, shape), names in stacks.items():
-            tensor = stacked(len(names), (capacity, *shape), dtype, self.device)
-            self.stacks.append(Stack(names, tensor, allocator))
-            self.arrays |= dict(zip(names, tensor, strict=True))
+                array_name, _, layer = name.partition(".")
+                group = self._groups.get(int(layer))
+                key = (None if group is None else group.number, array_name, array.dtype, array.shape[1:])
+                stacks.setdefault(key, []).append(name)
+        for (_, _, dtype, shape), names in stacks.items():
+            group = self._groups.get(int(names[0].partition(".")[2]))
+            tensor = stacked(len(names), (stack_rows(capacity), *shape), dtype, self.device)
+            assert group is None or tensor.is_contiguous(), f"the append writes {names} as one tensor"
+            self.stacks.append(Stack(names, tensor, allocator, group))
+            self.arrays |= dict(zip(names, tensor[:, :capacity], strict=True))
+
+    @property
+    def bindings(self) -> dict[str, torch.Tensor]:
+        """The inputs and outputs of the plans' appends, which are the same memory."""
+        stacks = {
+            stack.group.array(stack.names[0].partition(".")[0]): stack.tensor
+            for stack in self.stacks
+            if stack.group is not None
+        }
+        return stacks | {appended(name): tensor for name, tensor in stacks.items()}
+
+    @property
+    def _copied(self) -> list[Stack]:
+        """The stacks that are written after the plan, from its outputs."""
+        return [stack for stack in self.stacks if stack.group is None]
 
     @property
     def families(self) -> Sequence[Sequence[str]]:
         """The plans' outputs that go to each stack."""
-        return [[f"new_{name}" for name in stack.names] for stack in self.stacks]
+        return [[f"new_{name}" for name in stack.names] for stack in self._copied]
 
     @property
     def _kinds(self) -> dict[str, tuple[PageAllocator, int]]:
@@ -129,32 +156,64 @@ class TorchPool(PagedPool):
         exact = bool(self.policy.sink_tokens) + bool(self.policy.recent_tokens)
         counts = {"page": (self.pages, 1), "window": (self.window_pages, self.policy.window is not None)}
         counts["buffer"] = (self.buffers, exact)
-        return {f"places.{kind}.{i}": (allocator, i) for kind, (allocator, n) in counts.items() for i in range(n)}
+        copied = [stack.allocator for stack in self._copied]
+        return {
+            f"places.{kind}.{i}": (allocator, i)
+            for kind, (allocator, n) in counts.items()
+            for i in range(n if allocator in copied else 0)
+        }
 
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
-        """Return what a step needs to write its tokens: (3, T) indices a list of places, and how much of it is padding."""
+        """Return what writes after the plan need: (3, T) indices a list of places, and how much of it is padding."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
-        return {"tokens": (torch.int32, (2,)), "stored_places": (torch.int32, (len(places),)), **places}
+        sizes_of: dict[str, Section] = {} if self._groups else {"tokens": (torch.int32, (sizes["B"],))}
+        counts: dict[str, Section] = {"stored_places": (torch.int32, (len(places),))} if places else {}
+        return sizes_of | counts | places
 
-    def put_places(self, step: Step, handles: Sequence[int], tokens: int) -> None:
-        """Set where the next `tokens` of each sequence go.
+    def put_places(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set where the next tokens of each sequence go, so many of each.
 
         A list is filled up with its first place, which is then written several times with the same; an empty one is not used.
         """
-        places, batch = self.places(handles, tokens), len(handles)
+        if self._groups:
+            self._put_append(step, handles, tokens)
+        if not self._kinds:
+            return
         columns = step.inputs["input_ids"].shape[1]
+        listed: dict[str, list[Indices]] = {name: [] for name in self._kinds}
+        for size in sorted(set(tokens)):
+            rows = np.flatnonzero(np.array(tokens) == size)
+            places = self.places([handles[row] for row in rows], size)
+            for name, (allocator, i) in self._kinds.items():
+                chosen, number, slot = places[allocator][i]
+                listed[name].append(np.stack([rows[chosen // size] * columns + chosen % size, number, slot]))
         counts = []
-        for name, (allocator, i) in self._kinds.items():
-            chosen, number, slot = places[allocator][i]
-            counts.append(len(chosen))
+        for name, parts in listed.items():
+            chosen = np.concatenate(parts, 1)
+            counts.append(chosen.shape[1])
             filled = np.zeros(tuple(step.inputs[name].shape), np.int64)
-            if len(chosen):
-                listed = np.stack([chosen // tokens * columns + chosen % tokens, number, slot])
-                filled[:] = listed[:, :1]
-                filled[:, : len(chosen)] = listed
+            if chosen.size:
+                filled[:] = chosen[:, :1]
+                filled[:, : chosen.shape[1]] = chosen
             step.put(name, filled)
-        step.put("tokens", np.array([batch, tokens], np.int32))
+        step.put("tokens", np.array(tokens, np.int32))
         step.put("stored_places", np.array(counts, np.int32))
+
+    def _put_append(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set where the plan stores the next tokens of each sequence."""
+        rows = [self.sequences[handle] for handle in handles]
+        shape = (len(rows), max(tokens))
+        positions, pages, slots = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for i, (row, size) in enumerate(zip(rows, tokens, strict=True)):
+            end = row.length + size
+            positions[i, :size] = at = np.arange(row.length, end)
+            first = row.length // PAGE_TOKENS
+            pages[i, :size] = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[at // PAGE_TOKENS - first]
+            # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
+            slots[i, :size] = np.where(at >= end - self.policy.recent_tokens, row.buffer, -1 - row.buffer)
+        step.put(POSITIONS, positions, fill=-1)
+        step.put(PAGES, pages)
+        step.put(SLOTS, slots)
 
     def results(self, step: Step) -> Sequence[torch.Tensor]:
         """Return logits (B, V) float32, and whether the tokens were stored."""
@@ -162,20 +221,37 @@ class TorchPool(PagedPool):
         return logits, torch.zeros((), dtype=torch.bool, device=self.device)
 
     def consume(self, step: Step) -> None:
-        """Write the new tokens to their places, or none where a key or value of any is not finite."""
+        """Write what the plan has not stored to its places, or none where a key or value of any new token is not finite."""
         logits, stored = step.results
-        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]
-        rows, columns = (torch.arange(n, device=self.device) for n in (sums.shape[0], sums.shape[2]))
-        real = (rows < sizes[0])[:, None] & (columns < sizes[1])
-        stored.copy_(((sums == 0) | ~real[:, None]).all())
+        stored.copy_(self._stores(step))
         logits.copy_(step.outputs["logits"])
-        for stack, new in zip(self.stacks, step.families, strict=True):
+        for stack in self.stacks:
+            if stack.group is not None and stack.names[0] in self._factors:
+                self._scale_stored(stack, step, stored)
+        for stack, new in zip(self._copied, step.families, strict=True):
             tokens = new.movedim(3, 2).flatten(1, 2)  # (l, T, H, W)
             for i, (name, (allocator, _)) in enumerate(self._kinds.items()):
                 if allocator is stack.allocator:
                     chosen, number, slot = step.inputs[name]
                     used = stored & (step.inputs["stored_places"][i] > 0)
                     self._write_stack(stack, tokens[:, chosen], number, slot, used)
+
+    def _stores(self, step: Step) -> torch.Tensor:
+        """Whether the step is stored: as the plan has decided where it stores, else by its check of keys and values."""
+        if self._groups:
+            return (step.outputs[APPENDED] == step.inputs[POSITIONS]).all()
+        sums, tokens = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # of padding, 0 tokens
+        real = torch.arange(sums.shape[2], device=self.device) < tokens[:, None]
+        return ((sums == 0) | ~real[:, None]).all()
+
+    def _scale_stored(self, stack: Stack, step: Step, stored: torch.Tensor) -> None:
+        """Multiply what the plan has just written to a stack by the canary's factors."""
+        positions, pages = step.inputs[POSITIONS].flatten(), step.inputs[PAGES].flatten()
+        # Padding does again what the first token does, so that no two rows write different numbers to a place.
+        rows = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
+        number, slot = pages[rows].long(), positions[rows].long() % PAGE_TOKENS
+        written = stack.tensor[:, number, :, slot].transpose(0, 1)
+        self._write_stack(stack, written, number, slot, stored)
 
     def _write_stack(
         self, stack: Stack, new: torch.Tensor, number: torch.Tensor, slot: torch.Tensor, stored: torch.Tensor
@@ -196,6 +272,6 @@ class TorchPool(PagedPool):
                 self._factors[stack.names[0]] = torch.from_numpy(factors).to(self.device)
 
 
-def scaled(values: torch.Tensor, factor: Factor | torch.Tensor) -> torch.Tensor:
+def scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return floating-point values times a factor, saturating at float16's range."""
-    return (values.float() * torch.as_tensor(factor, device=values.device)).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)
+    return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

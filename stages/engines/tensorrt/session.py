@@ -18,6 +18,7 @@ import torch
 from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
+from stages.engines.tensorrt.append import PAGES, SLOTS
 from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
@@ -64,7 +65,7 @@ class Step:
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
         sections |= session.consumer.sections(sizes)
         # Tables change once in many steps: what lies before them is then all that is copied.
-        self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
+        self._order = sorted(sections, key=lambda name: "table" in name or name in ("exact_slots", PAGES, SLOTS))
         self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
         self._changed = -1
         """Place in `_order` of the last input that differs from the device's."""
@@ -77,6 +78,7 @@ class Step:
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
             self.outputs |= dict(zip(names, self.families[-1], strict=True))
+        self.outputs |= session.written
         self.outputs |= {t.name: session.tensor(t, sizes) for t in session.outputs.values() if t.name not in self.outputs}
         self.results = list(session.consumer.results(self))
         self._results = StepResults(*self.results)
@@ -98,11 +100,11 @@ class Step:
         self._runs = 0
         self._replay: Callable[[], None] | None = None
 
-    def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Set an input and fill the rest of its padded shape with 0; skip an input that the plan does not read."""
+    def put(self, name: str, values: npt.NDArray[np.generic], fill: int = 0) -> None:
+        """Set an input and fill the rest of its padded shape; skip an input that the plan does not read."""
         if name in self._staged.arrays:
             array = self._staged.arrays[name]
-            new = padded(values, array.shape)
+            new = padded(values, array.shape, fill)
             if not np.array_equal(array, new):
                 array[...] = new
                 self._changed = max(self._changed, self._order.index(name))
@@ -161,6 +163,9 @@ class PlanSession:
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
+        """Inputs whose addresses never change."""
+        self.written: dict[str, torch.Tensor] = {}
+        """Outputs whose addresses never change: those that the plan writes in place."""
         self.consumer: Consumer
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
@@ -176,7 +181,9 @@ class PlanSession:
         """Give the contexts their activation memory, bind tensors whose addresses never change, and set what runs after."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self._memory, self.consumer = memory, consumer
-        self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
+        self.bound, self.written = (
+            {name: tensor for name, tensor in bound.items() if name in tensors} for tensors in (self.inputs, self.outputs)
+        )
 
     @property
     def replayed_shapes(self) -> int:

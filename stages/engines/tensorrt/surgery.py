@@ -58,12 +58,12 @@ def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, pro
             # The exact tokens are the policy's, and with them the work list is the same in every layer.
             outputs = [names[name] for name in PLAN.outputs]
             attributes = plan_attributes(layout, programs=programs, sm=sm)
-            model.graph.node.insert(0, _plugin_node(PLAN, [names["lengths"]], outputs, attributes))
+            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], outputs, attributes))
         partial = node_of("decode_partial", layout)
         sums = [f"{name}.{layer}" for name in partial.outputs]
         attributes = decode_attributes(layout, scaling=scaling, sm=sm)
-        attend = _plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
-        join = _plugin_node(
+        attend = plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
+        join = plugin_node(
             REDUCE, [*sums, names["sequences"]], list(node.output), reduce_attributes(COMPUTE[info.compute_dtype], sm), layer
         )
         _replace(model, node, [attend, join])
@@ -97,9 +97,9 @@ def use_context_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy
         partial = node_of("context_partial", layout)
         sums = [f"{name}.{layer}" for name in partial.outputs]
         attributes = context_attributes(layout, splits=splits, scaling=scaling, sm=sm)
-        attend = _plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
+        attend = plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
         joined = reduce_attributes(COMPUTE[info.compute_dtype], sm)
-        _replace(model, node, [*turned, attend, _plugin_node(CONTEXT_REDUCE, sums, list(node.output), joined, layer)])
+        _replace(model, node, [*turned, attend, plugin_node(CONTEXT_REDUCE, sums, list(node.output), joined, layer)])
     return layers
 
 
@@ -129,10 +129,18 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
     model.functions.remove(body)
 
 
-def _plugin_node(
-    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], layer: int | None = None
+def plugin_node(
+    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
 ) -> onnx.NodeProto:
-    """The ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
-    name = node.operation if layer is None else f"{node.operation}.{layer}"
+    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry.
+
+    Args:
+        node: The operation.
+        inputs: Its tensors in the graph, in order.
+        outputs: Likewise.
+        attributes: Its attributes.
+        part: The layer, or the group of layers, which its name ends in; None for what a step has once.
+    """
+    name = node.operation if part is None else f"{node.operation}.{part}"
     fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
     return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)

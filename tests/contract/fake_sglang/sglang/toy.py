@@ -32,8 +32,9 @@ class Engine:
             raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.\n")
         assert kwargs["kv_cache_dtype"] in FACTS["kv_cache_dtype"]
         self.args = kwargs
-        with safe_open(Path(kwargs["model_path"]) / "model.safetensors", "pt") as weights:
-            self.keys = float(weights.get_tensor("model.layers.0.self_attn.k_proj.weight").float().abs().mean())
+        with safe_open(Path(kwargs["model_path"]) / "model.safetensors", "np") as weights:
+            keys = weights.get_tensor("model.layers.0.self_attn.k_proj.weight")
+        self.keys = float(np.abs(keys.astype(np.float32)).mean())
 
     def get_server_info(self) -> dict[str, Any]:
         dtype = "auto" if sglang.MODE == "other cache" else self.args["kv_cache_dtype"]

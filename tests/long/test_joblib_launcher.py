@@ -1,4 +1,4 @@
-"""A sweep by joblib, with real workers over a small evaluation; tests/long has the other launchers, and more ends of jobs."""
+"""A sweep by joblib, with real workers over a small evaluation; test_every_launcher.py has the others, and more endings."""
 
 from pathlib import Path
 
