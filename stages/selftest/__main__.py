@@ -12,7 +12,7 @@ import argparse
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.artifacts.hardware import gpus
@@ -26,6 +26,9 @@ CODES = {"PASS": 0, "FAIL": FAILED, "CANNOT RUN": MISSING}
 SECONDS = 1200
 """Time limit of one check. The first check builds the engines."""
 
+POLICY = ("fp8k_int4v", "kv.sink_tokens=4", "kv.recent_tokens=64")
+"""With exact tokens: the append overwrites them, after an attention that reads them, and TensorRT must keep that order."""
+
 Runner = Callable[[str], tuple[str, str]]
 """Runs the check of a name and returns its verdict and reason."""
 
@@ -35,12 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.selftest", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", choices=[*CHECKS], help="this one only, in this process")
     parser.add_argument("--model", default="pkg://stages.tiny/checkpoint", help="model.path of the engines")
-    parser.add_argument("--kv", default="fp8k_int4v", help="KV policy of the engines")
+    parser.add_argument("--kv", nargs="+", default=POLICY, metavar="POLICY", help="KV policy of the engines, and its overrides")
     parser.add_argument("--workdir", default="work", help="where engines are kept")
     options = parser.parse_args(arguments)
     if options.check is not None:
         return run_check(options.check, options.model, options.kv, options.workdir)
-    flags = ["--model", options.model, "--kv", options.kv, "--workdir", options.workdir]
+    flags = ["--model", options.model, "--kv", *options.kv, "--workdir", options.workdir]
     return run_all(lambda name: run_process([sys.executable, "-m", "stages.selftest", "--check", name, *flags]))
 
 
@@ -59,7 +62,7 @@ def run_all(run: Runner) -> int:
     return FAILED if "FAIL" in verdicts else MISSING if "CANNOT RUN" in verdicts else 0
 
 
-def run_check(name: str, model: str, policy: str, workdir: str) -> int:
+def run_check(name: str, model: str, policy: Sequence[str], workdir: str) -> int:
     """Run one check in this process, print its reason, and return the exit code of its verdict."""
 
     def bench() -> Bench:

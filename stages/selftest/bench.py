@@ -48,7 +48,7 @@ class GpuBench:
 
     Args:
         model: model.path of the engines.
-        policy: KV policy of the engines, an option of `kv`.
+        policy: KV policy of the engines, an option of `kv`, and overrides of it.
         workdir: Where the engines are kept.
 
     Raises:
@@ -56,9 +56,10 @@ class GpuBench:
         UserError: No engines can be built of the model or the policy.
     """
 
-    def __init__(self, model: str, policy: str, workdir: Path) -> None:
+    def __init__(self, model: str, policy: Sequence[str], workdir: Path) -> None:
         self.library = load("tensorrt")
-        overrides = [f"model.path={model}", f"kv={policy}", f"workdir={workdir}", "backend=tensorrt", "stage=build"]
+        kv = [f"kv={policy[0]}", *policy[1:]]
+        overrides = [f"model.path={model}", *kv, f"workdir={workdir}", "backend=tensorrt", "stage=build"]
         self.config = plan([*overrides, "tracking=none"], multirun=False).jobs[0]
         check_inputs(self.config)
         self.chain = Chain(self.config, Store(self.config.work / "artifacts"))
