@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ os.environ.pop("COLUMNS", None)
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# A shell's background job ignores Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 parse_yaml_once()
 
 ROOT = Path(__file__).resolve().parents[1]
