@@ -100,6 +100,14 @@ def test_a_line_break_in_a_value_of_slurms_is_refused() -> None:
     assert launchers.problem("submitit_slurm", "partition", "gpu") is None
 
 
+@pytest.mark.parametrize("asked", ["stage=promote", "stage=evaluate,rollback"])
+def test_no_job_of_a_sweep_moves_what_serves(asked: str) -> None:
+    moving = asked.replace("=", ",").split(",")[-1]
+    with pytest.raises(UserError, match=f"stage={moving}: moves what serves.*leave -m out"):
+        plan(["kv=fp8,int8", asked], multirun=True)
+    assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
+
+
 def test_a_launcher_without_a_sweep_is_refused() -> None:
     with pytest.raises(UserError, match="hydra/launcher=joblib: runs the jobs of a sweep; add -m"):
         plan(["hydra/launcher=joblib"], multirun=False)
