@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE
+from pipeline.core.kv import POLICY_FILE
 from pipeline.core.redaction import copy_redacted, redact
+from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
 

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.checkpoint import TOKENIZER_FILES, inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.checkpoints import load_tokenizer

@@ -9,8 +9,9 @@ import torch
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVScales, KVShape, Side
+from pipeline.core.kv import KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.engines.base import Logits, Mode
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
