@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,22 @@ def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatc
     assert "job 2 of 5: round fp8: forced decode" in shown
     assert "1,200/8,000 tokens" in shown
     assert "/s" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_a_bar_shows_every_number_whole_and_the_time_that_is_left_at_every_width(width: int) -> None:
+    written, clock = io.StringIO(), Clock()
+    terminal = Console(file=written, force_terminal=True, width=width, color_system=None)
+    phase = Phase("round", clock)
+    with phases.bar(terminal, "job 12 of 24: round int4_streaming 1/5", phase, print) as update:
+        update("forced decode [tokens]", 0, 123_456)
+        clock.now += 7
+        update("forced decode [tokens]", 12_345, 123_456)
+    lines = re.sub(r"\x1b\[[\d?]*[a-zA-Z]", "\n", written.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = " ".join(" ".join(lines).replace("\N{BOX DRAWINGS HEAVY HORIZONTAL}", "").split())
+    said = "job 12 of 24: round int4_streaming 1/5: forced decode 12,345/123,456 tokens, 1,764/s, 1 min 03 s left"
+    assert said in shown
 
 
 def test_the_second_job_says_how_long_the_rest_takes(
