@@ -32,17 +32,19 @@ class Phase:
 
     def __init__(self, label: str, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begin(label, 0)
+        self._left: dict[str, tuple[int, int, float]] = {}
+        """Of labels that another one interrupted: first and last units, and seconds."""
+        self.label, self.first, self.started = label, 0, clock()
         self.done, self.total = 0, 0
 
-    def _begin(self, label: str, first: int) -> None:
-        self.label, self.first, self.started = label, first, self._clock()
-        """A resumed phase begins with some units, which took no time now."""
-
     def update(self, label: str, done: int, total: int) -> None:
-        """Take a call of the stage's progress."""
+        """Take a call of the stage's progress; of a label from before it goes on where that one was."""
         if label != self.label or not self.total:
-            self._begin(label, done)
+            self._left[self.label] = self.first, self.done, self.seconds
+            first, last, seconds = self._left.get(label, (done, done, 0.0))  # units of a resumed run took no time now
+            if done < last:  # another round
+                first, seconds = done, 0.0
+            self.label, self.first, self.started = label, first, self._clock() - seconds
         self.done, self.total = done, total
 
     @property
@@ -61,6 +63,8 @@ class Phase:
         if not self.total:
             return f"{duration(self.seconds)} so far"
         what, unit = split(self.label)
+        if self.total == 1 and not unit:  # one thing, of which nothing is counted
+            return f"{what}, {duration(self.seconds)} so far".removeprefix(", ")
         text = f"{what} {self.done:,}/{self.total:,}{f' {unit}' if unit else ''}"
         rate = self.rate
         if rate is None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts import digest
 from pipeline.terminal import console, phases
 from pipeline.terminal.phases import Phase
 from pipeline.terminal.texts import relative
@@ -67,6 +68,45 @@ def test_a_resumed_phase_counts_only_what_it_did_itself() -> None:
     clock.now += 20
     phase.update("forced decode [tokens]", 5100, 6000)
     assert phase.describe() == "forced decode 5,100/6,000 tokens, 5.0/s, 3 min 00 s left"
+
+
+def test_a_phase_that_another_one_interrupted_goes_on_at_its_own_rate() -> None:
+    clock = Clock()
+    phase = Phase("t", clock)
+    phase.update("forced decode [tokens]", 0, 1000)
+    clock.now += 10
+    phase.update("forced decode [tokens]", 100, 1000)
+    phase.update("compared [requests]", 0, 3)
+    clock.now += 40
+    phase.update("forced decode [tokens]", 101, 1000)
+    assert phase.describe() == "forced decode 101/1,000 tokens, 10/s, 1 min 29 s left"
+    phase.update("compared [requests]", 1, 3)
+    assert phase.describe() == "compared 1/3 requests, 40 s each, 1 min 20 s left"
+    phase.update("forced decode [tokens]", 0, 1000)
+    assert phase.describe() == "forced decode 0/1,000 tokens, 0 s so far", "another round"
+
+
+def test_one_thing_of_which_nothing_is_counted_has_its_time_alone() -> None:
+    clock = Clock()
+    phase = Phase("export", clock)
+    phase.update("tracing", 0, 1)
+    clock.now += 50
+    assert phase.describe() == "tracing, 50 s so far"
+
+
+def test_the_reading_of_a_large_file_is_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "LARGE", 3)
+    monkeypatch.setattr(digest, "BLOCK", 2)
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 1000)
+    for name, content in (("weights.bin", b"12345"), ("small", b"1")):
+        (tmp_path / name).write_bytes(content)
+    expected = digest.tree_files(tmp_path)
+    seen: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Phase, "update", lambda _, *given: seen.append(given))
+    with console.doing("reading the model's files"):
+        assert digest.tree_files(tmp_path) == expected
+    reading = "reading weights.bin [MiB]"
+    assert seen == [(reading, 1, 2), (reading, 2, 2), (reading, 2, 2), ("", 0, 1)]
 
 
 def test_steps_that_take_long_have_a_time_each() -> None:
