@@ -13,7 +13,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.registry.promotion import Move
 from pipeline.registry.summary import Candidate, Registration
-from pipeline.terminal import next_steps
+from pipeline.terminal import commands, next_steps
 from pipeline.terminal.next_steps import Step
 from pipeline.verdict.thresholds import Check, Status
 
@@ -253,3 +253,10 @@ def test_every_other_ending_names_a_command_that_composes(tmp_path: Path) -> Non
     assert judging.stage == "evaluate"
     steps = next_steps.after_status(config, judged=False, promotable=True, champion=tmp_path, prunable=True)
     assert [job.stage for job in composed(steps)] == ["all", "promote", "verify", "prune"]
+
+
+def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
+    """It is refused without a sweep."""
+    base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
+    assert "hydra" not in commands.judging(base, "kv=int8")
+    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in commands.judging(base, sweep=True)
