@@ -129,7 +129,7 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
     kept = [one for one in base if _key(one) not in changed]
     if "workloads" in changed:
         kept = [one for one in kept if not _key(one).startswith("workloads.")]
-    return "python -m pipeline " + shlex.join([*(["-m"] if sweep else []), *kept, *arguments])
+    return shlex.join(["python", "-m", "pipeline", *(["-m"] if sweep else []), *kept, *arguments])
 
 
 def _key(override: str) -> str:
