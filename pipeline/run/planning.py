@@ -100,6 +100,7 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
+        next_steps.show(next_steps.after_no_recommendation(typed()))
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
     candidates = summary.load(config.work).candidates
     next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))

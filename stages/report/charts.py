@@ -178,7 +178,6 @@ def _context(data: list[Datum], dots: list[Datum], names: Sequence[str], lines: 
         {"bins": data, "dots": dots},
         height=300,
         layer=[
-            *lines,
             {
                 "data": {"name": "dots"},
                 "transform": where(only, "workload === '' || datum.workload === workload"),
@@ -190,6 +189,7 @@ def _context(data: list[Datum], dots: list[Datum], names: Sequence[str], lines: 
                 "mark": {"type": "line", "point": {"size": 55, "filled": True}, "strokeWidth": 2},
                 "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": told},
             },
+            *lines,
         ],
     )
 
@@ -213,7 +213,6 @@ def _position(data: list[Datum], names: Sequence[str], lines: Sequence[Spec]) ->
         {"steps": data},
         height=300,
         layer=[
-            *lines,
             {
                 "transform": where(only, OF_WORKLOAD, "isValid(datum.p95)"),
                 "mark": {"type": "line", "strokeWidth": 1.5, "strokeDash": [2, 3]},
@@ -224,5 +223,6 @@ def _position(data: list[Datum], names: Sequence[str], lines: Sequence[Spec]) ->
                 "mark": {"type": "line", "point": {"size": 45, "filled": True}, "strokeWidth": 2},
                 "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": told},
             },
+            *lines,
         ],
     )

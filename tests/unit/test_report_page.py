@@ -157,7 +157,7 @@ def test_no_two_policies_are_drawn_alike(judged: list[Exhibit], tmp_path: Path) 
         replace(judged[0], candidate=judged[0].candidate.model_copy(update={"name": f"kv{number}"}))
         for number in range(MOST_POLICIES)
     ]
-    coded = make_page(many, occasion(tmp_path)).charts["position"]["layer"][-1]["encoding"]
+    coded = make_page(many, occasion(tmp_path)).charts["position"]["layer"][1]["encoding"]
     looks = zip(coded["color"]["scale"]["range"], map(tuple, coded["strokeDash"]["scale"]["range"]), strict=True)
     assert len(set(looks)) == MOST_POLICIES
 
