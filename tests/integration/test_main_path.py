@@ -93,7 +93,7 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     work, sweep = swept
     (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
-    assert program == "python"
+    assert Path(program).name == "python", "or its path, where a shell finds another one"
     before = {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))}
     assert arguments[:2] == ["-m", "pipeline"]
     rehearsed = command([*arguments[2:], "dry=true"], work.parent)
