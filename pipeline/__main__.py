@@ -225,7 +225,7 @@ def _run_sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
     from pipeline.run.runner import begin_sweep, conclude_sweep
 
     first, output = planned.jobs[0], LAUNCHERS[planned.launcher].output
-    begin_sweep(first, sweep, planned.names)
+    begin_sweep(first, sweep, planned.names, typed)
     if output is not None:
         console.LOGGER.info("jobs write what they print below %s", first.work / output)
     code, elsewhere = 0, output is not None
