@@ -143,8 +143,8 @@ def test_a_break_even_length_is_the_one_that_trying_every_length_finds(
     settled = max(ours.settled_pages, theirs.settled_pages)
     found = holds_from(gain, ours.borders | theirs.borders, settled, theirs.growth - ours.growth)
     limit = max(4 * (found or 0), 64 * (settled + 40))
-    while found is None and gain(limit - 1) > 0:  # exact tokens of the other are made up for by its smaller pages, later
-        limit *= 2
+    while found is None and all(gain(tokens) > 0 for tokens in range(limit - 2 * PAGE, limit)):
+        limit *= 2  # exact tokens of the other are made up for by its smaller pages, later
         assert limit < 1 << 20, "it is never lost, and should have been found"
     without = [tokens for tokens in range(1, limit) if gain(tokens) <= 0]
     if found is None:
