@@ -238,4 +238,4 @@ def test_nothing_is_raised_where_nobody_reads_either_stream() -> None:
     with os.fdopen(writes, "w", buffering=1) as closed:
         stream = RedactedStream(closed)
         for _ in range(3):
-            print("a line", file=stream, flush=True)  # type: ignore[call-overload]
+            print("a line", file=stream, flush=True)
