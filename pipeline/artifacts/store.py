@@ -27,9 +27,12 @@ from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tr
 from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
 from pipeline.artifacts.locks import locked, locked_at_once, shared
+from pipeline.artifacts.memory import forget_peak, peak_bytes
 from pipeline.core.errors import MissingRequirement, UserError
 
 MANIFEST = ".manifest.json"
+PEAK = "peak_bytes"
+"""Key of a manifest: the most resident memory of the process while it made the artifact. Older ones lack it."""
 SCHEMA = 1
 STORE_VERSION = 1
 """Of the form of a store: where its artifacts are, and what a manifest says. A store without the file is of version 1."""
@@ -142,6 +145,7 @@ class Store:
             else:
                 scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             try:
+                forget_peak()
                 fill(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
                 if target.exists():  # it failed its verification
@@ -199,7 +203,8 @@ class Store:
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
-        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
+        took = {"seconds": seconds, PEAK: peak_bytes()}
+        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, **took}
         scratch.chmod(0o755)  # mkdtemp makes it private to this user
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from pipeline.artifacts.workdir import all_memory, free_bytes, lacks
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.loading.load import open_loader
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
@@ -90,6 +90,17 @@ def check_disk(config: Config, rows: Sequence[Row]) -> None:
         raise MissingRequirement(f"workdir={config.workdir}: {problem}; free some, or give another workdir")
 
 
+def check_peak(rows: Sequence[Row]) -> None:
+    """Refuse what takes more memory at once than this machine has, as far as earlier artifacts tell.
+
+    Raises:
+        MissingRequirement: with the number of bytes that are missing.
+    """
+    needed, memory = round(total(rows, "peak").least), all_memory()
+    if needed > memory:
+        raise MissingRequirement(lacks("making these artifacts takes", needed, "this machine has", memory, "of memory"))
+
+
 def notes(config: Config) -> list[str]:
     """Return what else there is to know before a job that judges: how engines run here, and the least memory they take."""
     if config.stage not in JUDGING:
@@ -98,11 +109,10 @@ def notes(config: Config) -> list[str]:
     lines = [f"engines of backend={config.backend.name} run here with {parts}"] if parts else []
     weights, cache = least_memory(config)
     if cache:
-        available = psutil.virtual_memory().available
         lines.append(
-            f"memory: at least {size(weights + cache)} (weights {size(weights)}, the cache of workloads.load {size(cache)}; "
-            f"activations and libraries come on top), {size(available)} are available now"
+            f"an evaluation holds at least {size(weights + cache)} of memory (weights {size(weights)}, the cache of "
+            f"workloads.load {size(cache)}; activations and libraries come on top)"
         )
-        if weights + cache > available:
+        if weights + cache > psutil.virtual_memory().available:
             lines.append("memory: that is more than is available now")
     return lines

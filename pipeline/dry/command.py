@@ -7,13 +7,14 @@ which the command would fail, at its beginning or in the middle of its work.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import psutil
 from rich.markup import escape
 
 from pipeline.artifacts.workdir import free_bytes
 from pipeline.config.compose import Plan, named
 from pipeline.config.config import JUDGING, MAKING
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
-from pipeline.dry.ahead import check_disk, checks_ahead, notes
+from pipeline.dry.ahead import check_disk, check_peak, checks_ahead, notes
 from pipeline.dry.chain import ForeseenChain, open_foreseen
 from pipeline.dry.costs import Costs
 from pipeline.dry.rehearsal import rehearse
@@ -22,7 +23,7 @@ from pipeline.dry.store import ForeseenStore
 from pipeline.registry.proof import PASS
 from pipeline.run.inputs import checks
 from pipeline.terminal import console
-from pipeline.terminal.dry import Row, print_rows, print_sum, size
+from pipeline.terminal.dry import Row, print_rows, print_sum, size, total
 
 
 @dataclass
@@ -86,7 +87,7 @@ def foretell(planned: Plan) -> int:
         chains.append(chain)
     if rows:
         _print(chains, rows)
-        problems.look(len(planned.jobs), lambda: check_disk(planned.jobs[0], rows))
+        problems.look_at_all(len(planned.jobs), (lambda: check_disk(planned.jobs[0], rows), lambda: check_peak(rows)))
     _judge(problems, chains, planned)
     code = problems.report(planned.sweeping)
     console.say("dry=true: nothing was written")
@@ -96,7 +97,12 @@ def foretell(planned: Plan) -> int:
 def _print(chains: list[ForeseenChain], rows: list[Row]) -> None:
     print_rows(rows)
     print_sum(rows)
-    console.say(f"free on the disk of workdir: {size(free_bytes(chains[0].config.work))}")
+    available = psutil.virtual_memory().available
+    console.say(
+        f"free on the disk of workdir: {size(free_bytes(chains[0].config.work))}; memory available now: {size(available)}"
+    )
+    if total(rows, "peak").most > available:
+        console.say("peak memory: that is more than is available now")
     for line in dict.fromkeys(line for chain in chains for line in notes(chain.config)):
         console.say(escape(line))
 

@@ -44,6 +44,8 @@ class Cost:
     """Bytes on disk, besides those that it shares with artifacts that are there."""
     whole: int | None
     """Bytes of all its files."""
+    peak: int | None
+    """Most resident memory of the process at once, in bytes."""
     basis: str
     """What that is taken from, in words; empty where nothing tells."""
 
@@ -83,7 +85,8 @@ class Costs:
 
         It is the median of those before it that are most like it: of the same backend and hardware, and if there are any, of
         the same model, then the same settings, then the same policy. Of another model it is scaled by the bytes of the
-        weights, of other samples by their number.
+        weights, of other samples by their number. Peak memory is the largest of those, and nothing where they are of another
+        model: how much of it the weights took is not known.
         """
         first = self._is_first(recipe.stage, subject.model)
         self._planned.add((recipe.stage, subject.model))
@@ -96,9 +99,10 @@ class Costs:
         least = min((like.distance for like in likes), default=None)
         nearest = [like for like in likes if like.distance == least]
         usable = [like for like in nearest if like.factor]
+        peak = max((like.made.peak for like in nearest if like.made.peak is not None and not like.model), default=None)
         if not usable:
             weights = subject.weight_bytes if first and recipe.stage in WEIGHTS else None
-            return Cost(None, weights, weights, "the weights' bytes" if weights else "")
+            return Cost(None, weights, weights, peak, "the weights' bytes" if weights else "")
         alike = [like for like in usable if self._was_first(like.made) == first]
         if alike:
             written = median(like.factor * self._written(like.made) for like in alike)
@@ -108,6 +112,7 @@ class Costs:
             median(like.factor * like.made.seconds for like in usable),
             round(written),
             round(median(like.factor * _size(like.made) for like in usable)),
+            peak,
             _words(usable),
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.digest import files_digest
-from pipeline.artifacts.store import MANIFEST, Store
+from pipeline.artifacts.store import MANIFEST, PEAK, Store
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Made:
     """Relative path -> sha256."""
     seconds: float
     """Time that making it took."""
+    peak: int | None
+    """Most resident memory of the process that made it, in bytes; None where that was not recorded."""
     at: float
     """When it was made, in seconds since 1970."""
 
@@ -50,7 +52,14 @@ class Past:
 
     def _read(self, stage: str) -> list[Made]:
         return [
-            Made(directory, manifest["parts"], manifest["files"], manifest["seconds"], (directory / MANIFEST).stat().st_mtime)
+            Made(
+                directory,
+                manifest["parts"],
+                manifest["files"],
+                manifest["seconds"],
+                manifest.get(PEAK),
+                (directory / MANIFEST).stat().st_mtime,
+            )
             for directory, manifest in self._store.manifests(stage)
             if all((directory / name).is_file() for name in manifest["files"])
         ]

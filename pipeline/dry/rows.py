@@ -29,7 +29,7 @@ def rows_of(chain: ForeseenChain, costs: Costs, job: int) -> Iterator[Row]:
             continue
         cost = costs.of(outcome.recipe, _subject(chain, outcome.recipe))
         word = "goes on" if outcome.begun else "made"
-        yield Row(job, stage.title, word, True, certain, outcome.perhaps, cost.seconds, cost.written, cost.basis)
+        yield Row(job, stage.title, word, True, certain, outcome.perhaps, cost.seconds, cost.written, cost.peak, cost.basis)
     if registers:
         written = _bundle_bytes(chain, costs)
         yield Row(job, "the engine in MLflow", "copied", True, True, written=written, basis="its bundle", timed=False)

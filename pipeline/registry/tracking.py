@@ -100,12 +100,24 @@ def server_command(location: Location, port: int = 5000) -> str | None:
     """Return the shell command that opens MLflow on this store, without passwords; None when a server already does."""
     if location.served:
         return None
-    script = Path(sys.executable).with_name("mlflow")
-    program = shlex.quote(str(script)) if script.exists() else "mlflow"
-    uri = shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
     # Without its job runners, which only language-model judges use, the server takes 0.5 GB instead of 2.5.
     switches = "MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false"
-    return f"{switches} {program} server --backend-store-uri {uri} --workers 1 --port {port}"
+    return f"{switches} {_mlflow()} server --backend-store-uri {_shell_uri(location)} --workers 1 --port {port}"
+
+
+def fetch_command(location: Location, alias: str, folder: str) -> str:
+    """Return the shell command that fetches the engine that an alias points at, with its evidence."""
+    artifacts = f"artifacts download --artifact-uri models:/{location.model_name}@{alias} --dst-path {folder}"
+    return f"{ENVIRONMENT}={_shell_uri(location)} {_mlflow()} {artifacts}"
+
+
+def _mlflow() -> str:
+    script = Path(sys.executable).with_name("mlflow")
+    return shlex.quote(str(script)) if script.exists() else "mlflow"
+
+
+def _shell_uri(location: Location) -> str:
+    return shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
 
 
 def compare_url(location: Location, experiment_id: str, view: str, port: int = 5000) -> str:

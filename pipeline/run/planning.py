@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.store import Store
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.config.policies import shipped_policies
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE
@@ -99,6 +100,7 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
+        next_steps.show(next_steps.after_no_recommendation(typed()))
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
     candidates = summary.load(config.work).candidates
     next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))

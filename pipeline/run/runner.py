@@ -258,8 +258,9 @@ def conclude_sweep(
         compare_in_mlflow(last.candidates, store, sweep)
         steps = next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
         next_steps.show(steps)
-    elif config.stage == "build":
-        next_steps.show(next_steps.after_build(base, sweep=True))
+    elif config.stage in ("quantize", "build"):
+        following = next_steps.after_quantize if config.stage == "quantize" else next_steps.after_build
+        next_steps.show(following(base, sweep=True))
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)

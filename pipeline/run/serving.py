@@ -14,14 +14,14 @@ from rich.markup import escape
 
 from pipeline import __version__
 from pipeline.config.config import Config
-from pipeline.core.errors import REFUSALS, GateRefusal, UserError
+from pipeline.core.errors import REFUSALS, GateRefusal, MissingRequirement, UserError
 from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay, requested_workloads
 from pipeline.loading.load import evaluation, plots, reports, required_libraries
-from pipeline.pages.comparison import saved_view
+from pipeline.pages.comparison import outdated, saved_view
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -30,6 +30,7 @@ from pipeline.routing.engines import Engines
 from pipeline.routing.files import read_routing_file
 from pipeline.run.job import Run
 from pipeline.terminal import console, next_steps, tables
+from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
@@ -52,8 +53,9 @@ def promote(run: Run) -> None:
         UserError: when there are no candidates of the configured model, or the work directory cannot be written.
     """
     last = summary.load(run.config.work, run.config.promote.sweep)
-    check_finished(run.config, last)
-    promote_from(run, last)
+    with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
+        check_finished(run.config, last)
+        promote_from(run, last)
 
 
 def promote_from(run: Run, last: summary.Summary) -> None:
@@ -143,6 +145,18 @@ def move_champion(
 
 
 @contextmanager
+def _advised(
+    steps: Callable[[Exception], list[Step]], refusals: tuple[type[Exception], ...] = (GateRefusal,)
+) -> Iterator[None]:
+    """Say what to do next where the block is refused."""
+    try:
+        yield
+    except refusals as error:
+        next_steps.show(steps(error))
+        raise
+
+
+@contextmanager
 def _told(move: promotion.Move) -> Iterator[None]:
     """Say what went wrong in the block, which only tells of a move: it is decided, and no failure takes it back."""
     with _warned(f"{move.message}; what follows it failed"):
@@ -198,6 +212,8 @@ def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], Mlfl
             return
         if len(tracked) > 1:
             opened.save_view(sweep, saved_view(sweep, time.time()))
+            for name in outdated(opened.views()):
+                opened.remove_view(name)
         tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 
@@ -252,7 +268,8 @@ def rollback(run: Run) -> None:
         UserError: when there is none.
     """
     summary.check_writable(run.config.work)
-    move = promotion.rollback(run.log(run.registry()))
+    with _advised(lambda _: next_steps.after_rollback(run.config), (UserError,)):
+        move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
@@ -312,5 +329,11 @@ def verify(run: Run) -> None:
         replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
-    require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
-    next_steps.show(next_steps.after_verify())
+
+    def after(error: Exception) -> list[Step]:
+        return next_steps.after_difference(run.config, differs=isinstance(error, GateRefusal))
+
+    with _advised(after, (GateRefusal, MissingRequirement)):
+        require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
+    built = not any(evidence.identity.served for evidence, _ in replays)
+    next_steps.show(next_steps.after_verify(run.config, built=built))

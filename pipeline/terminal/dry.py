@@ -13,6 +13,7 @@ COLUMNS = (
     Column("is", "is", words=True),
     Column("seconds", "time\n(s)", ",.1f"),
     Column("megabytes", "disk\n(MB)", ",.1f"),
+    Column("peak_megabytes", "memory\n(MB)", ",.0f"),
 )
 
 
@@ -34,6 +35,8 @@ class Row:
     """Expected; None where nothing tells."""
     written: int | None = None
     """Bytes on disk, expected; None where nothing tells."""
+    peak: int | None = None
+    """Most resident memory of the process, in bytes, expected; None where nothing tells."""
     basis: str = ""
     """What that is taken from."""
     timed: bool = True
@@ -47,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sum:
-    """Expected of several artifacts: of those about which anything is known."""
+    """Expected of several artifacts, together or at most: of those about which anything is known."""
 
     least: float
     """Of those that are asked for in any case."""
@@ -60,11 +63,12 @@ class Sum:
 
 
 def total(rows: Sequence[Row], name: str) -> Sum:
-    """Return the sum of `seconds` or `written` over what is made."""
-    counted = [row for row in rows if row.makes and (row.timed or name != "seconds")]
+    """Return the sum of `seconds` or `written`, or the largest `peak`, over what is made."""
+    counted = [row for row in rows if row.makes and (row.timed or name == "written")]
     made = [(getattr(row, name), row.certain and not row.perhaps) for row in counted]
     known = [(value, sure) for value, sure in made if value is not None]
-    least, most = sum(value for value, sure in known if sure), sum(value for value, _ in known)
+    sure_ones, all_ones = [value for value, sure in known if sure], [value for value, _ in known]
+    least, most = (max(values, default=0) if name == "peak" else sum(values) for values in (sure_ones, all_ones))
     return Sum(least, most, len(known), len(made) - len(known))
 
 
@@ -72,8 +76,8 @@ def print_rows(rows: Sequence[Row]) -> None:
     """Print the table of artifacts, and what the marks in it mean."""
     shown = []
     for row in rows:
-        megabytes = None if row.written is None else row.written / 1e6
-        values = (row.job, row.marked, row.seconds, megabytes) if row.makes else (row.job, row.marked, "", "")
+        sizes = [None if count is None else count / 1e6 for count in (row.written, row.peak)]
+        values = (row.job, row.marked, row.seconds, *sizes) if row.makes else (row.job, row.marked, "", "", "")
         remark = (row.basis or "nothing tells") if row.makes else ""
         shown.append(GridRow(row.title, values, remark, "" if row.makes else "dim"))
     console.show("dry", Grid("", "artifact", COLUMNS, shown, remarks="taken from"))
@@ -89,7 +93,7 @@ def print_sum(rows: Sequence[Row]) -> None:
     certain = sum(row.certain and not row.perhaps for row in made)
     more = f", up to {len(made)}" if certain < len(made) else ""
     console.say(f"{len(rows) - len(made)} reused, {certain}{more} made")
-    for name, title, words in (("seconds", "time", _time), ("written", "disk", size)):
+    for name, title, words in (("seconds", "time", _time), ("written", "disk", size), ("peak", "peak memory", size)):
         found = total(rows, name)
         if not made:
             continue

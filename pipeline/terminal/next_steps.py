@@ -1,5 +1,6 @@
 """What to type next: every ending of a command names it."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,16 +12,16 @@ from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.redaction import holds_secret
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import ENVIRONMENT, locate
+from pipeline.registry.tracking import fetch_command, locate
 from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, quoted, standing, typed
 from pipeline.terminal.planning_tables import command_line
+from pipeline.terminal.texts import begun
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
@@ -68,8 +69,8 @@ def show(steps: Sequence[Step]) -> None:
     console.result("next", *lines, paste=True, steps=[step.model_dump() for step in steps])
 
 
-def after_quantize(base: Sequence[str]) -> list[Step]:
-    return [Step(why="build the engine", command=judging(base, "stage=build"))]
+def after_quantize(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
+    return [Step(why="build the engine", command=judging(base, "stage=build", sweep=sweep))]
 
 
 def after_build(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
@@ -127,7 +128,10 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
     open_gates = {check.gate for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"}
-    counts = _generated(config.workloads.samples, needed, by_distance=bool(open_gates & set(DISTANCES)))
+    attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
+    # What distances and rare events take grows with the logarithm of the level, and the next attempt has a smaller one.
+    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & set(DISTANCES) else 1.0
+    counts = _generated(config.workloads.samples, needed, more)
     names = ", ".join(one.name for one in undecided)
     hopeless = [name for name, count in counts.items() if count > MOST_SAMPLES]
     if hopeless:
@@ -145,7 +149,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     if given:
         asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
         steps.append(Step(why=f"add questions to {config.workloads.jsonl}, so that there are about {asking}"))
-    changes.append(f"gates.attempt={min(MOST_ATTEMPTS, config.gates.attempt + 1)}")
+    changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
@@ -154,21 +158,20 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     return [*steps, Step(why=why, command=judging(base, *changes, sweep=sweep))]
 
 
-def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], *, by_distance: bool) -> dict[str, int]:
+def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: float) -> dict[str, int]:
     """Return how many generated samples of each workload to ask.
 
     Args:
         asked: How many there were.
         needed: How many answers take, by workload; "all" is the least of every one.
-        by_distance: Whether distances are open, which say no number: twice as many are asked then.
+        more: How many times as many are asked in any case: distances that are open say no number.
     """
     counts = {name: count for name, count in needed.items() if name in get_args(Workload)}
     least = needed.get("all", 0)
     for name, count in asked.items():
-        if 0 < count < least:
-            counts[name] = max(least, counts.get(name, 0))
-        elif count and not needed and by_distance:
-            counts[name] = 2 * count
+        wanted = max(least, counts.get(name, 0), math.ceil(more * count))
+        if 0 < count < wanted:
+            counts[name] = wanted
     return counts
 
 
@@ -191,12 +194,10 @@ def _shipped(names: Sequence[str]) -> list[KVPolicy]:
 
 def after_promotion(config: Config, move: Move, engine: Path) -> list[Step]:
     """Say how the champion is verified, loaded, and taken back."""
-    location = locate(config.tracking, config.work, config.model.label)
-    uri = f'"${ENVIRONMENT}"' if holds_secret(location.uri) else shlex.quote(location.uri)
-    download = f"mlflow artifacts download --artifact-uri models:/{location.model_name}@champion --dst-path champion"
+    fetch = fetch_command(locate(config.tracking, config.work, config.model.label), "champion", "champion")
     steps = [
         _verifying(config, engine),
-        Step(why="fetch it with its evidence; README.md shows how it is loaded", command=f"{ENVIRONMENT}={uri} {download}"),
+        Step(why="fetch it with its evidence; README.md shows how it is loaded", command=fetch),
     ]
     if move.previous is not None:
         steps.append(Step(why=f"take it back: version {move.previous} serves again", command=standing(config, "rollback")))
@@ -207,6 +208,15 @@ def _verifying(config: Config, engine: Path) -> Step:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={quoted(str(engine))}"
     return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
+
+
+def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> list[Step]:
+    """Say what to do where a promotion was refused."""
+    steps = after_rollback(config)
+    failed = [one.policy for one in candidates if one.verdict == "FAIL"]
+    if failed and not any(one.verdict == PASS for one in candidates):
+        steps.append(_finer(config, failed, [*carried(config, "gates"), "stage=evaluate"]))
+    return steps
 
 
 def after_rollback(config: Config) -> list[Step]:
@@ -265,6 +275,10 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
     return steps
 
 
+def after_no_recommendation(base: Sequence[str]) -> list[Step]:
+    return [Step(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))]
+
+
 def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> list[Step]:
     """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
@@ -272,8 +286,19 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
     return [Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))]
 
 
-def after_verify() -> list[Step]:
-    return [Step(why="it is the engine that was judged; README.md shows how such a directory is loaded")]
+def after_verify(config: Config, *, built: bool) -> list[Step]:
+    """Say what to do with an engine that is the one that was judged; one that is a server is not `built`."""
+    if not built:
+        return [Step(why="it is the evidence that was recorded of the server")]
+    program = f"from pipeline.api import load; print(load({config.bundle!r}).generate('Copy: 04 Bergen 14 Tartu'))"
+    python = begun().removesuffix(" -m pipeline")
+    return [Step(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")]
+
+
+def after_difference(config: Config, *, differs: bool) -> list[Step]:
+    """Say what to do with an engine that differs from the one that was judged, or of which something is missing."""
+    why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
+    return [Step(why=f"{why}: what is whole is reused, what was altered is made anew"), *after_rollback(config)]
 
 
 def after_prune(config: Config, *, would_free: bool) -> list[Step]:

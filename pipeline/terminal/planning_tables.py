@@ -9,6 +9,7 @@ from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
 from pipeline.planning.records import Capacity
 from pipeline.planning.use import GIB
 from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.terminal.texts import begun
 
 KIB, MIB = 1024, 1024**2
 
@@ -129,7 +130,7 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
     kept = [one for one in base if _key(one) not in changed]
     if "workloads" in changed:
         kept = [one for one in kept if not _key(one).startswith("workloads.")]
-    return "python -m pipeline " + shlex.join([*(["-m"] if sweep else []), *kept, *arguments])
+    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}"
 
 
 def _key(override: str) -> str:

@@ -1,8 +1,12 @@
-"""Texts as people see them: paths relative to where they are, lines that end between words."""
+"""Texts as people see them: relative paths, commands as their shell takes them, lines that end between words."""
 
 import os
 import re
+import shlex
+import shutil
+import sys
 import textwrap
+from pathlib import Path
 
 from rich.text import Text
 
@@ -16,6 +20,13 @@ def relative(text: str) -> str:
     if here == "/":
         return text
     return re.sub(rf"(?:(?<=sqlite:///)|(?<![\w./:~-])){re.escape(here)}/(?=[^\s/])", "", text)
+
+
+def begun() -> str:
+    """Return how a command line begins: with `python`, or with this one's path where a shell finds another one, or none."""
+    own, found = Path(sys.executable), shutil.which("python")
+    same = found is not None and Path(found).absolute().parent == own.parent
+    return f"{'python' if same else shlex.quote(str(own))} -m pipeline"
 
 
 def between_words(text: Text, width: int) -> list[Text]:

@@ -10,7 +10,6 @@ from typing import Final, Literal
 from pipeline.core.strict import StrictModel
 from pipeline.registry.summary import Candidate
 from pipeline.terminal.next_steps import Step
-from pipeline.trust.history import History
 from pipeline.upkeep.disk import Disk, by_kind, distinct_bytes, freed_bytes
 from pipeline.upkeep.needs import Evidence, Needs, Sweep
 from pipeline.upkeep.prune import in_use_by
@@ -39,6 +38,8 @@ class Alias(StrictModel):
     """When the log of moves put the alias there; null where it did not."""
     moved_by: str | None
     moved_why: str | None
+    in_place_of: str | None
+    """Which version was there until that move; null where none was."""
     evidence: str | None
     """Place of its identity in the store; null where it is not in this work directory."""
 
@@ -166,15 +167,14 @@ def _model(model: Model, evidence: Evidence, judged: dict[str, Candidate], now: 
     listed = sorted(
         model.pointed_at.items(), key=lambda item: (order.get(item[0], 3 if item[0] == "candidate" else 2), item[0])
     )
-    aliases = tuple(_alias(alias, version, model.history, evidence, judged, now) for alias, version in listed)
+    aliases = tuple(_alias(model, alias, version, evidence, judged, now) for alias, version in listed)
     return RegisteredModel(name=model.name, versions=len(model.versions), aliases=aliases, log_problem=model.history.problem)
 
 
-def _alias(
-    alias: str, version: Version, history: History, evidence: Evidence, judged: dict[str, Candidate], now: float
-) -> Alias:
-    moves = [record for record in history.records if record.aliases.get(alias) == version.number]
+def _alias(model: Model, alias: str, version: Version, evidence: Evidence, judged: dict[str, Candidate], now: float) -> Alias:
+    moves = [record for record in model.history.records if record.aliases.get(alias) == version.number]
     last = moves[-1] if moves else None
+    before = model.versions.get(last.before.get(alias) or "") if last is not None else None
     tags, candidate = version.tags, judged.get(version.identity_digest)
     covered = candidate.covered if candidate is not None else None
     if covered is None and "max_tokens" in tags:
@@ -190,6 +190,7 @@ def _alias(
         moved_at=last.at if last is not None else None,
         moved_by=last.by if last is not None else None,
         moved_why=last.why if last is not None else None,
+        in_place_of=f"version {before.number} ({before.tags.get('kv', 'no name')})" if before is not None else None,
         evidence=_place(evidence, version.identity_digest),
     )
 

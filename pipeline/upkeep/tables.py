@@ -69,9 +69,13 @@ def _print_model(model: RegisteredModel) -> None:
     for one in model.aliases:
         if one.moved_at is not None:
             moved = one.moved_at.replace("T", " ")[:16]
-            console.say(f"  {escape(f'{one.alias}: moved {moved} UTC by {one.moved_by}, {one.moved_why}')}")
-    if not any(one.alias == "champion" for one in model.aliases):
+            where = f", in place of {one.in_place_of}" if one.in_place_of is not None else ""
+            console.say(f"  {escape(f'{one.alias}: moved {moved} UTC by {one.moved_by}, {one.moved_why}{where}')}")
+    names = {one.alias for one in model.aliases}
+    if "champion" not in names:
         console.say(f"{escape(model.name)} has no champion yet")
+    elif "previous" not in names:
+        console.say("  no previous champion: stage=rollback has nothing to return to")
     if model.log_problem is not None:
         console.say(f"[red]its log of moves cannot be trusted:[/] {escape(model.log_problem)}")
 

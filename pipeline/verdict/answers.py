@@ -109,13 +109,17 @@ def accuracy(rows: Sequence[SampleRow], gates: Gates, look: Look) -> list[Check]
 
 
 def samples_needed(rows: Sequence[SampleRow], open_workloads: Collection[str], gates: Gates, look: Look) -> dict[str, int]:
-    """Return for each workload whose answers are open with how many samples another evaluation would decide it.
+    """Return with how many samples another evaluation would decide: for each workload whose answers are open, and for the
+    others where they need more samples than they had, because the next attempt errs with less.
 
     A workload that the baseline rarely gets right has none: more of the same samples would not help.
     """
-    groups = _groups(rows)
-    wanted = [g for g in groups if g.name in open_workloads and g.baseline >= gates.min_baseline_accuracy]
-    return {group.name: max(gates.min_samples, _needed(group, look, gates, len(groups))) for group in wanted}
+    groups = [group for group in _groups(rows) if group.baseline >= gates.min_baseline_accuracy]
+    if not any(group.name in open_workloads for group in groups):
+        return {}
+    workloads = len(_groups(rows))
+    needed = {group: max(gates.min_samples, _needed(group, look, gates, workloads)) for group in groups}
+    return {group.name: count for group, count in needed.items() if group.name in open_workloads or count > group.judged}
 
 
 def advice(count: int, gates: Gates) -> str:
@@ -128,9 +132,8 @@ def _needed(group: _PairedAnswers, look: Look, gates: Gates, workloads: int) -> 
     """Return the samples with which the next evaluation would decide with `gates.power`, if the rates stay the same.
 
     The power is that of the test that decides at the last look of the same plan, at the level that the next attempt has there;
-    earlier looks only add to it. It is more than there are, and at least the number with which a candidate without flips
-    passes. Where samples share documents it grows in proportion, because what was counted is what independent samples would
-    have shown.
+    earlier looks only add to it. It is at least the number with which a candidate without flips passes. Where samples share
+    documents it grows in proportion, because what was counted is what independent samples would have shown.
     """
     pairs, margin = group.pairs, gates.margin_of(group.name)
     if abs(margin + pairs.difference) < 1e-9:

@@ -175,13 +175,14 @@ def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, det
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"
     passes = [check.reason for check in checks if check.gate == "accuracy"] or [check.reason for check in checks]
     open_places = {check.where for check in checks if check.status == "INCONCLUSIVE"}
+    asks_more = status == "INCONCLUSIVE" and not open_places.isdisjoint(needed)
     return Verdict(
         status=status,
         reasons=[*(failures or undecided or passes), *(check.reason for check in checks if check.gate == distances.LADDER)],
         checks=list(checks),
         warnings=[check.reason for check in checks if check.status == "WARNING"],
         detectable=dict(detectable),
-        samples_needed={where: count for where, count in needed.items() if where in open_places},
+        samples_needed=dict(needed) if asks_more else {},
         round=looks,
         rules=RULES,
     )

@@ -9,10 +9,11 @@ from pipeline.core.errors import UserError
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.record import Record
 
-RULES = 4
+RULES = 5
 """Version of the gates' rules. 1: one look at all samples, and Holm's procedure for PASS as well as for FAIL. 2: bootstraps of
 distances, a tail and a slope that passed where they did not fail, and flips of a document taken to be alike. 3: counts
-of samples that share documents were rounded against the candidate, and an INCONCLUSIVE asked for other numbers of samples."""
+of samples that share documents were rounded against the candidate, and an INCONCLUSIVE asked for other numbers of samples.
+4: an INCONCLUSIVE asked for more samples where answers were open alone, and a FAIL asked for some."""
 
 RESERVED = 0.1
 """Share of alpha that is kept for candidates that are evaluated again after an INCONCLUSIVE."""
@@ -141,7 +142,8 @@ class Verdict(Record):
     detectable: dict[str, Detectable] = Field(default={})
     """The minimum detectable effect of each workload that has answers. Evidence of rules before 3 lacks it."""
     samples_needed: dict[str, int]
-    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
+    """Of an INCONCLUSIVE: workload, or "all" -> samples with which the next attempt would decide it if its rates stay the same.
+    Workloads that passed are among them where the next attempt, which errs with less, would leave them open."""
     round: int = 1
     """The last look, from 1, that was taken at the samples; 0 where none was."""
     covered: str | None = None

@@ -93,6 +93,6 @@ def test_without_evidence_nothing_is_recommended_and_no_store_is_made(model: Pat
     result = pipeline("stage=recommend", f"model.path={model}", "gates.max_mean_kl=0.02", "kv=int8")
     assert (result.code, result.stderr.count("pipeline: error: ")) == (3, 1), result.stderr
     assert "no policy has evidence that covers this use: nothing is recommended" in result.stderr
-    command = f"    python -m pipeline -m model.path={model.name} gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming,"
+    command = f"python -m pipeline -m model.path={model.name} gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming,"
     assert command in result.stdout, "its own options, without the policy that it was called with"
     assert not list(model.parent.rglob("mlflow.db"))

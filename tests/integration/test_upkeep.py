@@ -148,6 +148,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     assert aliases["champion"]["verdict"] == "PASS"
     assert "@" in aliases["champion"]["moved_by"]
     assert aliases["champion"]["moved_why"].startswith("best of sweep 20260103")
+    assert aliases["champion"]["in_place_of"] == "version 2 (int8)"
     assert [sweep["sweep"] for sweep in status["sweeps"]] == [LAST, *list(SWEEPS)[:0:-1]]
     assert status["sweeps_in_all"] == 4
     assert status["sweeps"][0]["candidates"][0]["version"] == "4"
@@ -313,8 +314,15 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     assert ground.alias("champion") == "int8"
     command(ground.work, "stage=promote")
     assert ground.alias("champion") == "fp8k_int4v"
+    capsys.readouterr()
     with pytest.raises(GateRefusal, match="has no evidence"):
         command(ground.work, "stage=promote", "promote.sweep=20260101-000000-1-a")
-    capsys.readouterr()
+    assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "what was refused says what next, too"
     command(ground.work, "stage=status")
     assert "version 1 of kvgate-some-llm: no evidence in this work directory" in capsys.readouterr().out
+    command(ground.work, "stage=rollback")
+    with pytest.raises(UserError, match="no previous champion"):
+        command(ground.work, "stage=rollback")
+    capsys.readouterr()
+    command(ground.work, "stage=status")
+    assert "no previous champion" in capsys.readouterr().out

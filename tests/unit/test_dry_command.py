@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import psutil
 import pytest
 from dry_runs import happened
 from fake_stages import FakeBackend, use_fake_stages
@@ -14,6 +15,7 @@ from fake_stages import FakeBackend, use_fake_stages
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.dry import ahead
 from pipeline.dry.command import foretell
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
@@ -150,6 +152,22 @@ def test_what_the_disk_does_not_hold_in_all_is_a_problem(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert foretell(planned(used, "stage=evaluate", "kv=int8,int4", sweeping=True)) == 4
     assert "the artifacts of this command take" in capsys.readouterr().err
+
+
+def test_more_memory_at_once_than_the_machine_has_is_a_problem_and_more_than_is_free_is_said(
+    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = planned(used, "stage=evaluate", "kv=int8")
+    assert foretell(jobs) == 0
+    said = capsys.readouterr().out
+    assert "peak memory: " in said
+    assert "memory available now" in said
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**12, available=1000))
+    assert foretell(jobs) == 0
+    assert "peak memory: that is more than is available now" in capsys.readouterr().out
+    monkeypatch.setattr(ahead, "all_memory", lambda: 20_000_000)
+    assert foretell(jobs) == 4
+    assert "making these artifacts takes" in capsys.readouterr().err
 
 
 def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytest.CaptureFixture[str]) -> None:

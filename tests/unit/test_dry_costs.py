@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.store import MANIFEST, Artifact, Recipe, Store
+from pipeline.artifacts.store import MANIFEST, PEAK, Artifact, Recipe, Store
 from pipeline.dry.costs import Costs, Subject
 from pipeline.dry.past import Past
 from pipeline.terminal.dry import Row, total
@@ -21,7 +21,7 @@ class Lab:
     def __init__(self, root: Path) -> None:
         self.store, self.clock = Store(root), 0
 
-    def made(self, recipe: Recipe, seconds: float, files: Mapping[str, int | Path]) -> Artifact:
+    def made(self, recipe: Recipe, seconds: float, files: Mapping[str, int | Path], peak: int | None = None) -> Artifact:
         """Make an artifact of files of some bytes, or of files that others have."""
 
         def fill(out: Path) -> None:
@@ -33,7 +33,7 @@ class Lab:
 
         artifact = self.store.get(recipe, fill)
         path = artifact.path / MANIFEST
-        path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": seconds}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": seconds, PEAK: peak}))
         self.clock += 1
         os.utime(path, (self.clock, self.clock))
         return artifact
@@ -104,6 +104,26 @@ def test_rounds_are_scaled_by_their_samples_and_the_first_one_tells_of_first_one
     assert lab.costs.of(round_of("new engine", number=2), subject(FP8, answers=20)).seconds is None
 
 
+def test_peak_memory_is_the_largest_of_the_most_alike_and_another_model_tells_nothing(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.made(quantize(FP8, seed=1), 10, {"model.safetensors": 1000}, peak=500)
+    lab.made(quantize(FP8, seed=2), 10, {"model.safetensors": 1000}, peak=700)
+    lab.made(quantize(INT8, seed=1), 10, {"model.safetensors": 1000}, peak=9000)
+    assert lab.costs.of(quantize(FP8, seed=3), subject(FP8)).peak == 700
+    larger = lab.costs.of(quantize(FP8, model="larger"), subject(FP8, "larger", weights=4000))
+    assert (larger.seconds, larger.peak) == (40, None)
+
+
+def test_peak_memory_is_not_scaled_by_samples_and_not_known_of_older_artifacts(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.made(quantize(FP8), 1, {"model.safetensors": 1000})
+    assert lab.costs.of(quantize(FP8, seed=1), subject(FP8)).peak is None
+    bundle = lab.made(Recipe("build", CODE, {"kv": FP8}, {"model": quantized(lab)}), 1, {"plan": 10})
+    lab.made(round_of(bundle.digest), 60, {"answers.jsonl": 20}, peak=800)
+    cost = lab.costs.of(round_of(bundle.digest, load=2), subject(FP8, answers=20))
+    assert (cost.seconds, cost.peak) == (120, 800)
+
+
 def quantized(lab: Lab) -> str:
     return lab.store.get(quantize(FP8), lambda _: None).digest
 
@@ -130,3 +150,9 @@ def test_the_sum_has_what_is_certain_what_may_come_and_how_much_is_unknown() -> 
     found = total(rows, "seconds")
     assert (found.least, found.most, found.unknown) == (1.0, 7.0, 1)
     assert total([row(timed=False)], "seconds").unknown == 0
+
+
+def test_the_peak_of_several_is_the_largest_and_not_their_sum() -> None:
+    rows = [row(peak=30), row(peak=50), row(peak=70, certain=False), row(peak=90, makes=False), row(timed=False), row()]
+    found = total(rows, "peak")
+    assert (found.least, found.most, found.known, found.unknown) == (50, 70, 3, 1)

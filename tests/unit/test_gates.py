@@ -100,10 +100,10 @@ def test_holm_asks_more_of_a_fail_when_there_are_more_classes() -> None:
 def test_a_tighter_margin_of_one_workload_needs_more_samples_there() -> None:
     outcome = verdict(every_class(), gates(margins={"retrieval": 0.02}))
     assert outcome.status == "INCONCLUSIVE"
-    assert list(outcome.samples_needed) == ["retrieval"]
-    enough = outcome.samples_needed["retrieval"]
-    more = answered("retrieval", enough) + [r for r in every_class() if r.workload != "retrieval"]
-    assert verdict(more, gates(margins={"retrieval": 0.02})).status == "PASS"
+    assert outcome.samples_needed["retrieval"] > outcome.samples_needed["copy"] > 128, "copy passed, by an easier test"
+    more = [r for name, count in outcome.samples_needed.items() for r in answered(name, count)]
+    more += [r for r in every_class() if r.workload not in outcome.samples_needed]
+    assert verdict(more, gates(margins={"retrieval": 0.02}, attempt=2)).status == "PASS"
 
 
 def test_too_few_samples_never_pass() -> None:
@@ -276,7 +276,7 @@ def test_a_failed_verdict_gives_only_what_failed_as_its_reasons() -> None:
     outcome = verdict(every_class(retrieval=25, copy=5))
     assert outcome.reasons[0].startswith("retrieval: 25 of 128")
     assert not any(reason.startswith("copy") for reason in outcome.reasons)
-    assert outcome.samples_needed.keys() == {"copy"}
+    assert outcome.samples_needed == {}, "copy is open, and more samples of it change nothing"
 
 
 def test_a_missing_answer_fails() -> None:

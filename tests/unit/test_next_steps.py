@@ -1,6 +1,7 @@
 """Every ending names the next command, and that command is one: it composes as it is printed."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def composed(steps: Sequence[Step]) -> list[Config]:
         if step.command is None or "-m pipeline" not in step.command:
             continue
         words = shlex.split(step.command)
-        assert words[:3] == ["python", "-m", "pipeline"]
+        assert Path(words[0]).name.startswith("python")
+        assert words[1:3] == ["-m", "pipeline"]
         arguments = words[3:]
         if "--config-dir" in arguments:
             place = arguments.index("--config-dir")
@@ -131,7 +133,9 @@ def test_the_inconclusive_ones_of_a_sweep_are_judged_again_together(tmp_path: Pa
         (["workloads=bfcl"], {"bfcl_multiple": 500}, "accuracy", "workloads.bfcl.samples=500"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
-        ([], {}, "max_mean_kl", "workloads.samples.copy=320"),
+        ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
+        ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
+        (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
         ([], {}, "min_baseline_accuracy", "more samples would not decide"),
         ([], {"copy": 1_000_000}, "accuracy", "no number of samples decides it"),
     ],
@@ -182,10 +186,60 @@ def test_a_promotion_says_how_to_verify_fetch_and_take_back(tmp_path: Path) -> N
     assert [job.stage for job in composed(only)] == ["verify"], "nothing to take back to"
 
 
+def test_a_refused_promotion_says_what_serves_and_what_else_to_judge(tmp_path: Path) -> None:
+    config = config_of(*TYPED, "stage=promote")
+    judged = [candidate(tmp_path, "int4", "FAIL"), candidate(tmp_path, "fp8", "FAIL")]
+    status, finer = composed(next_steps.after_no_promotion(config, judged))
+    assert (status.stage, finer.stage, finer.kv.name) == ("status", "evaluate", "int8")
+    kept_keys = (finer.model.path, finer.gates.margin, finer.tracking.experiment)
+    assert kept_keys == ("/models/Some Llm", 0.1, "other one")
+    passed = [candidate(tmp_path, "fp8", "PASS")]
+    assert [job.stage for job in composed(next_steps.after_no_promotion(config, passed))] == ["status"]
+
+
+def test_an_engine_that_was_verified_is_loaded_by_a_line_that_python_takes(tmp_path: Path) -> None:
+    bundle = tmp_path / "it's an engine"
+    config = config_of("stage=verify", "bundle=a").model_copy(update={"bundle": str(bundle)})
+    (step,) = next_steps.after_verify(config, built=True)
+    assert step.command is not None
+    _, option, program = shlex.split(step.command)
+    assert option == "-c"
+    assert repr(str(bundle)) in program
+    compile(program, "load", "exec")
+    assert next_steps.after_verify(config, built=False)[0].command is None
+
+
+def test_an_engine_that_differs_is_not_to_be_served(tmp_path: Path) -> None:
+    config = config_of(*TYPED, "stage=verify", f"bundle={tmp_path}")
+    told, _ = next_steps.after_difference(config, differs=True)
+    assert "do not serve it" in told.why
+    told, _ = next_steps.after_difference(config, differs=False)
+    assert "bring what is missing" in told.why
+
+
+@pytest.mark.parametrize(
+    ("on_path", "begins"), [("same", "python -m pipeline"), ("other", "{own} -m pipeline"), ("none", "{own} -m pipeline")]
+)
+def test_a_command_begins_with_the_python_that_has_kvgate(
+    on_path: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own env" / "bin"
+    for folder in (own, tmp_path / "other"):
+        folder.mkdir(parents=True)
+        (folder / "python").write_text("")
+        (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
+    (step,) = next_steps.after_quantize(["kv=fp8"])
+    assert step.command == f"{begins.format(own=shlex.quote(str(own / 'python')))} kv=fp8 stage=build"
+
+
 def test_every_other_ending_names_a_command_that_composes(tmp_path: Path) -> None:
     base = [*TYPED, "kv=fp8"]
     config = config_of(*base)
     assert [job.stage for job in composed(next_steps.after_quantize(base))] == ["build"]
+    assert [job.stage for job in composed(next_steps.after_quantize(["kv=fp8,int8"], sweep=True))] == ["build"]
+    assert [job.stage for job in composed(next_steps.after_no_recommendation(base))] == ["recommend"]
     assert [job.stage for job in composed(next_steps.after_build(base))] == ["evaluate"]
     assert [job.stage for job in composed(next_steps.after_capacity(base))] == ["recommend"]
     assert [job.stage for job in composed(next_steps.after_rollback(config))] == ["status"]

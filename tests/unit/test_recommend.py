@@ -100,7 +100,7 @@ def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_a_command_that_c
     (one,) = (one for one in found.passed_over if one.name == "fp8")
     assert one.command is not None
     line = command_line(["model.path=/models/some-llm", "workloads=chat", "workloads.samples.lookup=9"], one.command)
-    arguments = shlex.split(line.removeprefix("python -m pipeline "))
+    arguments = shlex.split(line.partition(" -m pipeline ")[2])
     config = plan(arguments, multirun=False).jobs[0]
     assert (config.stage, config.kv.name, config.model.label) == ("evaluate", "fp8", "some-llm")
 
