@@ -36,8 +36,8 @@ ROOTS = frozenset(key.partition(".")[0] for key in KEYS)
 PLACES = {
     "promote.name": "fp8", "promote.sweep": "20261123-1", "promote.policy": "policy.yaml", "bundle": "engine", "kv": "fp8",
     "routing.file": "routes.yaml", "routing.rollback": "chat", "monitor.snapshot": "snapshot.json", "workdir": "work",
-    "signing.key": "key.pem",
-    "signing.trusted": "[key.pem]", "model.path": "model", "workloads.jsonl": "samples.jsonl", "calibration.jsonl": "texts.jsonl",
+    "signing.key": "key.pem", "signing.trusted": "[key.pem]",
+    "model.path": "model", "workloads.jsonl": "samples.jsonl", "calibration.jsonl": "texts.jsonl",
     "backend.python": "python3", "backend.model": "name", "backend.url": "http://127.0.0.1:8000/v1",
     "backend.api_key_env": "SERVER_KEY", "backend.baseline_url": "http://127.0.0.1:8001/v1", "backend.dtype": "float32",
     "backend.canary_url": "http://127.0.0.1:8002/v1", "capacity.weights_gib": "1.5", "weights": "fp8", "stage": "evaluate",
