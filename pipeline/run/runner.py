@@ -84,7 +84,8 @@ def evaluate(run: Run) -> None:
     ) as tracked:
         evaluation, engine, baseline = chain.made_by("evaluate")
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        verdict = run.decide(report, rows)
+        with console.doing("deciding"):
+            verdict = run.decide(report, rows)
         identity = chain.identity(config.kv, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
