@@ -23,7 +23,7 @@ from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LAUNCHERS
 from pipeline.config.overrides import LAUNCHER
 from pipeline.config.showing import configurations
-from pipeline.config.workers import end_workers, finish, lost_worker, start
+from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
 from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import redact_output
 from pipeline.registry.summary import new_sweep
@@ -220,17 +220,19 @@ def _run_sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
     from pipeline.run.runner import begin_sweep, conclude_sweep
 
     first, output = planned.jobs[0], LAUNCHERS[planned.launcher].output
+    with console.doing(f"starting {planned.launcher}"):
+        sys.argv += start(planned.launcher, planned.launcher_keys)
     begin_sweep(first, sweep, planned.names, typed)
     if output is not None:
         console.LOGGER.info("jobs write what they print below %s", first.work / output)
     code, elsewhere = 0, output is not None
     try:
-        with console.doing(f"starting {planned.launcher}"):
-            sys.argv += start(planned.launcher, planned.launcher_keys)
         _job()
         finish(planned.launcher)
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(planned.launcher)
+        if planned.launcher == SLURM:
+            console.LOGGER.info("jobs that Slurm has go on; scancel ends them")
         conclude_sweep(first, sweep, typed, planned.swept, INTERRUPTED, elsewhere)
         raise KeyboardInterrupt from error
     except Exception as error:  # of the launcher: those of jobs do not come here

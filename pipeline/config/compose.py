@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF
-from pipeline.config.config import Config
+from pipeline.config.config import JUDGING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
@@ -229,6 +229,9 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
             jobs = _configs(each)
+            moving = next((job.stage for job in jobs if job.stage in MOVING and job.stage not in JUDGING), None)
+            if moving is not None:
+                raise UserError(f"stage={moving}: moves what serves, and jobs of a sweep may run at once; leave -m out")
             names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
             return Plan(jobs, True, keys, each, names, launcher, launcher_keys)
     except (HydraException, OmegaConfBaseException) as error:

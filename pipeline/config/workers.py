@@ -3,17 +3,23 @@
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from subprocess import CalledProcessError
 from typing import Any
 
 import psutil
 
 from pipeline.config.launchers import LAUNCHERS
 from pipeline.core.errors import MissingRequirement, short
+
+SLURM = "submitit_slurm"
+SLURM_COMMANDS = ("sbatch", "srun", "sacct")
+"""Those that submitit calls: srun in a job, and to know a cluster by."""
 
 RAY = "ray"
 RAY_LINES = {
@@ -49,8 +55,14 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         keys: Those of its configuration, dotted (`Plan.launcher_keys`).
 
     Raises:
-        MissingRequirement: when Ray did not start, or its cluster did not answer.
+        MissingRequirement: when Ray did not start, or its cluster did not answer; where Slurm's commands are missing.
     """
+    if name == SLURM:
+        missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
+        if missing:
+            raise MissingRequirement(
+                f"hydra/launcher={SLURM}: no {' and no '.join(missing)} here; run it on a node of the cluster that submits jobs"
+            )
     if name != RAY:
         return []
     prefix = "ray.init."
@@ -68,6 +80,8 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         import ray
 
         ray.init(**options, logging_level=logging.WARNING)
+    except SystemExit as error:  # what Ray makes of SIGTERM
+        raise KeyboardInterrupt from error
     except Exception as error:  # it has no class of its own for that
         said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise MissingRequirement(
@@ -79,13 +93,16 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
 
 
 def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
-    """Return what to say of a launcher's exception where it means that a worker died; None where it does not."""
+    """Return what to say of a launcher's exception where a worker died, or no job was taken; None for any other."""
+    if isinstance(error.__cause__, CalledProcessError):  # as submitit raises it, with the class of a job that failed
+        said = short(" ".join(str(error.__cause__.stderr or error).split()), 200)
+        return MissingRequirement(f"hydra/launcher={name}: sbatch failed ({said}); mend what it names in hydra.launcher.*")
     if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
         return None
     lines = [line for line in str(error).splitlines() if line.strip()]
     # submitit's FailedJobError holds the traceback of what the process died of.
     detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
-    going_on = "; jobs that Slurm has go on, and record how they end" if name == "submitit_slurm" else ""
+    going_on = "; jobs that Slurm has go on, and record how they end" if name == SLURM else ""
     return MissingRequirement(
         f"hydra/launcher={name}: the process of a job died{detail}: out of memory, or killed{going_on}; "
         "free some memory, or run fewer jobs at once"
@@ -94,8 +111,6 @@ def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
 
 def end_workers(name: str) -> None:
     """End the jobs' processes of a launcher that would let them run on: submitit's on this machine, and Ray's."""
-    if name == "submitit_slurm":
-        logging.getLogger("kvgate").info("jobs that Slurm has go on; scancel ends them")
     finish(name)
     if name != "submitit_local":
         return

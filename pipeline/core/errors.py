@@ -34,6 +34,8 @@ OF_INPUT = (RecursionError, UnicodeError)
 """Those that input causes: nested too deep for a parser, or no text."""
 STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
 """Libraries whose exceptions say what is wrong with the tracking store."""
+CLUSTERS = ("submitit",)
+"""Libraries that raise within a job when the cluster ends it: its time is over."""
 
 OS_FIXES = {
     errno.ENOSPC: "free some room there, or give another workdir",
@@ -59,7 +61,7 @@ def exit_code(error: BaseException) -> int:
         return known
     if isinstance(error, OF_INPUT):
         return EXIT_CODES[UserError]
-    if isinstance(error, OF_THE_MACHINE) or _is_of_a_store(error):
+    if isinstance(error, OF_THE_MACHINE) or _is_of(STORES, error) or _is_of(CLUSTERS, error):
         return EXIT_CODES[MissingRequirement]
     return DEFECT
 
@@ -71,7 +73,7 @@ def describe(error: BaseException) -> str:
     detail = " ".join(redact_text(str(error)).split())[:500]
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
-    if isinstance(error, OSError) and not _is_of_a_store(error):
+    if isinstance(error, OSError) and not _is_of(STORES, error):
         place = f"{error.filename}: " if error.filename is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
@@ -79,13 +81,20 @@ def describe(error: BaseException) -> str:
         return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
     if isinstance(error, OF_INPUT):
         return f"an input is nested too deep, or is no text ({text}); correct it; {hint}"
-    if _is_of_a_store(error):
-        return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
+    for libraries, said in (
+        (
+            CLUSTERS,
+            f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min or max_num_timeout, and run it again",
+        ),
+        (STORES, f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"),
+    ):
+        if _is_of(libraries, error):
+            return said
     return f"a defect of kvgate ({text}); {hint}: please report it"
 
 
-def _is_of_a_store(error: BaseException) -> bool:
-    return any(kind.__module__.partition(".")[0] in STORES for kind in type(error).__mro__)
+def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
+    return any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
 
 
 def short(value: object, most: int = 60) -> str:

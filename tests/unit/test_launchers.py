@@ -3,15 +3,17 @@
 import doctest
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import submitit
 
 from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, describe, exit_code
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -96,6 +98,14 @@ def test_a_line_break_in_a_value_of_slurms_is_refused() -> None:
     assert launchers.problem("submitit_slurm", "partition", "gpu\nreboot") is not None
     assert launchers.problem("submitit_slurm", "partition", "gpu\n") is not None
     assert launchers.problem("submitit_slurm", "partition", "gpu") is None
+
+
+@pytest.mark.parametrize("asked", ["stage=promote", "stage=evaluate,rollback"])
+def test_no_job_of_a_sweep_moves_what_serves(asked: str) -> None:
+    moving = asked.replace("=", ",").split(",")[-1]
+    with pytest.raises(UserError, match=f"stage={moving}: moves what serves.*leave -m out"):
+        plan(["kv=fp8,int8", asked], multirun=True)
+    assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 
 
 def test_a_launcher_without_a_sweep_is_refused() -> None:
@@ -187,10 +197,38 @@ def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> 
     assert workers.lost_worker("joblib", ValueError("n_jobs == 0 has no meaning")) is None
 
 
+def test_what_sbatch_refuses_is_no_worker_that_died() -> None:
+    """submitit raises the class of a job that failed for it."""
+    refused = FailedJobError("sbatch: error: Batch job submission failed")
+    said = (
+        "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name"
+    )
+    refused.__cause__ = subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
+    error = workers.lost_worker("submitit_slurm", refused)
+    assert "sbatch failed (sbatch: error: invalid partition specified: nope sbatch: error: Batch job" in str(error)
+    assert "died" not in str(error)
+
+
+def test_a_job_that_the_cluster_ended_is_no_defect() -> None:
+    ended = submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
+    assert exit_code(ended) == 4
+    assert (
+        "the cluster ended this job (Job not requeued because: timed-out too many times.); raise hydra.launcher.timeout_min"
+        in describe(ended)
+    )
+
+
+def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingRequirement, match="hydra/launcher=submitit_slurm: no srun and no sacct here; run it on a node"):
+        workers.start("submitit_slurm", {})
+
+
 class Ray:
     """As far as it is called. As the real one it takes SIGTERM for itself."""
 
-    def __init__(self, fails: Exception | None = None) -> None:
+    def __init__(self, fails: BaseException | None = None) -> None:
         self.fails, self.options = fails, dict[str, object]()
 
     def init(self, **options: object) -> None:
@@ -265,6 +303,12 @@ def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
         workers.start("ray", {})
     assert "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during startup." in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_sigterm_while_ray_starts_is_an_interrupt(ray: Ray) -> None:
+    ray.fails = SystemExit(15)
+    with pytest.raises(KeyboardInterrupt):
+        workers.start("ray", {})
 
 
 def test_a_ray_of_the_command_ends_with_its_jobs(ray: Ray) -> None:

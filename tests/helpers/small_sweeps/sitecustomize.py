@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 RUNNER = "pipeline.run.runner"
 
-PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, KILLED, WAITS = 0, 1, 2, 3, 4, 9, 15
-"""Seeds. From DEFECT to MISSING they are the exit codes of a command with that job alone."""
+PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, KILLED, WAITS, WAITS_ONCE = 0, 1, 2, 3, 4, 9, 15, 16
+"""Seeds. From DEFECT to MISSING they are the exit codes of a command with that job alone. WAITS_ONCE passes when requeued."""
 WAIT_S = 120.0
 """Seconds that a job with the seed WAITS takes: no test waits for its end."""
 
@@ -44,7 +44,7 @@ def evaluate(run: Any) -> None:
         raise MissingRequirement("seed=4: is missing here")
     if seed == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
-    if seed == WAITS:
+    if seed == WAITS or (seed == WAITS_ONCE and "SLURM_RESTART_COUNT" not in os.environ):
         (work / f"waits-{os.getpid()}").touch()
         time.sleep(WAIT_S)
     verdict: Literal["PASS", "FAIL"] = "FAIL" if seed == FAILS else "PASS"
