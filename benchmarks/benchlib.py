@@ -12,7 +12,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import ROOT, log, version
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales
 from stages.checkpoints import load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder

@@ -22,9 +22,10 @@ from pipeline.config import CONF
 from pipeline.config.completion import complete
 from pipeline.config.compose import Plan, named, plan, to_config
 from pipeline.config.config import Config
-from pipeline.config.launchers import BASIC, LAUNCHERS, end_workers, lost_worker
+from pipeline.config.launchers import BASIC, LAUNCHERS
 from pipeline.config.overrides import LAUNCHER
 from pipeline.config.showing import configurations
+from pipeline.config.workers import end_workers, finish, lost_worker, start
 from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import redact_output
 from pipeline.registry.summary import new_sweep
@@ -229,11 +230,14 @@ def _run_sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
         console.LOGGER.info("jobs write what they print below %s", first.work / output)
     code, elsewhere = 0, output is not None
     try:
+        with console.doing(f"starting {planned.launcher}"):
+            sys.argv += start(planned.launcher, planned.launcher_keys)
         _job()
-    except KeyboardInterrupt:
+        finish(planned.launcher)
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(planned.launcher)
         conclude_sweep(first, sweep, typed, planned.swept, INTERRUPTED, elsewhere)
-        raise
+        raise KeyboardInterrupt from error
     except Exception as error:  # of the launcher: those of jobs do not come here
         end_workers(planned.launcher)
         error = lost_worker(planned.launcher, error) or error

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import TOKENIZER_FILES, inspect_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from benchmarks.numerics.measure import Bench, Measurement
 from benchmarks.numerics.scales import CachedStates, cached_states
 from benchmarks.numerics.store import Store
 from benchmarks.numerics.subject import Subject, Text, Variant
-from pipeline.core.exports import NVFP4
+from pipeline.checkpoint.exports import NVFP4
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pipeline.core.formats import MIN_SCALE, Format
-from pipeline.core.kv import KVPolicy, KVScales, Side, SideScales
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}

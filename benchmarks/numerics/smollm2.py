@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
 from benchmarks.numerics import models
 from benchmarks.numerics.subject import Lengths, Subject, Variant, document, sample_texts
-from pipeline.core.checkpoint import locate_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 
 PAGES, PAGE_TOKENS = 10, 384
 PAGE_FIRST = 64

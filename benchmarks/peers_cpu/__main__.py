@@ -19,7 +19,8 @@ from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modu
 from benchmarks.peers_cpu.table import tables
 from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest, tree_files
-from pipeline.core.checkpoint import GGUF_SUFFIX, inspect_checkpoint, locate_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
 
 BATCH = 8

@@ -23,9 +23,11 @@ import yaml
 
 from benchmarks.documentation import MODEL, Tokens, all_tokens, converted, starts
 from benchmarks.recording import ROOT, log, results_record, write_json
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.backends import VllmConfig
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import Logits
 from stages.engines.oracle.cache import LayerStorage

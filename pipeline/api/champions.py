@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
+from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
-from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import check_file

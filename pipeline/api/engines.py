@@ -179,7 +179,7 @@ def _threads_asked_for() -> int | None:
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a sequence, where the bundle is of the model itself; other backends check their own limits."""
-    from pipeline.core.checkpoint import inspect_checkpoint
+    from pipeline.checkpoint.description import inspect_checkpoint
 
     described = record.get("model")
     if isinstance(described, dict):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.backends import BackendConfig, OnnxRuntimeConfig
-from pipeline.core.checkpoint import CheckpointInfo
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress

@@ -49,11 +49,19 @@ PYTHON = r"""_kvgate_python()
 }
 complete -o nospace -o default -F _kvgate_python python python3
 """
+ZSH = r"""(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+_kvgate()
+{
+    local -a replies=(${(f)"$(COMP_LINE=$LBUFFER kvgate -sc query=zsh 2>/dev/null)"})
+    compadd -Q -S '' -- $replies
+}
+compdef _kvgate kvgate
+"""
 FISH = "complete -c kvgate -f -a '(COMP_LINE=(commandline -cp) kvgate -sc query=fish)'\n"
-INSTALL = {"bash": BASH + PYTHON, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + BASH, "fish": FISH}
+INSTALL = {"bash": BASH + PYTHON, "zsh": ZSH, "fish": FISH}
 UNINSTALL = {
     "bash": "complete -r kvgate python python3\n",
-    "zsh": "complete -r kvgate\n",
+    "zsh": "compdef -d kvgate\n",
     "fish": "complete -c kvgate -e\n",
 }
 

@@ -1,10 +1,10 @@
 """From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice, product
 from math import prod
@@ -177,6 +177,8 @@ class Plan:
     """Display names of the jobs of a sweep."""
     launcher: str = BASIC
     """What runs them."""
+    launcher_keys: Mapping[str, object] = field(default_factory=dict)
+    """Below `hydra.launcher.`, dotted, with their values."""
 
 
 def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
@@ -213,7 +215,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
             composed = compose("config", overrides=plain, return_hydra_config=True)
             refuse_code(composed.hydra)
-            launcher = check_sweep(composed.hydra)
+            launcher, launcher_keys = check_sweep(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
@@ -228,7 +230,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             each = tuple([*hydras, *job] for job in _jobs(given))
             jobs = _configs(each)
             names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
-            return Plan(jobs, True, keys, each, names, launcher)
+            return Plan(jobs, True, keys, each, names, launcher, launcher_keys)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 

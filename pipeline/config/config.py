@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipeline.checkpoint.places import checkpoint_label
 from pipeline.core.backends import BackendConfig
-from pipeline.core.checkpoint import checkpoint_label
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import PathText, StrictModel, absolute

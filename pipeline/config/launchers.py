@@ -4,15 +4,11 @@ The configuration of a launcher can name code and shell commands (`_target_`, `s
 So each launcher has a list of keys that may be set, with what their values look like; all else stays as its plugin has it.
 """
 
-import logging
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import psutil
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,34 +59,37 @@ class Launcher:
 
     target: str
     """Its class."""
-    install: str = ""
-    """How its plugin is installed; empty for what comes with Hydra."""
+    extra: str = ""
+    """The extra of kvgate that installs it, and its library's name; empty for what comes with Hydra."""
     keys: Mapping[str, Kind] | None = None
     """Below `hydra.launcher.`: what may be set."""
     output: str | None = None
     """Where below the work directory its jobs write what they print; None: to this terminal."""
 
     @property
-    def plugin(self) -> str:
-        """Its package."""
-        return ".".join(self.target.split(".")[:2])
+    def packages(self) -> tuple[str, ...]:
+        """Its plugin, and the library that does the work."""
+        plugin = ".".join(self.target.split(".")[:2])
+        return (plugin, self.extra) if self.extra else (plugin,)
+
+    @property
+    def install(self) -> str:
+        """How it is installed."""
+        return f"pip install 'kvgate[{self.extra}]'"
 
 
 _QUEUE = {"timeout_min": COUNT, "cpus_per_task": COUNT, "gpus_per_node": COUNT, "mem_gb": COUNT, "name": WORD}
-_SUBMITIT = "pip install 'kvgate[submitit]'"
 _LOGS = "sweep/.submitit"
 
 LAUNCHERS: Mapping[str, Launcher] = {
     BASIC: Launcher("hydra._internal.core_plugins.basic_launcher.BasicLauncher"),
-    "joblib": Launcher(
-        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "pip install 'kvgate[joblib]'", {"n_jobs": JOBS}
-    ),
+    "joblib": Launcher("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "joblib", {"n_jobs": JOBS}),
     "submitit_local": Launcher(
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", _SUBMITIT, _QUEUE, _LOGS
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", "submitit", _QUEUE, _LOGS
     ),
     "submitit_slurm": Launcher(
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
-        _SUBMITIT,
+        "submitit",
         {
             **_QUEUE,
             **dict.fromkeys(("partition", "qos", "account", "constraint", "exclude", "gres"), WORD),
@@ -101,7 +100,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "ray": Launcher(
         "hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher",
-        "pip install 'kvgate[ray]', then pip install --no-deps hydra-ray-launcher==1.2.2, which declares an old cloudpickle",
+        "ray",
         {
             "ray.init.address": WORD,
             "ray.init.num_cpus": COUNT,
@@ -119,7 +118,7 @@ def check_installed(name: str) -> None:
     if launcher is None:
         raise UserError(f"hydra/launcher={short(name)}: no such launcher; choose one of {', '.join(LAUNCHERS)}")
     try:
-        found = find_spec(launcher.plugin) is not None
+        found = all(find_spec(package) is not None for package in launcher.packages)
     except ModuleNotFoundError:  # no plugin at all
         found = False
     if not found:
@@ -142,14 +141,14 @@ def problem(name: str, key: str, value: object) -> str | None:
     return None if kind.fits(value) else f"hydra.launcher.{key}={short(value)}: {kind.fix}"
 
 
-def check_sweep(hydra: DictConfig) -> str:
+def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
     """Refuse a composition whose launcher or sweeper is not one of ours, or differs from its plugin beyond the keys above.
 
     Args:
         hydra: The node `hydra` of the composition, which files of --config-dir may have changed.
 
     Returns:
-        The launcher's name.
+        The launcher's name, and its keys with their values, dotted, interpolations unresolved.
 
     Raises:
         UserError: naming the key.
@@ -172,7 +171,7 @@ def check_sweep(hydra: DictConfig) -> str:
             wrong = problem(name, key, composed.get(key))
             if wrong is not None:
                 raise UserError(wrong)
-    return name
+    return name, composed
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -182,39 +181,3 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
             yield from _leaves(inner, f"{path}.{name}" if path else str(name))
     else:
         yield path, value
-
-
-LOST = {"TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "WorkerCrashedError", "OutOfMemoryError"}
-"""Exceptions of joblib, submitit and ray for a process that ended before its job."""
-ENDING_S = 5.0
-"""Seconds that workers have to end when they are interrupted; submitit gives their jobs one."""
-
-
-def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
-    """Return what to say of a launcher's exception where it means that a worker died; None where it does not."""
-    if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
-        return None
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    # submitit's FailedJobError holds the traceback of what the process died of.
-    detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
-    going_on = "; jobs that Slurm has go on, and record how they end" if name == "submitit_slurm" else ""
-    return MissingRequirement(
-        f"hydra/launcher={name}: the process of a job died{detail}: out of memory, or killed{going_on}; "
-        "free some memory, or run fewer jobs at once"
-    )
-
-
-def end_workers(name: str) -> None:
-    """End the jobs' processes of a launcher that would let them run on: submitit's on this machine."""
-    if name == "submitit_slurm":
-        logging.getLogger("kvgate").info("jobs that Slurm has go on; scancel ends them")
-    if name != "submitit_local":
-        return
-    workers = psutil.Process().children(recursive=True)
-    for worker in workers:
-        with suppress(psutil.NoSuchProcess):
-            worker.send_signal(signal.SIGINT)
-    _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
-    for worker in alive:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint.exports import read_layer_algorithms
 from pipeline.config import CONF
 from pipeline.config.compose import suggest
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
-from pipeline.core.exports import read_layer_algorithms
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.planning.tuning import check_uniform
 

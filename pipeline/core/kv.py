@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
@@ -20,8 +20,7 @@ EXACT_BYTES = 2
 """Sink and recent tokens are kept as float16."""
 
 POLICY_FILE = "kv_policy.json"
-SCALES_FILE = "kv_scales.json"
-"""A KVPolicy and its KVScales, beside the quantized checkpoint and in every engine bundle."""
+"""A KVPolicy, beside the quantized checkpoint and in every engine bundle."""
 
 
 class Side(StrEnum):
@@ -320,44 +319,6 @@ class KVPolicy(StrictModel):
         pages = -(-self.kept_tokens(tokens, shape) // PAGE_TOKENS)
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
-
-
-Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class SideScales(StrictModel):
-    """Static scales of one side of one layer, and the zeros of an asymmetric format.
-
-    There are 1, H or H * D of each (head-major). x ~ code * scale + zero, where asymmetric codes start at 0.
-    """
-
-    scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
-    zero: tuple[FiniteFloat, ...] | None = None
-
-
-class KVScales(StrictModel):
-    """Static scales by layer; a side that has none (dynamic or exact) is absent."""
-
-    layers: tuple[dict[Annotated[Side, Field(strict=False)], SideScales], ...]
-
-    def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
-        """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
-        if len(self.layers) != shape.layers:
-            raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
-        for layer, scales in enumerate(self.layers):
-            static = {side: form for side, form in policy.sides(layer).items() if form.has_static_scales}
-            for side in static.keys() ^ scales.keys():
-                problem = "has no static scale" if side in scales else "has static scales, which are missing"
-                raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")
-            for side, form in static.items():
-                count = form.static_scales(shape.kv_heads, shape.head_dim)
-                zeros = None if form.symmetric else count
-                stored = scales[side].zero
-                if (len(scales[side].scale), None if stored is None else len(stored)) != (count, zeros):
-                    raise UserError(
-                        f"{source}: layer {layer}: {side} must hold {count} scales and {zeros or 'no'} zeros for "
-                        f"{form.dtype} {form.granularity}, got {len(scales[side].scale)} and {len(stored or ())}"
-                    )
 
 
 FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
+"""Called with a label, `what [units]`, the units that are done, and all of them; a message has 0 of 0."""
+
+
+def no_progress(label: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
 """Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
 [tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
@@ -95,8 +102,12 @@ class Engine(Protocol):
         stop_token: int | None,
         *,
         max_sequences: int | None = None,
+        ended: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
-        """Greedy continuations without the stop token, of at most `max_sequences` at once; None for all prompts at once."""
+        """Greedy continuations without the stop token, of at most `max_sequences` at once; None for all prompts at once.
+
+        `ended` is called with how many have ended.
+        """
         ...
 
     def release(self, sequences: Sequence[int]) -> None:

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from pipeline.artifacts.workdir import all_memory, free_bytes, lacks
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.loading.load import open_loader
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store

@@ -7,9 +7,9 @@ from pathlib import Path
 from pipeline.artifacts.backend import Fill
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.dry.store import UNKNOWN, ForeseenStore, is_known
 from pipeline.gguf.model import inspect_gguf

@@ -21,7 +21,8 @@ from pipeline.artifacts.digest import files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE
+from pipeline.core.kv import POLICY_FILE
+from pipeline.core.scales import SCALES_FILE
 from pipeline.core.strict import StrictModel
 from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, sign_files

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest, kind_of, tree_entries
 from pipeline.artifacts.store import MANIFEST
-from pipeline.core.checkpoint import TOKENIZER_FILES
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.records import Engine
 from pipeline.core.workloads import WorkloadsConfig

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import SINGLE, CheckpointInfo, describe_checkpoint
+from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint
+from pipeline.checkpoint.files import SINGLE
 from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from pipeline.artifacts.server import ServedEngine
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.scales import KVScales
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneConfig

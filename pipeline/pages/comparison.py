@@ -7,6 +7,7 @@ runs takes everything from a saved view, which is a tag of the experiment.
 import base64
 import json
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.pages.metrics import FIRST, KL
@@ -14,6 +15,11 @@ from pipeline.pages.metrics import FIRST, KL
 SECTION = "kvgate"
 """Id of the section of charts that the page opens on; MLflow adds the other metrics below it."""
 COLUMNS = ("tags.`verdict`", *(f"metrics.`{name}`" for name in (*FIRST, "memory/max_live_tokens")), "attributes.`Models`")
+"""Of the table beside the charts, in their order; MLflow's own order has the verdict last."""
+WIDTH = 170
+"""Of a column, in pixels: the longest heading."""
+KEPT = 10
+"""Views of sweeps that an experiment keeps: the latest. MLflow's menu lists all of them."""
 
 
 def saved_view(sweep: str, made: float) -> str:
@@ -25,16 +31,43 @@ def saved_view(sweep: str, made: float) -> str:
         sweep: Identifier of the sweep, which its runs have as a tag.
         made: When it is made, in seconds since 1970.
     """
-    state = _runs(sweep) | _layout()
+    state = {"searchFilter": _filter(sweep), **_ordered(), **_layout()}
     packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     when = int(1000 * made)
-    return json.dumps({**state, "name": f"sweep {sweep}", "createdAt": when, "updatedAt": when, "state": f"deflate;{packed}"})
+    return json.dumps({**state, "name": _title(sweep), "createdAt": when, "updatedAt": when, "state": f"deflate;{packed}"})
 
 
-def _runs(sweep: str) -> dict[str, Any]:
-    """Return which runs are shown, and their order: the least distance first."""
+def outdated(views: Mapping[str, str]) -> list[str]:
+    """Return which saved views may go: those of sweeps before the latest, and no others.
+
+    Args:
+        views: Content of every view of an experiment by its name, those that people saved themselves included.
+    """
+    made = {name: when for name, content in views.items() if (when := _made(name, content)) is not None}
+    return sorted(made, key=lambda name: made[name])[:-KEPT]
+
+
+def _made(name: str, content: str) -> float | None:
+    """Return when a view of the sweep `name` was made; None for any other view."""
+    try:
+        view = json.loads(content)
+        ours = (view["name"], view["searchFilter"]) == (_title(name), _filter(name))
+        return float(view["createdAt"]) if ours else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _title(sweep: str) -> str:
+    return f"sweep {sweep}"
+
+
+def _filter(sweep: str) -> str:
+    return f"tags.sweep = '{sweep}'"
+
+
+def _ordered() -> dict[str, Any]:
+    """Return the order of the runs, the least distance first, and that none is left out for its age or state."""
     return {
-        "searchFilter": f"tags.sweep = '{sweep}'",
         "orderByKey": f"metrics.`{KL}`",
         "orderByAsc": True,
         "startTime": "ALL",
@@ -54,8 +87,8 @@ def _layout() -> dict[str, Any]:
         "compareRunSections": [section],
         "isAccordionReordered": True,
         "selectedColumns": list(COLUMNS),
-        "columnOrder": [],
-        "columnWidths": {},
+        "columnOrder": list(COLUMNS),
+        "columnWidths": dict.fromkeys(COLUMNS, WIDTH),
         "runsExpanded": {},
         "runsPinned": [],
         "runsHidden": [],

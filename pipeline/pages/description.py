@@ -29,7 +29,7 @@ def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> 
     head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine."
     parts = [head, _reasons(candidate), _next_steps(candidate, sweep, model, workdir)]
     room = LIMIT - sum(len(part) + 2 for part in parts)
-    parts.insert(2, _table(candidate.checks, room))
+    parts.insert(1, _table(candidate.checks, room))  # MLflow shows the first lines alone until somebody asks for more
     return "\n\n".join(part for part in parts if part)
 
 

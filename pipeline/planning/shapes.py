@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.checkpoint import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo, read_json
-from pipeline.core.checkpoint_weights import Shape, expected_tensors
+from pipeline.checkpoint.description import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo
+from pipeline.checkpoint.files import read_json
+from pipeline.checkpoint.weights import Shape, expected_tensors
+from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
-from pipeline.core.windows import layer_windows
 from pipeline.gguf.model import inspect_gguf
 
 NEEDED = "num_hidden_layers, num_attention_heads, num_key_value_heads, and head_dim or hidden_size"

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales
+from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side
+from pipeline.core.scales import KVScales, SideScales
 from pipeline.core.strict import PathText, StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.verdict.record import Number, Record

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE
-from pipeline.core.redaction import copy_redacted, redact
+from pipeline.core.kv import POLICY_FILE
+from pipeline.core.redaction import copy_redacted, redact, redact_text
+from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
 
@@ -54,6 +55,15 @@ def registered_as(model_name: str, version: str) -> str:
     """Return what a run's description ends with: where its engine is registered."""
     fetch = f"mlflow artifacts download --artifact-uri models:/{model_name}/{version} --dst-path engine"
     return f"Registered as version {version} of `{model_name}`:\n\n```sh\n{fetch}\n```"
+
+
+def verdict_line(candidate: Candidate) -> str:
+    """Return the description of a version: its verdict, what it costs and loses, and why it did not pass where it did not."""
+    told = {"KiB/token": "memory/kib_per_token", "mean KL": "quality/kl_mean", "answers lost": "quality/accuracy_lost"}
+    figures = [f"{name} {value:.3g}" for name, metric in told.items() if (value := candidate.metrics.get(metric)) is not None]
+    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    why = [candidate.reasons[0]] if candidate.verdict != "PASS" and candidate.reasons else []
+    return redact_text(". ".join([f"{candidate.verdict}{held}", *([", ".join(figures)] if figures else []), *why]))
 
 
 def run_color(verdict: str, policy: str) -> str:

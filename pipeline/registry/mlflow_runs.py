@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
 from pipeline.registry import processes
 from pipeline.registry.contents import RunPage, Workload
-from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, MlflowException, Param, RunTag
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
 DIGEST_CHARS = 36
@@ -100,6 +100,19 @@ class ExperimentRuns:
     def save_view(self, name: str, content: str) -> None:
         """Save a view of the experiment's page of runs."""
         self.client.set_experiment_tag(self.experiment_id, VIEW + name, content)
+
+    def views(self) -> dict[str, str]:
+        """Return the content of every saved view by its name, whoever saved it."""
+        tags: Mapping[str, str] = self.client.get_experiment(self.experiment_id).tags
+        return {key.removeprefix(VIEW): content for key, content in tags.items() if key.startswith(VIEW)}
+
+    def remove_view(self, name: str) -> None:
+        """Remove a saved view; another command may have done so already."""
+        try:
+            self.client.delete_experiment_tag(self.experiment_id, VIEW + name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
 
 
 def _dataset(workload: Workload) -> DatasetInput:

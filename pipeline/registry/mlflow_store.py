@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import flat_params, redact_text
-from pipeline.registry.contents import EMPTY_PAGE, UNDECIDED, RunPage, collect_evidence, registered_as, run_color
+from pipeline.registry.contents import EMPTY_PAGE, UNDECIDED, RunPage, collect_evidence, registered_as, run_color, verdict_line
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModelOutput,
@@ -111,7 +111,9 @@ class MlflowStore(ExperimentRuns):
             else:
                 model_id = self._log_model(candidate, run_id, tags)
                 tags |= {"logged_model": model_id}
-                created = self.client.create_model_version(model_name, f"models:/{model_id}", run_id, tags, model_id=model_id)
+                created = self.client.create_model_version(
+                    model_name, f"models:/{model_id}", run_id, tags, description=verdict_line(candidate), model_id=model_id
+                )
                 version = str(created.version)
             registered = json.dumps([{"name": model_name, "version": version}])
             self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": registered})

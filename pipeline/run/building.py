@@ -10,11 +10,13 @@ from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
-from pipeline.core.kv import SCALES_FILE, KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import load
 from pipeline.terminal import console
 

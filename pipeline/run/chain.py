@@ -11,8 +11,8 @@ from typing import Any
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.backends import TorchConfig
-from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample

@@ -9,11 +9,12 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint, locate_checkpoint
-from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.store import Store
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.config.policies import shipped_policies
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE

@@ -6,9 +6,9 @@ from pathlib import Path
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.server import ServedEngine, Server, ServerRole
 from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.config.config import Config
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.checkpoint import TOKENIZER_FILES
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.evidence.identity import Role

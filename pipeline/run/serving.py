@@ -21,7 +21,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay, requested_workloads
 from pipeline.loading.load import evaluation, plots, reports, required_libraries
-from pipeline.pages.comparison import saved_view
+from pipeline.pages.comparison import outdated, saved_view
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -212,6 +212,8 @@ def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], Mlfl
             return
         if len(tracked) > 1:
             opened.save_view(sweep, saved_view(sweep, time.time()))
+            for name in outdated(opened.views()):
+                opened.remove_view(name)
         tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import policy_yaml, tuned_policies
 from pipeline.core.errors import GateRefusal
-from pipeline.core.exports import layer_algorithms
-from pipeline.core.kv import FP16_POLICY, SCALES_FILE, KVScales, KVShape
+from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE, KVScales
 from pipeline.loading import load
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run.chain import Chain

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.artifacts.digest import told
 from pipeline.core.errors import INTERRUPTED
 from pipeline.core.records import Progress
 from pipeline.core.redaction import printable, redact_text
@@ -324,11 +325,11 @@ def progress(title: str) -> Iterator[Progress]:
     with _showing:
         if _speech.mode == "human" and err.is_terminal and not shared:
             place = _speech.job.place if _speech.job is not None else ""  # a bar has little room, and jobs take turns
-            with bar(err, f"{place}{title}", phase, say) as update:
-                yield update
+            showing = bar(err, f"{place}{title}", phase, say)
         else:
-            with lines(phase, say) as update:
-                yield update
+            showing = lines(phase, say)
+        with showing as update, told(update):
+            yield update
 
 
 @contextmanager

@@ -4,15 +4,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich import progress as bars
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pipeline.core.records import Progress
+from pipeline.terminal.texts import between_words
 
 FIRST_SECONDS = 1.5
 """Time before the first line of progress where there is no terminal."""
 LINE_SECONDS = 10
 """Time between two lines from then on."""
+BAR_WIDTH = 10
+"""Columns of the narrowest bar; the widest has four times as many."""
+INDENT = "  "
 
 
 class Phase:
@@ -25,17 +32,19 @@ class Phase:
 
     def __init__(self, label: str, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begin(label, 0)
+        self._left: dict[str, tuple[int, int, float]] = {}
+        """Of labels that another one interrupted: first and last units, and seconds."""
+        self.label, self.first, self.started = label, 0, clock()
         self.done, self.total = 0, 0
 
-    def _begin(self, label: str, first: int) -> None:
-        self.label, self.first, self.started = label, first, self._clock()
-        """A resumed phase begins with some units, which took no time now."""
-
     def update(self, label: str, done: int, total: int) -> None:
-        """Take a call of the stage's progress."""
+        """Take a call of the stage's progress; of a label from before it goes on where that one was."""
         if label != self.label or not self.total:
-            self._begin(label, done)
+            self._left[self.label] = self.first, self.done, self.seconds
+            first, last, seconds = self._left.get(label, (done, done, 0.0))  # units of a resumed run took no time now
+            if done < last:  # another round
+                first, seconds = done, 0.0
+            self.label, self.first, self.started = label, first, self._clock() - seconds
         self.done, self.total = done, total
 
     @property
@@ -54,6 +63,8 @@ class Phase:
         if not self.total:
             return f"{duration(self.seconds)} so far"
         what, unit = split(self.label)
+        if self.total == 1 and not unit:  # one thing, of which nothing is counted
+            return f"{what}, {duration(self.seconds)} so far".removeprefix(", ")
         text = f"{what} {self.done:,}/{self.total:,}{f' {unit}' if unit else ''}"
         rate = self.rate
         if rate is None:
@@ -137,30 +148,38 @@ def lines(phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]
         thread.join()
 
 
+class _Shown:
+    """A phase as a terminal shows it: its line, wrapped between words, and a bar behind it where there is room for one."""
+
+    def __init__(self, title: str, phase: Phase) -> None:
+        self._title = title
+        self._phase = phase
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = Text(f"{self._title}: {self._phase.describe()}")
+        width = options.max_width - 1  # some terminals wrap what ends at their last column
+        parts = between_words(text, width - 2 * len(INDENT))
+        *above, last = [Text(INDENT * (2 if number else 1)) + part for number, part in enumerate(parts)]
+        yield from above
+        room = width - last.cell_len - 1
+        if room < BAR_WIDTH:
+            yield last
+            return
+        row = Table.grid(padding=(0, 1))
+        total = self._phase.total
+        row.add_row(last, ProgressBar(total or 1, self._phase.done, min(room, 4 * BAR_WIDTH), pulse=not total))
+        yield row
+
+
 @contextmanager
 def bar(console: Console, title: str, phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]:
     """Show a phase as a bar on a terminal, below what else is printed there; the arguments are as of `lines`."""
-    with bars.Progress(
-        bars.TextColumn("  {task.description}", markup=False),
-        bars.BarColumn(),
-        bars.TextColumn("{task.fields[amount]}"),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as shown:
-        task = shown.add_task(title, total=None, amount="")
 
-        def update(label: str, done: int, total: int) -> None:
-            if not total:
-                say(label)
-                return
-            another = label != phase.label or not phase.total
+    def update(label: str, done: int, total: int) -> None:
+        if total:
             phase.update(label, done, total)
-            what, unit = split(label)
-            if another:
-                shown.reset(task, description=f"{title}: {what}", total=total, completed=done)
-            amount = f"{done:,}/{total:,} {unit}".rstrip() + speed(phase.rate)
-            shown.update(task, completed=done, total=total, amount=amount)
+        else:
+            say(label)
 
+    with Live(_Shown(title, phase), console=console, transient=True):
         yield update

@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from pipeline.artifacts.digest import code_digest
-from pipeline.core.checkpoint import locate_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.errors import REFUSALS
 from pipeline.core.strict import StrictModel
 from pipeline.upkeep.disk import Disk, Piece, distinct_bytes, is_being_made

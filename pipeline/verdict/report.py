@@ -27,7 +27,8 @@ LEAST_STEP = 0.01
 """The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=1 << 53)]
+"""Counts enter means and bounds as float64, which tells larger ones no longer apart."""
 
 
 class Acceptance(Record):
@@ -51,9 +52,9 @@ class SampleRow(Record):
     workload: str
     document: str
     """Rows of one document are resampled together."""
-    context_tokens: int
+    context_tokens: Count
     depth: float | None
-    scored_tokens: int
+    scored_tokens: Count
     judged: bool
     """Whether the sample has an answer that is right or wrong; the seven fields below are null otherwise."""
     baseline_correct: bool | None
@@ -76,7 +77,7 @@ class SampleRow(Record):
     non_finite_steps: int
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
-    round: int = 1
+    round: Count = 1
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter, of its two answers."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NoReturn, TypeVar
@@ -100,6 +100,7 @@ class EngineBase(ABC):
         stop_token: int | None,
         *,
         max_sequences: int | None = None,
+        ended: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
         """Return greedy continuations without the stop token, in the order of the prompts.
 
@@ -110,6 +111,7 @@ class EngineBase(ABC):
             max_new_tokens: The most tokens of every continuation, or of each.
             stop_token: The token that ends a continuation, if any.
             max_sequences: Most sequences that live at once; None for one of every prompt.
+            ended: Called with how many continuations have ended, whenever one does.
 
         Raises:
             UserError: As `prefill`, for any of the prompts before one is started; and for logits that are not finite, from
@@ -125,10 +127,16 @@ class EngineBase(ABC):
         continuations = [
             Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
         ]
-        self._answer(continuations, stop_token, len(prompts) if max_sequences is None else max_sequences)
+        self._answer(continuations, stop_token, len(prompts) if max_sequences is None else max_sequences, ended)
         return [one.tokens[one.prompt_tokens :] for one in continuations]
 
-    def _answer(self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int) -> None:
+    def _answer(
+        self,
+        continuations: Sequence[Continuation],
+        stop_token: int | None,
+        max_sequences: int,
+        on_end: Callable[[int], None],
+    ) -> None:
         """Continue every one to its end, at most `max_sequences` of them at once."""
         waiting, live = deque(continuations), list[Continuation]()
         try:
@@ -151,6 +159,8 @@ class EngineBase(ABC):
                         ended.append(one)
                 live = [one for one in live if one not in ended]
                 self._release_all(ended)
+                if ended:
+                    on_end(len(continuations) - len(waiting) - len(live))
         finally:
             self._release_all(live)
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales, KVShape
+from pipeline.core.kv import POLICY_FILE, KVPolicy, KVShape
+from pipeline.core.scales import SCALES_FILE, KVScales
 from pipeline.core.strict import StrictModel
 
 BUNDLE_FILE = "bundle.json"

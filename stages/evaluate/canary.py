@@ -93,9 +93,11 @@ def _ladder(
     """
     chosen = longest[:1]
     rungs = []
-    for fault in small_faults(engine.policy, engine.shape):
-        beside = None if twin is None else Comparison(engine, twin, chosen, range(len(chosen)), batch_size=len(chosen))
-        named = labelled(progress, f"canary, {fault.name}: ")
+    faults = small_faults(engine.policy, engine.shape)
+    for number, fault in enumerate(faults, start=1):
+        named = labelled(progress, f"canary {number} of {len(faults)}, {fault.name}: ")
+        every = range(len(chosen))
+        beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)
         rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)
         fault.take_back(engine)
         rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.requests))

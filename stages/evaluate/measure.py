@@ -94,7 +94,7 @@ def measure_baseline(
             raise UserError(f"backend.compute_dtype: the baseline's logits are not finite on sample {name}; use float32")
 
     twin = open_twin() if first and open_twin is not None else None
-    comparison = _comparison(engine, encoded, config, twin)
+    comparison = _comparison(engine, encoded, config, twin, labelled(progress, "baseline: "))
     with unfinished(out, workloads_digest(encoded)) as folder:
         with interruption() as noted:
             results = run_samples(
@@ -132,13 +132,11 @@ def measure_baseline(
 def _free(
     engine: Engine, encoded: Sequence[EncodedSample], tokenizer: Tokenizer, config: WorkloadsConfig, progress: Progress
 ) -> FreeAnswers:
-    progress("free answers", 0, 1)
-    return free_answers(engine, encoded, config.batch_size, greedy_of(tokenizer, config))
+    return free_answers(engine, encoded, config.batch_size, greedy_of(tokenizer, config), progress)
 
 
 def _system(engine: Engine, config: WorkloadsConfig, progress: Progress) -> SystemMetrics:
-    progress("system metrics", 0, 1)
-    return measure_system(engine, config.load)
+    return measure_system(engine, config.load, progress)
 
 
 def _probe(engine: Engine, twin: Twin | None, config: WorkloadsConfig, progress: Progress) -> Probe | None:
@@ -193,7 +191,7 @@ def evaluate_round(
     changes = audit_scales(engine, allow_scale_changes) if first else None
     heads = BaselineHeads(baseline_dir / LOGPROBS)
     twin = open_twin().beside(baseline.conformance) if first and open_twin is not None else None
-    comparison = _comparison(engine, encoded, config, twin, (baseline, heads))
+    comparison = _comparison(engine, encoded, config, twin, progress, (baseline, heads))
     with unfinished(out, digest) as folder:
         with interruption() as noted:
             results = run_samples(
@@ -242,6 +240,7 @@ def _comparison(
     encoded: Sequence[EncodedSample],
     config: WorkloadsConfig,
     twin: Twin | None,
+    progress: Progress,
     baseline: tuple[BaselineRound, BaselineHeads] | None = None,
 ) -> Comparison | None:
     """Prepare the comparison of an engine with its twin; a candidate may be as far from its own as its baseline makes usual."""
@@ -250,7 +249,7 @@ def _comparison(
     chosen = spread(encoded, config.conformance_samples)
     if baseline is None:
         limit = MEASURED_ALLOWED if twin.measures else ALLOWED
-        return Comparison(engine, twin, encoded, chosen, batch_size=config.batch_size, limit=limit)
+        return Comparison(engine, twin, encoded, chosen, batch_size=config.batch_size, limit=limit, progress=progress)
     record, heads = baseline
     requests = record.conformance.requests if record.conformance is not None else []
     return Comparison(
@@ -262,6 +261,7 @@ def _comparison(
         limit=MEASURED_ALLOWED if twin.measures else allowed(requests),
         baseline=lambda i: heads.sample(encoded[i].sample.id),
         layers=_stored_by_layer(record),
+        progress=progress,
     )
 
 
@@ -280,8 +280,8 @@ def _conclude(comparison: Comparison | None, progress: Progress) -> EngineConfor
     """Return what a comparison found. Requests that had finished before an interruption are decoded again for it."""
     if comparison is None:
         return None
-    progress("conformance", 0, 1)
     comparison.decode_missing()
+    progress("conformance", 0, 1)
     return comparison.result()
 
 

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
-from pipeline.core.checkpoint import INDEX, SINGLE
+from pipeline.checkpoint.files import INDEX, SINGLE
 from pipeline.core.records import Progress
 from pipeline.gguf.header import Tensor
 from pipeline.gguf.model import GGUFModel, inspect_gguf

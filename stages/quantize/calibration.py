@@ -42,17 +42,24 @@ def calibration_texts(
     Raises:
         UserError: A line of `jsonl` holds no text, or the file has none, or the documentation has fewer pages.
     """
-    texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed)
-    progress("texts", len(texts), len(texts))
+    texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed, progress)
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
 
 
-def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], seed: int) -> list[str]:
+def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], seed: int, progress: Progress) -> list[str]:
+    progress("loading the tokenizer", 0, 1)
     tokenizer = load_tokenizer(checkpoint)
     count = -(-samples // len(workloads))
-    generated = [generate(name, count, seed, split="calibration") for name in workloads]
+    generated = []
+    for done, name in enumerate(workloads):
+        progress("generating [workloads]", done, len(workloads))
+        generated.append(generate(name, count, seed, split="calibration"))
     interleaved = [sample for group in zip(*generated, strict=True) for sample in group][:samples]
-    return [render(tokenizer, sample) + sample.reference for sample in interleaved]
+    texts: list[str] = []
+    for sample in interleaved:
+        progress("rendering [texts]", len(texts), len(interleaved))
+        texts.append(render(tokenizer, sample) + sample.reference)
+    return texts
 
 
 def texts_from_file(path: Path, samples: int) -> list[str]:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.checkpoints import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pipeline.artifacts.files import link_or_copy
-from pipeline.core.checkpoint import INDEX, CheckpointInfo
+from pipeline.checkpoint.description import CheckpointInfo
+from pipeline.checkpoint.files import INDEX
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:

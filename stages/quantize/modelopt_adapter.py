@@ -17,10 +17,10 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.core.checkpoint import rope_at_top_level
+from pipeline.checkpoint.description import rope_at_top_level
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Granularity, Rotation
-from pipeline.core.kv import SideScales
+from pipeline.core.scales import SideScales
 from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 from stages.quantize.quiet import quiet
 from stages.quantize.recipe import (

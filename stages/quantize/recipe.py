@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side, SideScales
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.scales import KVScales, SideScales
 
 Attributes = dict[str, Any]
 """Settings of one quantizer."""

@@ -7,11 +7,12 @@ from typing import cast
 import torch
 import transformers
 
-from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, Side
+from pipeline.core.kv import POLICY_FILE, KVPolicy, Side
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Rotation
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side, SideScales
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize.recipe import Place
 
 SMALLEST_SCALE = 2.0**-126

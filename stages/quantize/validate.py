@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
+from pipeline.checkpoint.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy, KVScales, Side
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.scales import KVScales
 from stages.quantize.export_tensors import ExportMismatch, ExportTensors, read_json
 from stages.quantize.recipe import AWQ_BLOCK, LINEARS
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.artifacts.digest import json_digest
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.scales import KVScales
 from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import LayerInput

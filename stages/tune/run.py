@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.records import Progress
+from pipeline.core.scales import KVScales
 from pipeline.planning.tuning import (
     SIDES,
     TUNE_FILE,

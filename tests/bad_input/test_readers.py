@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bad_input.makers import CONFIG, TINY, checkpoint, safetensors, shapes
-from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.checkpoint_weights import check_tokenizer, check_weights
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.exports import read_layer_algorithms
+from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.core.errors import REFUSALS
-from pipeline.core.exports import read_layer_algorithms
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.gguf.model import inspect_gguf
 from pipeline.planning.shapes import read_model

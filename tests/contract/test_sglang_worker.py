@@ -15,8 +15,8 @@ from trtllm_exports import conf
 from vllm_bundles import write_scales
 
 from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.backends import SglangConfig
-from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import BoundedEngine, RequestEngine, TimedEngine

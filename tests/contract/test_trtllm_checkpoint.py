@@ -16,7 +16,8 @@ from quantize_fixtures import POLICIES, no_progress, quantized_model, stage, tok
 from safetensors.torch import load_file, save_file
 from trtllm_reader import Checkpoint, FormatError, Linear, unpack_int4
 
-from pipeline.core.kv import KVScales, Side
+from pipeline.core.kv import Side
+from pipeline.core.scales import KVScales
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import load_engine
 

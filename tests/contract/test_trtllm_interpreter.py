@@ -12,8 +12,8 @@ import pytest
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.backends import TrtllmConfig
-from pipeline.core.checkpoint import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from pipeline.core.checkpoint import rope_at_top_level
+from pipeline.checkpoint.description import rope_at_top_level
 
 
 def save_checkpoint(model: PreTrainedModel, directory: Path, max_shard_size: str = "5GB") -> None:

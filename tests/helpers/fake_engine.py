@@ -3,7 +3,7 @@
 Its logits depend on the whole history of the sequence, so that one wrong token changes all logits after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,6 +101,7 @@ class FakeEngine:
         stop_token: int | None,
         *,
         max_sequences: int | None = None,
+        ended: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
         del max_sequences  # it answers one prompt after the other
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -112,6 +113,7 @@ class FakeEngine:
                 if token == stop_token:
                     break
                 answers[-1].append(token)
+            ended(len(answers))
         return answers
 
     def release(self, sequences: Sequence[int]) -> None:

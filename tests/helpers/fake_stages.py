@@ -19,8 +19,9 @@ from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Recipe
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
+from pipeline.core.scales import SCALES_FILE
 from pipeline.dry import ahead
 from pipeline.loading import load
 from pipeline.run import inputs, runner

@@ -8,12 +8,16 @@ import torch
 from onnx_fixtures import FP8, fmt
 from torch import Tensor
 
+from benchmarks import benchlib
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride
 from plugins.kv_attention import context, launch, reference
 from plugins.kv_attention.layout import CacheLayout
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 """Of the trained tiny model."""
+
+SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
+"""Of its first two layers."""
 
 GUARDED = KVPolicy(
     name="guarded",
@@ -29,6 +33,14 @@ CLOSE = 3e-4
 """Of the logits' norm. The kernels round weights of values to float16 and sum in another order, and are held to 2e-3 of an
 attention's norm in tests/integration/test_kernel_decode.py; and a value on a border between two codes may get the other one
 in the next layer. Measured 2e-5 to 9e-5; a format that is read wrongly moves logits by far more, as the canary shows."""
+
+
+def short_model() -> Any:
+    """The trained model's first two layers, of which GUARDED keeps the second in another format."""
+    model = benchlib.load_model()
+    del model.model.layers[SHORT.layers :]
+    model.config.num_hidden_layers = SHORT.layers
+    return model
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -17,7 +17,8 @@ from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.core.formats import Format, Granularity, ScaleSource
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVScales, KVShape, LayerOverride, SideScales, Window
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
+from pipeline.core.scales import KVScales, SideScales
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import ComputeDType, export_decoder

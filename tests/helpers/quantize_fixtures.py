@@ -9,9 +9,10 @@ import transformers
 import yaml
 from checkpoints import save_checkpoint
 
-from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import KVScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype

@@ -8,7 +8,8 @@ import numpy as np
 import yaml
 
 from pipeline.core.backends import TrtllmConfig
-from pipeline.core.kv import SCALES_FILE, KVPolicy
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import SCALES_FILE
 from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine

@@ -24,7 +24,8 @@ from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from warm import command
 
-from pipeline.core.checkpoint import inspect_checkpoint, locate_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.run.inputs import check_draft

@@ -11,8 +11,8 @@ from hostile import building, changed, plant_code
 from safetensors.torch import load_file, save_file
 from warm import command
 
-from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.checkpoint_weights import check_weights
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.weights import check_weights
 from pipeline.core.errors import UserError
 
 Tensors = dict[str, torch.Tensor]

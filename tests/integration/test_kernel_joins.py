@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference
+from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 from transfers import counted_transfers
 
@@ -44,11 +44,7 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """The trained model's first two layers, of which GUARDED keeps the second in another format."""
-    short = benchlib.load_model()
-    del short.model.layers[2:]
-    short.config.num_hidden_layers = 2
-    return short
+    return short_model()
 
 
 @pytest.fixture(scope="module")

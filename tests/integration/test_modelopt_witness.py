@@ -23,8 +23,8 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_group, per_token, quantized_model, static, token_ids
 from torch import Tensor
 
-from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.exports import NVFP4, UNIFIED_HF_KV, export_refusal
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.exports import NVFP4, UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from stages.engines.oracle.engine import OracleEngine

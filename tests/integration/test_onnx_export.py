@@ -25,7 +25,7 @@ from onnx_fixtures import (
 )
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from pipeline.core.checkpoint import DEFAULTS
+from pipeline.checkpoint.description import DEFAULTS
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
 from stages.engines.onnx import weights

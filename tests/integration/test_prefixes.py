@@ -10,7 +10,8 @@ import torch
 from onnx_fixtures import BY_NAME, POLICIES, make_bundle, shared_decoder
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import SCALES_FILE, KVPolicy
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import SCALES_FILE
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.paged.prefixes import PrefixCache

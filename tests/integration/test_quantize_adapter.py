@@ -10,9 +10,10 @@ import transformers
 from quantize_fixtures import POLICIES, quantized_model, random_checkpoint
 from safetensors.torch import load_file
 
-from pipeline.core.checkpoint import inspect_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVScales, Side, SideScales
+from pipeline.core.kv import FP16_POLICY, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import write_dequantized

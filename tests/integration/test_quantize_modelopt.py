@@ -24,10 +24,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.artifacts.files import STORE_FILE
-from pipeline.core.checkpoint import INDEX, inspect_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import copy_checkpoint

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
+from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side, Window
+from pipeline.core.scales import KVScales, SideScales
 
 torch.set_num_threads(1)
 

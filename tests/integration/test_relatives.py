@@ -7,7 +7,8 @@ import torch
 from conformance_cases import POLICIES, Conformity
 from onnx_fixtures import static_scales
 
-from pipeline.core.kv import KVScales, Side
+from pipeline.core.kv import Side
+from pipeline.core.scales import KVScales
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import Static, dequantize, quantize
 from stages.engines.oracle.relatives import relatives

@@ -104,6 +104,18 @@ def test_the_printed_comparison_opens_on_distance_memory_and_accuracy_lost(
     assert len(tops) == 1, "the three are one row of charts"
 
 
+def test_the_table_beside_the_charts_begins_with_the_verdict(
+    tracked: Tracked, browser: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = printed_address(tracked, tracked.candidates, capsys).replace("&compareRunsMode=CHART", "")
+    text_of(browser, address, "int4")
+    headings = browser.page.get_by_role("columnheader").filter(has_text=re.compile("^(verdict|quality|memory)"))
+    headings.nth(2).wait_for()
+    boxes = {heading.inner_text().strip(): heading.bounding_box() for heading in headings.all()}
+    ordered = sorted(boxes, key=lambda name: boxes[name]["x"])  # type: ignore[index]
+    assert ordered[:3] == ["verdict", "quality/kl_mean", "memory/kib_per_token"]
+
+
 def test_mlflows_own_comparison_begins_with_the_distance(tracked: Tracked, browser: Opened) -> None:
     runs = json.dumps([one.registration.run_id for one in tracked.candidates if one.registration is not None])
     address = f'{tracked.address}/#/compare-runs?runs={runs}&experiments=["{tracked.store.experiment_id}"]'

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, SHAPE, append_by_reference, distance, prefill_by_reference
+from kernel_engine_cases import CLOSE, GUARDED, SHORT, append_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 from torch import Tensor
 
 from benchmarks import benchlib
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import OnePassEngine
 from plugins.kv_attention import launch
 from stages.engines.base import Continuation
@@ -42,9 +42,6 @@ SEEN = 1e-2
 """A fault of the cache that moves logits by this is no rounding."""
 
 
-SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
-
-
 @pytest.fixture(scope="module")
 def whole() -> Any:
     return benchlib.load_model()
@@ -52,11 +49,7 @@ def whole() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """The trained model's first two layers."""
-    short = benchlib.load_model()
-    del short.model.layers[SHORT.layers :]
-    short.config.num_hidden_layers = SHORT.layers
-    return short
+    return short_model()
 
 
 @pytest.fixture(scope="module")

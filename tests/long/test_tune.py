@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.config.policies import load_policies
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from pipeline.core.scales import KVScales
 from pipeline.planning.tuning import TuneReport
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.engine import OracleEngine

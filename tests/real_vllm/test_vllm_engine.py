@@ -13,7 +13,7 @@ from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.core.checkpoint import INDEX
+from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
 from stages.checkpoints import load_causal_lm, load_tokenizer

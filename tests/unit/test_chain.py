@@ -22,7 +22,8 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement, exit_code
-from pipeline.core.kv import SCALES_FILE, KVPolicy
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading.load import open_loader, plots, required_libraries
 from pipeline.run.chain import Chain

@@ -110,12 +110,17 @@ def test_a_shell_is_told_how_to_begin_and_how_to_end(shell: str, capsys: pytest.
         assert "kvgate" in capsys.readouterr().out
 
 
-def bash(script: str, line: str, tmp_path: Path) -> list[str]:
-    """What bash offers for a command line, asked as it asks: through the function that `complete` names."""
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user who has the command `kvgate`."""
     bin_ = tmp_path / "bin"
     bin_.mkdir(exist_ok=True)
     (bin_ / "kvgate").write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeline.kvgate "$@"\n')
     (bin_ / "kvgate").chmod(0o755)
+    return os.environ | {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def bash(script: str, line: str, tmp_path: Path) -> list[str]:
+    """What bash offers for a command line, asked as it asks: through the function that `complete` names."""
     program = (
         f"{script}\n"
         'COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; name=${COMP_LINE%% *}\n'
@@ -124,10 +129,14 @@ def bash(script: str, line: str, tmp_path: Path) -> list[str]:
         '"$function" "$2" "$current" ""\n'
         'printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
-    environ = os.environ | {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = sys.executable if line.startswith("python") else "kvgate"
     done = subprocess.run(
-        ["bash", "-c", program, "bash", line, command], check=True, capture_output=True, text=True, env=environ, cwd=tmp_path
+        ["bash", "-c", program, "bash", line, command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=installed(tmp_path),
+        cwd=tmp_path,
     )
     assert done.stderr == ""
     return done.stdout.split()
@@ -139,6 +148,32 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert bash(BASH, "kvgate kv.sink", tmp_path) == ["kv.sink_tokens="]
     assert bash(BASH + PYTHON, "python -m pipeline stage=ro", tmp_path) == ["rollback", "route"]
     assert bash(BASH + PYTHON, "python other.py stage=ro", tmp_path) == []
+
+
+ZSH_ASKS = r"""
+compdef() { function=$1 }
+compadd() { print -rl -- "${@:5}" }
+eval "$(kvgate -sc install=zsh)"
+LBUFFER=$1
+$function
+"""
+FISH_ASKS = "kvgate -sc install=fish | source; complete -C $argv[1]"
+
+
+@pytest.mark.parametrize(
+    ("shell", "program"),
+    [
+        pytest.param(["zsh", "-f", "-c"], ZSH_ASKS, marks=pytest.mark.skipif(not shutil.which("zsh"), reason="needs zsh")),
+        pytest.param(["fish", "-c"], FISH_ASKS, marks=pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")),
+    ],
+)
+def test_zsh_and_fish_complete(shell: list[str], program: str, tmp_path: Path) -> None:
+    name = ["zsh"] if shell[0] == "zsh" else []  # what zsh calls $0
+    environ = installed(tmp_path) | {"HOME": str(tmp_path)}
+    for line, offered in (("kvgate stage=ev", ["stage=evaluate"]), ("kvgate -m kv=fp8,int8_a", ["kv=fp8,int8_asym"])):
+        command = [*shell, program, *name, line]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environ, cwd=tmp_path)
+        assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
 def test_a_completion_imports_neither_hydra_nor_what_runs() -> None:

@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts import digest
 from pipeline.terminal import console, phases
 from pipeline.terminal.phases import Phase
 from pipeline.terminal.texts import relative
@@ -66,6 +68,45 @@ def test_a_resumed_phase_counts_only_what_it_did_itself() -> None:
     clock.now += 20
     phase.update("forced decode [tokens]", 5100, 6000)
     assert phase.describe() == "forced decode 5,100/6,000 tokens, 5.0/s, 3 min 00 s left"
+
+
+def test_a_phase_that_another_one_interrupted_goes_on_at_its_own_rate() -> None:
+    clock = Clock()
+    phase = Phase("t", clock)
+    phase.update("forced decode [tokens]", 0, 1000)
+    clock.now += 10
+    phase.update("forced decode [tokens]", 100, 1000)
+    phase.update("compared [requests]", 0, 3)
+    clock.now += 40
+    phase.update("forced decode [tokens]", 101, 1000)
+    assert phase.describe() == "forced decode 101/1,000 tokens, 10/s, 1 min 29 s left"
+    phase.update("compared [requests]", 1, 3)
+    assert phase.describe() == "compared 1/3 requests, 40 s each, 1 min 20 s left"
+    phase.update("forced decode [tokens]", 0, 1000)
+    assert phase.describe() == "forced decode 0/1,000 tokens, 0 s so far", "another round"
+
+
+def test_one_thing_of_which_nothing_is_counted_has_its_time_alone() -> None:
+    clock = Clock()
+    phase = Phase("export", clock)
+    phase.update("tracing", 0, 1)
+    clock.now += 50
+    assert phase.describe() == "tracing, 50 s so far"
+
+
+def test_the_reading_of_a_large_file_is_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "LARGE", 3)
+    monkeypatch.setattr(digest, "BLOCK", 2)
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 1000)
+    for name, content in (("weights.bin", b"12345"), ("small", b"1")):
+        (tmp_path / name).write_bytes(content)
+    expected = digest.tree_files(tmp_path)
+    seen: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Phase, "update", lambda _, *given: seen.append(given))
+    with console.doing("reading the model's files"):
+        assert digest.tree_files(tmp_path) == expected
+    reading = "reading weights.bin [MiB]"
+    assert seen == [(reading, 1, 2), (reading, 2, 2), (reading, 2, 2), ("", 0, 1)]
 
 
 def test_steps_that_take_long_have_a_time_each() -> None:
@@ -158,6 +199,22 @@ def test_a_terminal_gets_a_bar_with_rate_and_unit(monkeypatch: pytest.MonkeyPatc
     assert "job 2 of 5: round fp8: forced decode" in shown
     assert "1,200/8,000 tokens" in shown
     assert "/s" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_a_bar_shows_every_number_whole_and_the_time_that_is_left_at_every_width(width: int) -> None:
+    written, clock = io.StringIO(), Clock()
+    terminal = Console(file=written, force_terminal=True, width=width, color_system=None)
+    phase = Phase("round", clock)
+    with phases.bar(terminal, "job 12 of 24: round int4_streaming 1/5", phase, print) as update:
+        update("forced decode [tokens]", 0, 123_456)
+        clock.now += 7
+        update("forced decode [tokens]", 12_345, 123_456)
+    lines = re.sub(r"\x1b\[[\d?]*[a-zA-Z]", "\n", written.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = " ".join(" ".join(lines).replace("\N{BOX DRAWINGS HEAVY HORIZONTAL}", "").split())
+    said = "job 12 of 24: round int4_streaming 1/5: forced decode 12,345/123,456 tokens, 1,764/s, 1 min 03 s left"
+    assert said in shown
 
 
 def test_the_second_job_says_how_long_the_rest_takes(

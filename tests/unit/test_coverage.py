@@ -82,6 +82,14 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
 
 
+def test_free_answers_are_counted_while_they_are_given_and_forced() -> None:
+    told: list[tuple[str, int, int]] = []
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    free_answers(fake_engine(SAMPLES), items, 2, Greedy(EOS, 4), lambda *told_of: told.append(told_of))
+    assert {label for label, _, _ in told} == {"free answers, then forced [answers]"}
+    assert [(done, total) for _, done, total in told] == [(done, 6) for done in (0, 1, 2, 3, 3, 4, 5)]
+
+
 def a_probe(**changes: object) -> Probe:
     part = ProbePart(name="context", rows=9, kl_median=1e-9, kl_max=1e-8, largest_difference=1e-4)
     sizes = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}

@@ -76,6 +76,9 @@ def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: i
     stop = free[4][3]
     assert engine.generate(PROMPTS, LIMITS, stop, max_sequences=most) == one_by_one(stop)
     assert not engine.sequences
+    counts: list[int] = []
+    engine.generate(PROMPTS, LIMITS, None, max_sequences=most, ended=counts.append)
+    assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
 def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anything_is_decoded() -> None:

@@ -14,8 +14,8 @@ import torch
 from gguf.quants import dequantize
 from gguf_files import VOCAB_SIZE, random_model, write_gguf
 
+from pipeline.checkpoint.places import checkpoint_label, locate_checkpoint
 from pipeline.config.compose import plan
-from pipeline.core.checkpoint import checkpoint_label, locate_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVShape
 from pipeline.gguf.header import TENSOR_TYPES, read_header

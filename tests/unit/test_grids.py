@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from judged_candidates import judged_candidate
 from rich.console import Console
 
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import plan
 from pipeline.config.policies import shipped_policies
-from pipeline.core.checkpoint import locate_checkpoint
 from pipeline.planning.capacity import measure
 from pipeline.planning.shapes import read_model
 from pipeline.run.tuning import front

@@ -16,6 +16,7 @@ HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "
 ROOMS = (
     "plugins",
     "pipeline.core",
+    "pipeline.checkpoint",
     "pipeline.gguf",
     "pipeline.artifacts",
     "pipeline.statistics",

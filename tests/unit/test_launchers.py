@@ -1,11 +1,15 @@
 """Which launchers run a sweep's jobs, and what may be set of them: nothing that would be run as code or in a shell."""
 
 import doctest
+import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.config import compose, launchers
+from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 
@@ -155,6 +159,13 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
     assert str(caught.value).startswith(f"hydra/launcher={name}: not installed; {install}")
 
 
+@pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
+def test_a_plugin_without_its_library_is_not_installed_either(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "find_spec", lambda asked: None if asked == library else object())
+    with pytest.raises(MissingRequirement, match=f"hydra/launcher={name}: not installed"):
+        launchers.check_installed(name)
+
+
 class TerminatedWorkerError(RuntimeError):
     """As joblib's is called."""
 
@@ -168,12 +179,106 @@ class FailedJobError(UncompletedJobError):
 
 
 def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> None:
-    lost = launchers.lost_worker("joblib", TerminatedWorkerError("long text of a library"))
+    lost = workers.lost_worker("joblib", TerminatedWorkerError("long text of a library"))
     assert str(lost).startswith("hydra/launcher=joblib: the process of a job died: out of memory, or killed; free some memory")
-    failed = launchers.lost_worker("submitit_slurm", FailedJobError("Traceback\n  File\nOSError: no such directory\n"))
+    failed = workers.lost_worker("submitit_slurm", FailedJobError("Traceback\n  File\nOSError: no such directory\n"))
     assert "died (OSError: no such directory)" in str(failed)
     assert "jobs that Slurm has go on" in str(failed)
-    assert launchers.lost_worker("joblib", ValueError("n_jobs == 0 has no meaning")) is None
+    assert workers.lost_worker("joblib", ValueError("n_jobs == 0 has no meaning")) is None
+
+
+class Ray:
+    """As far as it is called. As the real one it takes SIGTERM for itself."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.fails, self.options = fails, dict[str, object]()
+
+    def init(self, **options: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.fails is not None:
+            raise self.fails
+        self.options = options
+
+    def is_initialized(self) -> bool:
+        return bool(self.options)
+
+    def shutdown(self) -> None:
+        self.options = {}
+
+
+RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *workers.RAY_LINES, *workers.RAY_HERE)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
+    """A Ray, and an environment without variables of its own. Both and the handler of SIGTERM are as they were afterwards."""
+    for name in RAYS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    stand_in = Ray()
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.setattr(workers, "LAST_LINES_S", 0.0)
+    before = signal.getsignal(signal.SIGTERM)
+    yield stand_in
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
+    workers.start("ray", {"ray.init.address": None, "ray.init.num_cpus": 2})
+    assert ray.options["address"] == "local", "it joins no other Ray that runs here"
+    assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
+
+
+@pytest.mark.parametrize("place", ["key", "variable"])
+def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "variable":
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    workers.start("ray", {"ray.init.address": "10.0.0.1:6379" if place == "key" else None})
+    assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *workers.RAY_HERE} & set(os.environ)
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_ray_passes_on_the_lines_of_jobs_as_they_are_and_runs_none_twice(
+    address: str | None, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "1")
+    overrides = workers.start("ray", {"ray.init.address": address})
+    assert ray.is_initialized()
+    assert {"++hydra.launcher.ray.remote.max_retries=0", "++hydra.launcher.ray.remote.max_calls=1"} <= set(overrides)
+    assert os.environ["RAY_DISABLE_WORKER_LOG_PREFIX"] == "1"
+    assert os.environ["RAY_DEDUP_LOGS"] == "1", "what the user set stays"
+
+
+def test_sigterm_stays_what_it_was_when_ray_starts(ray: Ray) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workers.start("ray", {})
+    assert ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+
+
+def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
+    ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
+    with pytest.raises(MissingRequirement) as caught:
+        workers.start("ray", {})
+    assert "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during startup." in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_ray_of_the_command_ends_with_its_jobs(ray: Ray) -> None:
+    workers.start("ray", {})
+    workers.finish("joblib")
+    assert ray.is_initialized()
+    workers.finish("ray")
+    assert not ray.is_initialized()
+
+
+def test_other_launchers_start_no_ray(ray: Ray) -> None:
+    assert workers.start("joblib", {"n_jobs": 2}) == []
+    assert not ray.is_initialized()
+    assert not set(RAYS) & set(os.environ)
 
 
 def test_the_examples_of_the_module_hold() -> None:

@@ -10,7 +10,7 @@ import pytest
 from gate_reports import answered, report, row, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.pages.comparison import saved_view
+from pipeline.pages.comparison import COLUMNS, KEPT, outdated, saved_view
 from pipeline.pages.description import LIMIT as DESCRIPTION_LIMIT
 from pipeline.pages.description import description
 from pipeline.pages.metrics import FIRST, LIMIT, chosen
@@ -58,6 +58,7 @@ def test_the_description_has_the_verdict_the_reasons_and_its_lines_worst_first(b
     text = description(broken, "sweep-1", "pkg://stages.tiny/checkpoint", WORK)
     lines = text.splitlines()
     assert lines[0].startswith("**FAIL**")
+    assert lines[2].startswith("| status | gate |"), "MLflow shows the first lines alone"
     assert any(line.startswith("- copy: 40 of 64 answers lost") for line in lines)
     statuses = [line.split()[1] for line in lines if line.startswith("| ")][1:]
     assert statuses[0] == "FAIL"
@@ -133,6 +134,20 @@ def test_a_saved_view_shows_a_sweeps_runs_and_opens_on_three_charts() -> None:
     assert state.items() <= view.items(), "servers that know no named views read the fields themselves"
     assert (view["name"], view["createdAt"]) == ("sweep sweep-1", 1_000_500)
     assert state["searchFilter"] == "tags.sweep = 'sweep-1'"
+    assert (state["selectedColumns"], state["columnOrder"]) == (list(COLUMNS), list(COLUMNS))
+    assert COLUMNS[0] == "tags.`verdict`"
     assert tuple(chart["metricKey"] for chart in state["compareRunCharts"]) == FIRST
     assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {state["compareRunSections"][0]["uuid"]}
     assert len(json.dumps(view)) < 5000, "a tag of an experiment holds no more"
+
+
+def test_the_latest_views_of_sweeps_stay_and_so_does_what_people_saved() -> None:
+    views = {f"sweep-{number}": saved_view(f"sweep-{number}", number) for number in (3, *range(2), 2, *range(4, KEPT + 2))}
+    own = {
+        "mine": json.dumps({"name": "sweep of mine", "searchFilter": "", "createdAt": 1}),
+        "sweep-renamed": saved_view("sweep-renamed", 0).replace("sweep sweep-renamed", "the one to show"),
+        "older": "no JSON",
+        "list": "[]",
+    }
+    assert outdated(views | own) == ["sweep-0", "sweep-1"]
+    assert outdated(own) == []

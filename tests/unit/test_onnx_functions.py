@@ -10,9 +10,10 @@ import pytest
 import torch
 from onnx import helper
 
-from pipeline.core.exports import NVFP4
+from pipeline.checkpoint.exports import NVFP4
 from pipeline.core.formats import CODES, MIN_SCALE, Code, Format, Granularity
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, Side, SideScales
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec, onnx_type
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function

@@ -121,9 +121,17 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
     calibration_texts(
-        tiny_checkpoint, tmp_path, samples=5, workloads=["prose", "copy"], jsonl=None, seed=0, progress=lambda *_: None
+        tiny_checkpoint,
+        tmp_path,
+        samples=5,
+        workloads=["prose", "copy"],
+        jsonl=None,
+        seed=0,
+        progress=lambda *one: told.append(one),
     )
+    assert [one for one in told if "texts" in one[0]] == [("rendering [texts]", done, 5) for done in range(5)]
     texts = json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
     assert len(texts) == 5
     for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):

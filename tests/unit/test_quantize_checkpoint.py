@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.checkpoint import ARCHITECTURES, INDEX, inspect_checkpoint
+from pipeline.checkpoint.description import ARCHITECTURES, inspect_checkpoint
+from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
 

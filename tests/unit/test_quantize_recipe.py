@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
 from pipeline.core.errors import UserError
-from pipeline.core.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales, Window
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize.recipe import (
     BACKEND,
     cache_quantizer,
@@ -247,7 +248,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
 
 def test_entrance_and_validation_load_neither_torch_nor_modelopt() -> None:
     code = (
-        "import sys; import stages.quantize, stages.quantize.validate, pipeline.core.checkpoint; "
+        "import sys; import stages.quantize, stages.quantize.validate, pipeline.checkpoint.description; "
         "print({'torch', 'modelopt', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

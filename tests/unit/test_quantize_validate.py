@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline.core.formats import Format, WeightsFormat
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, Side, SideScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.recipe import LINEARS
 from stages.quantize.validate import validate_tensorrt_llm, validate_unified_hf

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.config.compose import plan
-from pipeline.core.checkpoint import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction
 from pipeline.loading.load import open_loader

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judged_candidates import judged_candidate
@@ -211,6 +212,27 @@ def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: Mlflow
     files = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert {"kv_policy.json", "report.json", "verdict.json", "engine/weights.bin", "engine/kv_policy.json"} <= files
     assert files_digest(tree_files(root / "engine")) == done.engine.digest
+
+
+def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_path: Path) -> None:
+    figures: dict[str, Any] = {"memory/kib_per_token": 0.5, "quality/kl_mean": 0.12345}
+    passed = track_one(store, judged(tmp_path, "told", **figures), "a")
+    failed = judged(tmp_path, "told too", "FAIL").model_copy(update={"reasons": ("copy: 9 of 9 answers lost",)})
+    said = [
+        store.client.get_model_version("kvgate-tiny", version(done)).description
+        for done in (passed, track_one(store, failed, "a"))
+    ]
+    assert said == ["PASS. KiB/token 0.5, mean KL 0.123", "FAIL. KiB/token 2. copy: 9 of 9 answers lost"]
+
+
+def test_views_are_listed_by_name_and_one_that_is_gone_is_no_error(store: MlflowStore) -> None:
+    store.save_view("one", "first")
+    store.save_view("one", "second")
+    store.save_view("two", "third")
+    assert store.views() == {"one": "second", "two": "third"}
+    for name in ("one", "two", "two"):
+        store.remove_view(name)
+    assert store.views() == {}
 
 
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint.exports import layer_algorithms, read_layer_algorithms
 from pipeline.config.policies import load_policies, policy_yaml
 from pipeline.core.errors import UserError
-from pipeline.core.exports import layer_algorithms, read_layer_algorithms
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVScales, KVShape, LayerOverride, Side, SideScales
+from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
+from pipeline.core.scales import KVScales, SideScales
 from pipeline.planning.tuning import (
     SIDES,
     MeasuredPolicy,

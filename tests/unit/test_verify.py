@@ -1,31 +1,20 @@
 """stage=verify names every file, digest or verdict that was altered, exchanged or lost."""
 
 import hashlib
-import json
 import os
-import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_engine import config_of, exported, judged_engine
+from evidence_copies import ALL, code, edit, replayed, wrong
+from judged_engine import exported, judged_engine
 
-from pipeline.artifacts.digest import file_digest, files_digest, json_digest
-from pipeline.artifacts.store import Store
-from pipeline.core.errors import MissingRequirement, UserError, exit_code
+from pipeline.artifacts.digest import files_digest, json_digest
+from pipeline.core.errors import MissingRequirement
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import find_evidence, read_evidence
-from pipeline.evidence.verify import replay
-from pipeline.registry.proof import Finding
-from pipeline.run.chain import Chain
-from pipeline.run.job import Run
-from pipeline.run.serving import verify
+from pipeline.evidence.reading import find_evidence
 from pipeline.verdict.thresholds import RULES
-
-ALL = ("engine", "baseline")
-VERIFYING = config_of("stage=verify", "bundle=.")
 
 
 @pytest.fixture(scope="module")
@@ -37,34 +26,6 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(evidence: Path, tmp_path: Path) -> Path:
     """An engine with its evidence, copied out of the store."""
     return exported(evidence, tmp_path / "copy", *ALL)
-
-
-def replayed(directory: Path) -> list[Finding]:
-    return replay(read_evidence(directory))
-
-
-def wrong(directory: Path) -> dict[str, str]:
-    return {finding.name: finding.status for finding in replayed(directory) if finding.status != "same"}
-
-
-def code(directory: Path) -> int:
-    """The exit code of `stage=verify bundle=DIRECTORY`."""
-    config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
-    try:
-        verify(Run(config, Chain(config, Store(config.work)), "", False, ""))
-    except Exception as error:
-        return exit_code(error)
-    return 0
-
-
-def edit(path: Path, change: Callable[[Any], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def member(identity: Any, role: str) -> Any:
-    return next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
 
 
 def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evidence: Path, copy: Path) -> None:
@@ -170,15 +131,6 @@ def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:
     assert wrong(copy) == {"verdict, decided again": "differs"}
 
 
-def test_gates_that_were_relaxed_afterwards_do_not_give_the_same_checks(copy: Path) -> None:
-    def relax(identity: Any) -> None:
-        identity["gates"]["max_mean_kl"] *= 2
-        identity["binds"]["gates"] = json_digest(identity["gates"])
-
-    edit(copy / IDENTITY_FILE, relax)
-    assert wrong(copy) == {"verdict, decided again": "differs"}
-
-
 def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path) -> None:
     """As an identity was written before there were rounds: without gates.max_rounds, and without the rules' version."""
 
@@ -206,141 +158,6 @@ def test_another_baseline_in_its_place_is_named(copy: Path) -> None:
     assert {"baseline: kv_policy.json", "baseline: kv_scales.json"} == wrong(copy).keys()
 
 
-def test_a_baseline_that_was_swapped_consistently_is_named_by_what_cites_it(copy: Path) -> None:
-    def swap(identity: Any) -> None:
-        identity["roles"]["baseline"] = identity["roles"]["engine"]
-        identity["binds"]["baseline"] = member(identity, "engine")["digest"]
-
-    edit(copy / IDENTITY_FILE, swap)
-    shutil.rmtree(copy / "baseline")
-    assert {"chain: evaluate int8", "chain: baseline fp16", "report cites the baseline"} == wrong(copy).keys()
-
-
-def test_a_report_about_another_data_set_is_found_out_even_when_it_is_sealed_again(copy: Path) -> None:
-    edit(copy / "report.json", lambda r: r.update(workloads_digest="0" * 64))
-
-    def seal(identity: Any) -> None:
-        link = member(identity, "evaluation")
-        link["files"]["report.json"] = file_digest(copy / "report.json")
-        link["digest"] = files_digest(link["files"])
-        cited = {name: link["files"][name] for name in ("report.json", "samples.jsonl")}
-        identity["binds"].update(samples="0" * 64, report=files_digest(cited))
-
-    edit(copy / IDENTITY_FILE, seal)
-    assert wrong(copy) == {"samples, made again": "differs"}
-
-
-def test_another_seed_of_the_samples_is_no_longer_the_evaluations_key(copy: Path) -> None:
-    def reseed(identity: Any) -> None:
-        member(identity, "evaluation")["parts"]["config"]["workloads"]["seed"] += 1
-
-    edit(copy / IDENTITY_FILE, reseed)
-    assert wrong(copy) == {"chain: evaluate int8": "differs", "samples, made again": "differs"}
-
-
-def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> None:
-    def replace(identity: Any) -> None:
-        link = member(identity, "engine")
-        link["parts"]["inputs"]["model"] = "0" * 64
-        key = json_digest(link["parts"])
-        link["key"] = identity["roles"]["engine"] = key
-
-    edit(copy / IDENTITY_FILE, replace)
-    (name,) = wrong(copy)
-    assert name.startswith("chain: build ")
-
-
-@pytest.mark.parametrize(
-    ("stage", "name", "other", "named"),
-    [
-        ("round", "engine", "baseline", "chain: round int8 1/1"),
-        ("baseline", "baseline", "engine", "chain: baseline fp16"),
-        ("round", "answers", "baseline", "chain: evaluate int8"),
-    ],
-)
-def test_a_round_of_another_engine_or_against_another_baseline_is_named_even_when_it_is_sealed_again(
-    stage: str, name: str, other: str, named: str, copy: Path
-) -> None:
-    def exchange(identity: Any) -> None:
-        (link,) = [link for link in identity["chain"] if link["parts"]["stage"] == stage]
-        link["parts"]["inputs"][name] = member(identity, other)["digest"]
-        key = json_digest(link["parts"])
-        identity["roles"] = {role: key if old == link["key"] else old for role, old in identity["roles"].items()}
-        link["key"] = key
-
-    edit(copy / IDENTITY_FILE, exchange)
-    assert wrong(copy) == {named: "differs"}
-
-
-def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> None:
-    evidence = judged_engine(tmp_path)
-    edit(evidence / IDENTITY_FILE, lambda i: i["binds"].update(weights="0" * 64))
-    assert wrong(evidence) == {"identity": "differs", "weights": "differs"}
-
-
-def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
-    """Alter a member of the chain and give it the keys and digests that it then has, as a forger would."""
-
-    def seal(identity: Any) -> None:
-        link = member(identity, role)
-        change(link)
-        link["digest"] = files_digest(link["files"])
-        key = json_digest(link["parts"])
-        identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
-        link["key"] = key
-
-    edit(copy / IDENTITY_FILE, seal)
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", '{"model": {}}', "\0", "[" * 100_000])
-def test_a_tokenizer_that_cannot_encode_is_named_even_when_it_is_sealed_again(copy: Path, content: str) -> None:
-    (copy / "engine" / "tokenizer.json").write_text(content)
-    digest = file_digest(copy / "engine" / "tokenizer.json")
-    resealed(copy, "engine", lambda link: link["files"].update({"tokenizer.json": digest}))
-    assert wrong(copy)["samples, made again"] == "differs"
-    assert code(copy) == 3
-
-
-def test_a_bundles_record_that_nests_too_deeply_is_named(copy: Path) -> None:
-    (copy / "engine" / "bundle.json").write_text("[" * 100_000)
-    assert code(copy) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=None), r"chain: calibration: parts\.inputs\.x is no text"),
-        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=5), r"parts\.inputs\.x is no text"),
-        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=["y"]), r"parts\.inputs\.x is no text"),
-        (lambda i: i["chain"][0]["parts"]["libraries"].update(x=5), r"parts\.libraries\.x is no text"),
-        (lambda i: i["chain"][0]["parts"]["config"].update(x=float("nan")), "a number that JSON has no form for"),
-        (lambda i: i["chain"][0]["parts"].update(stage="../../../etc"), r"parts\.stage must be lower-case letters and _"),
-        (lambda i: i["chain"][0].update(key="../../etc"), "key must be a sha256, 64 hexadecimal digits"),
-        *(
-            (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: must be null or workloads/NAME")
-            for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/../../x", "workloads/", "workloads/a/b")
-        ),
-    ],
-)
-def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
-    copy: Path, change: Callable[[Any], None], problem: str
-) -> None:
-    edit(copy / IDENTITY_FILE, change)
-    with pytest.raises(UserError, match=problem):
-        replayed(copy)
-    assert code(copy) == 2
-
-
-def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("root:x:0:0\n")
-    resealed(copy, "evaluation", lambda link: link["parts"]["config"]["workloads"].update(jsonl=str(secret)))
-    finding = {finding.name: finding for finding in replayed(copy)}["samples, made again"]
-    assert finding.status == "differs"
-    assert "no copy of it is part of the evidence" in finding.detail
-    assert not any("root" in finding.detail for finding in replayed(copy))
-
-
 @pytest.mark.parametrize("linked", ["workloads", "workloads/mine.jsonl"])
 def test_the_users_samples_are_not_read_through_a_link(tmp_path: Path, linked: str) -> None:
     samples = tmp_path / "mine.jsonl"
@@ -349,69 +166,6 @@ def test_the_users_samples_are_not_read_through_a_link(tmp_path: Path, linked: s
     (copy / linked).rename(tmp_path / "moved")
     (copy / linked).symlink_to(tmp_path / "moved")
     assert wrong(copy) == {"samples, made again": "differs"}
-
-
-def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:
-    evidence = judged_engine(tmp_path)
-    engine = tmp_path / read_identity(evidence / IDENTITY_FILE).link("engine").place
-    broken = evidence.with_name("0" * 32)
-    broken.mkdir()
-    (broken / IDENTITY_FILE).write_text("{")
-    assert find_evidence(engine) == [evidence]
-    assert code(engine) == 0
-    shutil.rmtree(evidence)
-    with pytest.raises(UserError, match=rf"is about it, and one is broken: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
-        find_evidence(engine)
-
-
-@pytest.mark.parametrize("replacement", [None, [], {}, ["x"], {"x": None}], ids=repr)
-def test_a_value_of_an_identity_that_became_null_a_list_or_a_dict_is_never_a_defect(copy: Path, replacement: object) -> None:
-    original = json.loads((copy / IDENTITY_FILE).read_text())
-    places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
-    for place in random.Random(repr(replacement)).sample(places, 40):
-        identity = json.loads(json.dumps(original))
-        *parents, last = place
-        holder = identity
-        for key in parents:
-            holder = holder[key]
-        unchanged = holder[last] == replacement
-        holder[last] = replacement
-        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
-        assert code(copy) in ((0,) if unchanged else (2, 3, 4)), place
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_any_number_or_text_that_is_altered_in_an_identity_is_noticed_and_never_a_defect(copy: Path, seed: int) -> None:
-    """Only what names the identity itself may change unnoticed in a copy, and that changes its digest, which is shown."""
-    chance, original = random.Random(seed), json.loads((copy / IDENTITY_FILE).read_text())
-    names_only = {("kvgate",), ("model",)}
-    places = [p for p in leaves(original) if p not in names_only and p[-1] not in ("title", "reason")]
-    for place in chance.sample(places, 8):
-        identity = json.loads(json.dumps(original))
-        *parents, last = place
-        holder = identity
-        for key in parents:
-            holder = holder[key]
-        value = holder[last]
-        holder[last] = (not value) if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
-        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
-        assert code(copy) in (2, 3, 4), place
-
-
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [leaf for key, inner in items for leaf in leaves(inner, (*place, key))]
-    return [place]
-
-
-def test_files_that_cannot_be_read_are_named_and_never_a_defect(copy: Path) -> None:
-    for name in ("report.json", "samples.jsonl", "engine/bundle.json", "engine/tokenizer.json"):
-        kept = (copy / name).read_bytes()
-        (copy / name).write_bytes(b"\xff\x00{")
-        assert code(copy) == 3, name
-        (copy / name).write_bytes(kept)
-    assert code(copy) == 0
 
 
 def test_evidence_without_the_engine_or_its_report_is_missing_something(copy: Path) -> None:
@@ -426,14 +180,6 @@ def test_a_copy_without_its_identity_is_told_what_is_missing(copy: Path) -> None
     (copy / IDENTITY_FILE).unlink()
     with pytest.raises(MissingRequirement, match=r"identity\.json is missing, .*run stage=evaluate"):
         find_evidence(copy)
-
-
-def test_a_directory_that_is_no_engine_and_an_identity_that_cannot_be_read_are_users_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds neither identity\.json nor bundle\.json"):
-        find_evidence(tmp_path)
-    (tmp_path / IDENTITY_FILE).write_text("{}")
-    with pytest.raises(UserError, match=r"identity\.json: schema_version: Field required"):
-        replayed(tmp_path)
 
 
 def test_the_users_own_samples_travel_with_the_evidence_and_are_compared(tmp_path: Path) -> None:

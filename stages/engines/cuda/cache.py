@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
+from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
+from pipeline.core.scales import KVScales
 from plugins.kv_attention import ops
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.groups import LayerGroup, multiply

@@ -7,9 +7,10 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import LOGIT_STEP, Continuation, EngineBase, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache

@@ -19,6 +19,7 @@ from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import hidden_states, refuse_options
+from stages.engines.paged.places import append_rows
 from stages.engines.staging import StagedInputs, StepResults
 
 ATTENTION = "kvgate_kernels"
@@ -186,13 +187,11 @@ class PrefillPass:
         arrays = self.inputs.arrays
         for b, (sequence, (_, chunk)) in enumerate(zip(sequences, chunks, strict=True)):
             begin = int(arrays["starts"][b])
-            rows, end = slice(begin, begin + len(chunk)), sequence.length + len(chunk)
-            positions = np.arange(sequence.length, end)
-            arrays["ids"][rows], arrays["positions"][rows] = chunk, positions
-            arrays["pages"][rows, 0] = np.array(sequence.pages)[positions // PAGE_TOKENS]
-            # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
-            newest = positions >= end - cache.recent_tokens
-            arrays["row_slots"][rows] = np.where(newest, sequence.buffer, -1 - sequence.buffer)
+            rows = slice(begin, begin + len(chunk))
+            arrays["ids"][rows] = chunk
+            arrays["positions"][rows], arrays["pages"][rows, 0], arrays["row_slots"][rows] = append_rows(
+                sequence, len(chunk), cache.recent_tokens
+            )
             arrays["starts"][b + 1], arrays["last"][b] = rows.stop, rows.stop - 1
             arrays["lengths"][b], arrays["exact_slots"][b] = sequence.length, sequence.buffer
             arrays["page_table"][b, : held[b]] = sequence.pages[: held[b]]

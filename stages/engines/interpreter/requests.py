@@ -10,8 +10,9 @@ import sys
 import tempfile
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,10 +75,17 @@ class RequestEngineBase(OnePassBase):
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
 
-    def _answer(self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int) -> None:
+    def _answer(
+        self,
+        continuations: Sequence[Continuation],
+        stop_token: int | None,
+        max_sequences: int,
+        on_end: Callable[[int], None],
+    ) -> None:
         """As EngineBase's, but prompts start together where all before them have ended: a request that joins is alone."""
         for begin in range(0, len(continuations), max_sequences):
-            super()._answer(continuations[begin : begin + max_sequences], stop_token, max_sequences)
+            group = continuations[begin : begin + max_sequences]
+            super()._answer(group, stop_token, max_sequences, partial(_after, begin, on_end))
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
@@ -212,3 +220,7 @@ def whole(tokens: Sequence[int], first: int) -> Request:
     """Return the request that forces tokens[first:]. The prompt's logits are left out: decoding did not compute them."""
     known = list(tokens[first:])
     return list(tokens[:first]), known, len(known) + 1, 1
+
+
+def _after(before: int, told: Callable[[int], None], count: int) -> None:
+    told(before + count)

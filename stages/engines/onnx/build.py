@@ -8,9 +8,10 @@ from onnx import helper
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.core.checkpoint import TOKENIZER_FILES
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.checkpoint.files import TOKENIZER_FILES
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
 from stages.engines.bundle import read_record, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import (

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales
 from pipeline.core.strict import StrictModel
 from stages.engines.bundle import BUNDLE_FILE, BundleRecord, open_record, read_policy
 

@@ -16,7 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.core.checkpoint import ARCHITECTURES, TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.records import Progress
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
@@ -39,29 +40,27 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
         checkpoint: A Hugging Face checkpoint.
         out: An empty directory.
         compute_dtype: Floating-point type of weights and activations; `weights.bin` may hold the weights in fewer bits.
-        progress: Called with the steps that are done.
+        progress: Called with what is being done.
 
     Raises:
         UserError: inspect_checkpoint refuses the checkpoint.
     """
     info = inspect_checkpoint(checkpoint)
-    progress("export", 0, 3)
+    progress("loading the checkpoint", 0, 1)
     model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
     model.eval()
+    progress("tracing", 0, 1)
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     model.config._attn_implementation = _ATTENTION
-    progress("export", 1, 3)
-    graph = _write_graph(_Decoder(model), out)
+    graph = _write_graph(_Decoder(model), out, progress)
     scaling, windows = _scaling(graph), _windows(graph)
     assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
-    progress("export", 2, 3)
     described = _describe(info, out, compute_dtype, scaling)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
     for name in info.other_files:
         if name in TOKENIZER_FILES:
             shutil.copyfile(checkpoint / name, out / name)
-    progress("export", 3, 3)
 
 
 def _attention_node(
@@ -109,7 +108,7 @@ class _Decoder(torch.nn.Module):
         return logits
 
 
-def _write_graph(decoder: torch.nn.Module, out: Path) -> onnx.GraphProto:
+def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress) -> onnx.GraphProto:
     """Write `decoder.onnx` and `weights.bin`; return the graph."""
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
@@ -121,8 +120,10 @@ def _write_graph(decoder: torch.nn.Module, out: Path) -> onnx.GraphProto:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         exported = torch.export.export(decoder, example, dynamic_shapes=shapes, strict=False)
+        progress("translating to ONNX", 0, 1)
         program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
     assert program is not None
+    progress("writing weights", 0, 1)
     graph = out / "decoder.onnx"
     program.save(graph, external_data=True)
     model = onnx.load(graph, load_external_data=False)

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVScales, Side
+from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool

@@ -3,8 +3,8 @@
 Plans are built from the same graphs.
 """
 
+from pipeline.checkpoint.exports import holder
 from pipeline.core.errors import UserError
-from pipeline.core.exports import holder
 from pipeline.core.kv import KVPolicy
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.scales import KVScales
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
 from stages.engines.onnx.formats import SideCodec, onnx_type

@@ -1,6 +1,5 @@
 """Requests to a server that speaks OpenAI's API: time-outs, retries, its key, and every way in which it may not answer."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
+from pipeline.core.redaction import printable
+from pipeline.core.strict import Unreadable, parse_json
 
 ANSWER_BYTES = 16 << 20
 """The longest answer that is read."""
@@ -104,13 +105,13 @@ class Client:
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         answer = self._exchange(method, path, body)
         try:
-            parsed = json.loads(answer.body)
-        except ValueError:
+            parsed = parse_json(answer.body)
+        except Unreadable:
             parsed = None
         if not isinstance(parsed, dict):
             raise UserError(
-                f"{self.setting}={self.url}: answers {method} {path} with {answer.kind or 'something'}, no JSON object; give "
-                "the root of a server that speaks OpenAI's API"
+                f"{self.setting}={self.url}: answers {method} {path} with {short(answer.kind) or 'something'}, no JSON object; "
+                "give the root of a server that speaks OpenAI's API"
             )
         return parsed
 
@@ -194,16 +195,16 @@ class Client:
         """Return what a server says of an error, in one line and without the key, which it may repeat."""
         text = body[: 1 << 14].decode(errors="replace")
         try:
-            said = json.loads(text)
+            said = parse_json(text.encode())
             error = said.get("error", said) if isinstance(said, dict) else said
             text = str(error.get("message", error) if isinstance(error, dict) else error)
-        except ValueError:
+        except Unreadable:
             pass
         if self._api_key:
             text = text.replace(self._api_key, "***")
-        return " ".join(text.split())[:SHOWN]
+        return printable(" ".join(text.split()))[:SHOWN]
 
 
 def _seconds(header: str) -> float:
     """Return the seconds of a Retry-After header; 0 for a date or nothing."""
-    return float(header) if header.isdigit() else 0.0
+    return float(header) if header.isdecimal() else 0.0

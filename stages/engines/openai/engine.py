@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.artifacts.server import ServedTimes, Shown
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.engines.bundle import BundleRecord, open_record, read_record
 from stages.engines.openai.client import Client, Refused
@@ -19,6 +19,10 @@ BACKEND = "openai"
 COMPLETIONS = "/v1/completions"
 FORCE = 100.0
 """The largest bias of OpenAI's API: the token becomes the most likely one. Raw log-probabilities are those before it."""
+
+
+ROUNDING = 1e-3
+"""By which a log-probability may be above 0."""
 
 
 class ServerRecord(BundleRecord):
@@ -67,16 +71,16 @@ class OpenAIEngine:
 
         What the server computed for an earlier prompt that this one begins with comes from its prefix cache.
         """
-        return read_shown(self._complete(prompt, 1, self.top_logprobs, logit_bias={str(token): FORCE}), token, self._where)
+        return self._shown(self._complete(prompt, 1, self.top_logprobs, logit_bias={str(token): FORCE}), token)
 
     def likely(self, prompt: Sequence[int]) -> Shown:
         """Return the most likely tokens after `prompt`, without forcing any."""
-        return read_shown(self._complete(prompt, 1, self.top_logprobs), None, self._where)
+        return self._shown(self._complete(prompt, 1, self.top_logprobs), None)
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int) -> list[int]:
         """Return a greedy continuation without the stop token."""
         completion = self._complete(prompt, max_new_tokens, 1)
-        tokens = [token_id(name, self._where) for name in completion.logprobs.tokens]
+        tokens = [token_id(name, self.vocab_size, self._where) for name in completion.logprobs.tokens]
         return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> ServedTimes:
@@ -96,6 +100,25 @@ class OpenAIEngine:
         (once, first), (whole, last) = together(1), together(1 + steps)
         told = last > first and whole > once
         return ServedTimes(first_token_ms, (last - first) / (whole - once) if told else None)
+
+    def _shown(self, completion: Completion, token: int | None) -> Shown:
+        """Return the first token's distribution of an answer, in which `token` was forced; None where none was.
+
+        Raises:
+            MissingRequirement: The server says another token than the forced one, or shows none, or no log-probabilities.
+        """
+        logprobs, where = completion.logprobs, self._where
+        top = (logprobs.top_logprobs or [None])[0]
+        if not top or not logprobs.tokens or not logprobs.token_logprobs:
+            raise MissingRequirement(f"{where}: gives no log-probabilities of a token; serve with a server that does, as vLLM")
+        logp = {token_id(name, self.vocab_size, where): _number(value, where) for name, value in top.items()}
+        said = token_id(logprobs.tokens[0], self.vocab_size, where)
+        if token is not None and said != token:
+            raise MissingRequirement(
+                f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it"
+            )
+        logp[said] = _number(logprobs.token_logprobs[0], where)
+        return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
 
     def _complete(self, prompt: Sequence[int], tokens: int, top: int, **more: Any) -> Completion:
         body = {
@@ -120,9 +143,10 @@ class OpenAIEngine:
         completion = Completion.read(answer, self._where)
         recorded = self.says.get(FINGERPRINT)
         if recorded is not None and completion.system_fingerprint != recorded:
+            called = short(completion.system_fingerprint)
             raise MissingRequirement(
-                f"{self._where}: calls its configuration {completion.system_fingerprint}, and was recorded as {recorded}: it "
-                "was started with other arguments meanwhile; the same command measures that server from the beginning"
+                f"{self._where}: calls its configuration {called}, and was recorded as {recorded}: "
+                "it was started with other arguments meanwhile; the same command measures that server from the beginning"
             )
         if completion.usage.prompt_tokens != len(prompt):
             raise MissingRequirement(
@@ -132,28 +156,12 @@ class OpenAIEngine:
         return completion
 
 
-def read_shown(completion: Completion, token: int | None, where: str) -> Shown:
-    """Return the first token's distribution of an answer.
-
-    Args:
-        completion: The answer.
-        token: The token that was forced; None where none was.
-        where: The server, for messages.
-
-    Raises:
-        MissingRequirement: The server says another token than the forced one, or names tokens by their texts.
-    """
-    logprobs = completion.logprobs
-    top = (logprobs.top_logprobs or [None])[0]
-    if top is None or not logprobs.tokens or not logprobs.token_logprobs:
-        raise MissingRequirement(f"{where}: gives no log-probabilities of a token; serve with a server that does, as vLLM")
-    logp = {token_id(name, where): _number(value) for name, value in top.items()}
-    said = token_id(logprobs.tokens[0], where)
-    if token is not None and said != token:
-        raise MissingRequirement(f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it")
-    logp[said] = _number(logprobs.token_logprobs[0])
-    return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _number(value: float | None, where: str) -> float:
+    """Return a log-probability; NaN for none, which fails the gates."""
+    if value is None:
+        return math.nan
+    if value > ROUNDING:
+        raise MissingRequirement(
+            f"{where}: gives {value:.3g} as a log-probability; serve with a server that gives them, as vLLM"
+        )
+    return value

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pipeline.core.errors import MissingRequirement
 
 FINGERPRINT = "system_fingerprint"
-TOKEN = re.compile(r"token_id:(\d+)")
+TOKEN = re.compile(r"token_id:([0-9]{1,12})")
 """A token, where a server is asked to name tokens by their ids."""
 CACHE_LINE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -84,15 +84,18 @@ class Completion(BaseModel):
         return None if details is None else details.cached_tokens
 
 
-def token_id(name: str, where: str) -> int:
-    """Return the token that a server names. Raises MissingRequirement where it names it by its text."""
+def token_id(name: str, vocab_size: int, where: str) -> int:
+    """Return the token that a server names. Raises MissingRequirement where it names it by its text, or one that is none."""
     found = TOKEN.fullmatch(name)
     if found is None:
         raise MissingRequirement(
             f"{where}: names tokens by their text ({name[:20]!r}), which several tokens may share; serve with a server that "
             "has return_tokens_as_token_ids, as vLLM"
         )
-    return int(found[1])
+    token = int(found[1])
+    if token >= vocab_size:
+        raise MissingRequirement(f"{where}: names token {token}, the model has {vocab_size}; serve the model of model.path")
+    return token
 
 
 def cache_config(metrics: str) -> dict[str, str]:

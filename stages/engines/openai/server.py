@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.backends import OpenAIConfig
-from pipeline.core.checkpoint import TOKENIZER_FILES, inspect_checkpoint
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.checkpoints import load_tokenizer
 from stages.engines.bundle import write_bundle
@@ -62,7 +63,7 @@ def ask(client: Client, setting: str, model: str | None) -> dict[str, object]:
 
 
 def _card(cards: list[ModelCard], setting: str, url: str, model: str | None) -> ModelCard:
-    names = ", ".join(card.id for card in cards) or "none"
+    names = short(", ".join(card.id for card in cards), 300) or "none"
     if model is None:
         if len(cards) != 1:
             raise UserError(f"backend.model=null: {setting}={url} serves {names}; name one")
@@ -185,7 +186,9 @@ def _check_answers(engine: OpenAIEngine, prompt: list[int], where: str) -> None:
             f"backend.top_logprobs={engine.top_logprobs}: {where} shows {len(free.logp)} tokens; start it with more (vLLM: "
             "--max-logprobs), or ask for fewer"
         )
-    unlikely = next(token for token in range(engine.vocab_size) if token not in free.logp)
+    unlikely = next((token for token in range(engine.vocab_size) if token not in free.logp), None)
+    if unlikely is None:
+        raise MissingRequirement(f"{where}: shows all {engine.vocab_size} tokens, where {engine.top_logprobs} were asked for")
     forced = engine.forced(prompt, unlikely)
     common = free.logp.keys() & forced.logp.keys()
     differs = any(abs(free.logp[token] - forced.logp[token]) > SAME_LOGP for token in common)

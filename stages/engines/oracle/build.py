@@ -5,9 +5,10 @@ from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.core.checkpoint import inspect_checkpoint
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy, KVScales
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.engines.bundle import BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
 
 BACKEND = "torch"

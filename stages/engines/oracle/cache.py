@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, KVShape, Side
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.scales import KVScales
 from stages.engines.oracle.attention import Copies, Sources
 from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, static_scales
 

@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive
 from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Sources, Span, View, check_finite, plan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.formats import LARGEST_NVFP4_SCALE, MAX_FLOAT16, MIN_SCALE, SMALLEST_NVFP4_SCALE, Format
-from pipeline.core.kv import SideScales
+from pipeline.core.scales import SideScales
 from stages.engines.oracle import vllm_formats
 
 TYPES = {

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
-from pipeline.core.windows import layer_windows
+from pipeline.checkpoint.windows import layer_windows
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales
 
 
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVScales, KVShape, Side
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.scales import KVScales
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import KVPolicy
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from stages.engines.paged.eviction import Indices
 from stages.engines.paged.sequences import PagedSequence
 
@@ -39,6 +39,19 @@ def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Ind
         chosen.append(np.flatnonzero(positions >= ends - recent))
         slots.append(sink + flat[chosen[-1]] % recent)
     return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
+
+
+def append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[Indices, Indices, Indices]:
+    """Positions of a sequence's next tokens, the page of each, and its row slot, as the kernels' append takes them.
+
+    Several tokens of a chunk may share a slot of the ring, in which the last one must stay. So only the newest `recent_tokens`
+    have the sequence's buffer as their slot, and those before it -1 - buffer, by which only sinks are kept exactly.
+    """
+    end = row.length + tokens
+    positions = np.arange(row.length, end)
+    first = row.length // PAGE_TOKENS
+    pages = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[positions // PAGE_TOKENS - first]
+    return positions, pages, np.where(positions >= end - recent_tokens, row.buffer, -1 - row.buffer)
 
 
 def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:

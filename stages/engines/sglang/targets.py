@@ -3,10 +3,10 @@
 from typing import Any
 
 from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import refuse_sliding_layers
+from pipeline.checkpoint.exports import describe_format, holder
 from pipeline.core.backends import SglangConfig
-from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import describe_format, holder
 from pipeline.core.kv import KVPolicy
 from stages.engines.sglang.interpreter import INSTALL_HINT, probe
 

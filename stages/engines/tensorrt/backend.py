@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
+from pipeline.checkpoint.description import refuse_sliding_layers
+from pipeline.checkpoint.exports import holder
 from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
-from pipeline.core.checkpoint import refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import holder
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress
 from stages.engines.onnx.refusals import refuse_zeros_in_scales

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from pipeline.core.kv import KVPolicy, KVScales
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import KVScales
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy
 from stages.engines.onnx.bundle import ModelInfo, Tensor

@@ -9,8 +9,9 @@ import torch
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVScales, KVShape, Side
+from pipeline.core.kv import KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.engines.base import Logits, Mode
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
@@ -150,8 +151,11 @@ class PlanEngine(PagedEngine):
                 self._reserve(handles[-1:], len(prompt))
             while any(left := [len(prompt) - stored for prompt, stored in zip(prompts, done, strict=True)]):
                 planned = plan_run(left, self.prefill_chunk, self._limits.prefill_rows)
-                chunks = [prompts[i][done[i] : done[i] + size] for i, size in planned]
-                logits[[i for i, _ in planned]] = self._run_chunks("prefill", [handles[i] for i, _ in planned], chunks)
+                sizes = [size for _, size in planned]
+                ids = np.zeros((len(planned), max(sizes)), np.int64)
+                for row, (i, size) in zip(ids, planned, strict=True):
+                    row[:size] = prompts[i][done[i] : done[i] + size]
+                logits[[i for i, _ in planned]] = self._run_chunks("prefill", [handles[i] for i, _ in planned], ids, sizes)
                 for i, size in planned:
                     done[i] += size
         except BaseException:
@@ -160,22 +164,19 @@ class PlanEngine(PagedEngine):
         return handles, logits
 
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
-        return self._run_chunks(mode, handles, ids.tolist())
+        return self._run_chunks(mode, handles, ids, [ids.shape[1]] * len(handles))
 
-    def _run_chunks(self, mode: Mode, handles: Sequence[int], chunks: Sequence[Sequence[int]]) -> Logits:
-        """As PagedEngine's `_run`, of chunks of any lengths, at a padded shape.
+    def _run_chunks(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64], sizes: Sequence[int]) -> Logits:
+        """As PagedEngine's `_run`, at a padded shape: row b of `ids` has `sizes[b]` tokens, at least one row all its columns.
 
         Rows of padding have an empty cache; columns of padding are masked, or follow the last token.
         """
-        sizes, batch = [len(chunk) for chunk in chunks], len(chunks)
-        ids = np.zeros((batch, max(sizes)), np.int64)
-        for row, chunk in zip(ids, chunks, strict=True):
-            row[: len(chunk)] = chunk
+        batch, columns = ids.shape
         tables = self.pool.tables(handles)
-        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(max(sizes))
+        positions = tables["lengths"][:, None].astype(np.int64) + np.arange(columns)
         inputs = {"input_ids": ids, "position_ids": positions, "last": np.array(sizes) - 1, **tables}
         with self._device.running():
-            step = self._sessions[mode].step(**self._sizes(mode, batch, max(sizes), tables["page_table"].shape[1]))
+            step = self._sessions[mode].step(**self._sizes(mode, batch, columns, tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
             pool = self._torch_pool

@@ -21,6 +21,7 @@ from pipeline.core.kv import PAGE_TOKENS, KVShape
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices
+from stages.engines.paged.places import append_rows
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
 from stages.engines.tensorrt.session import Step
@@ -202,12 +203,7 @@ class TorchPool(PagedPool):
         shape = (len(rows), max(tokens))
         positions, pages, slots = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for i, (row, size) in enumerate(zip(rows, tokens, strict=True)):
-            end = row.length + size
-            positions[i, :size] = at = np.arange(row.length, end)
-            first = row.length // PAGE_TOKENS
-            pages[i, :size] = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[at // PAGE_TOKENS - first]
-            # Several tokens of a chunk may share a slot of the ring, in which the last one must stay.
-            slots[i, :size] = np.where(at >= end - self.policy.recent_tokens, row.buffer, -1 - row.buffer)
+            positions[i, :size], pages[i, :size], slots[i, :size] = append_rows(row, size, self.policy.recent_tokens)
         step.put(POSITIONS, positions, fill=-1)
         step.put(PAGES, pages)
         step.put(SLOTS, slots)

@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.backends import TrtllmConfig
-from pipeline.core.checkpoint import TOKENIZER_FILES, CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.interpreter.process import WorkerError
 from stages.engines.interpreter.protocol import EmptyAnswer

@@ -4,8 +4,9 @@ import tempfile
 from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy, KVScales, Side
+from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import LayerDelivery
+from pipeline.core.scales import KVScales
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.interpreter.requests import RequestEngineBase, open_model

@@ -6,11 +6,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.backends import VllmConfig
-from pipeline.core.checkpoint import TOKENIZER_FILES, inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, SCALES_FILE, KVPolicy
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
+from pipeline.core.scales import SCALES_FILE
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.interpreter.process import WorkerError
 from stages.engines.vllm import settings

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.kv import KVPolicy, KVScales, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy
 
 BACKEND = "vllm"

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.artifacts.files import link_or_copy
-from pipeline.core.checkpoint import INDEX, CheckpointInfo
-from pipeline.core.kv import KVPolicy, KVScales, Side
+from pipeline.checkpoint.description import CheckpointInfo
+from pipeline.checkpoint.files import INDEX
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.scales import KVScales
 from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG = "config.json"

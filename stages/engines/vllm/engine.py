@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVScales, Side
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, Side
 from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport, StoredCopy
+from pipeline.core.scales import KVScales
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation
 from stages.engines.interpreter.requests import RequestEngineBase, open_model, whole

@@ -1,10 +1,10 @@
 """Which policies vLLM's cache can hold, and as what: everything that can be refused before any work."""
 
 from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
+from pipeline.checkpoint.exports import describe_format, holder
 from pipeline.core.backends import VllmConfig
-from pipeline.core.checkpoint import CheckpointInfo, refuse_sliding_layers
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.exports import describe_format, holder
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from stages.engines.vllm.interpreter import Interpreter, probe

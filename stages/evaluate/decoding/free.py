@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.core.errors import UserError
-from pipeline.core.records import Engine, RequestEngine
+from pipeline.core.records import Engine, Progress, RequestEngine, no_progress
 from pipeline.verdict.coverage import FreeAnswers
 from stages.engines.base import Logits
 from stages.evaluate.decoding.batches import Greedy
@@ -18,7 +18,13 @@ TIE = 1e-2
 """Logits that are nearer to each other than this, relative to their standard deviation, may change places by rounding."""
 
 
-def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy) -> FreeAnswers:
+def free_answers(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    batch_size: int,
+    greedy: Greedy,
+    progress: Progress = no_progress,
+) -> FreeAnswers:
     """Let an engine generate freely from the prompts of some samples, and force the same words one by one.
 
     Args:
@@ -26,15 +32,22 @@ def free_answers(engine: Engine, encoded: Sequence[EncodedSample], batch_size: i
         encoded: The samples in tokens.
         batch_size: Most prompts that are answered at once; the next one takes the place of one that has its answer.
         greedy: How answers end.
+        progress: Called with the answers that were given or forced, and twice as many as there are samples.
     """
+
+    def update(done: int) -> None:
+        progress("free answers, then forced [answers]", done, 2 * len(encoded))
+
+    update(0)
     limits = [greedy.limit(item) for item in encoded]
     prompts = [item.prompt for item in encoded]
     try:
-        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=batch_size)
+        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=batch_size, ended=update)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
-    for item, answer in zip(encoded, answers, strict=True):
+    for number, (item, answer) in enumerate(zip(encoded, answers, strict=True)):
+        update(len(encoded) + number)
         said = greedy.said(answer, item)
         if len(said) < 2:  # the first token comes from the prompt, which reads no cache
             continue

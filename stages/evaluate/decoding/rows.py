@@ -141,6 +141,8 @@ def run_samples(
         stopping=lambda: noted.requested,
     )
     announced = False
+    if missing:
+        progress("forced decode [tokens]", done, total)
     for event in events:
         if noted.requested and not announced:
             announced = True

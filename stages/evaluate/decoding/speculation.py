@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.core.checkpoint import locate_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Progress
 from pipeline.core.workloads import SpeculationConfig

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import AttentionEngine, Engine, LoadTimes, ThreadedEngine, TimedEngine
+from pipeline.core.records import (
+    AttentionEngine,
+    Engine,
+    LoadTimes,
+    Progress,
+    ThreadedEngine,
+    TimedEngine,
+    no_progress,
+)
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.coverage import Allocation
 from pipeline.verdict.report import SystemMetrics
@@ -20,12 +28,13 @@ SEED = 0
 GIB = 1 << 30
 
 
-def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
+def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_progress) -> SystemMetrics:
     """Run a load on an engine: prefill its prompts one by one, then decode them together, timed.
 
     Args:
         engine: The engine to measure. No sequence is left in it.
         load: Batch, context and new tokens, warm-up steps, and the memory budget for `max_live_tokens`.
+        progress: Called between what is timed; once for an engine in a process of its own.
 
     Returns:
         The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
@@ -33,7 +42,8 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
     rng = random.Random(SEED)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = load.warmup_steps + load.new_tokens
-    times = engine.timed(prompts, steps) if isinstance(engine, TimedEngine) else _timed(engine, prompts, steps)
+    progress("system metrics", 0, 1)
+    times = engine.timed(prompts, steps) if isinstance(engine, TimedEngine) else _timed(engine, prompts, steps, progress)
     step_ms, memory = times.step_ms[load.warmup_steps :], times.memory
     p5, p50, p95, p99 = np.percentile(step_ms, [5, 50, 95, 99]).tolist()
     budget = int(load.budget_gib * GIB)
@@ -62,21 +72,23 @@ def measure_system(engine: Engine, load: LoadConfig) -> SystemMetrics:
     )
 
 
-def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
     """Time prefills of the prompts one by one, then greedy decode steps of all together, on the wall clock."""
     warmup, _ = engine.prefill([prompts[0]])
     engine.release(warmup)
     first_token_ms = []
     sequences: list[int] = []
     tokens: list[int] = []
-    for prompt in prompts:
+    for done, prompt in enumerate(prompts):
+        progress("system metrics: prefill [prompts]", done, len(prompts))
         started = time.perf_counter()
         handles, logits = engine.prefill([prompt])
         tokens.append(int(logits[0].argmax()))
         first_token_ms.append((time.perf_counter() - started) * 1e3)
         sequences += handles
     step_ms = []
-    for _ in range(steps):
+    for done in range(steps):
+        progress("system metrics: decode [steps]", done, steps)
         started = time.perf_counter()
         tokens = engine.decode(sequences, tokens).argmax(axis=1).tolist()
         step_ms.append((time.perf_counter() - started) * 1e3)

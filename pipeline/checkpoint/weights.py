@@ -12,7 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.core.checkpoint import ARCHITECTURES, INDEX, MOST_JSON_BYTES, CheckpointInfo, read_json
+from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo
+from pipeline.checkpoint.files import INDEX, MOST_JSON_BYTES, read_json
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import printable
 

@@ -1,0 +1,102 @@
+"""The files of a checkpoint: its JSON, weights and tokenizer, all regular files inside its directory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.errors import UserError, short
+from pipeline.core.strict import Unreadable, parse_json, read_file
+
+MOST_JSON_BYTES = 64 << 20
+"""Of a JSON file of a checkpoint; the largest tokenizer.json have about 35 MB."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint.
+
+    Raises:
+        UserError: when there is none.
+    """
+    try:
+        content = parse_json(read_file(path / name, MOST_JSON_BYTES))
+    except Unreadable as error:
+        if not os.path.lexists(path / name):
+            raise UserError(
+                f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
+            ) from None
+        raise UserError(f"model.path={path}: {name} {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model.path={path}: {name} must hold a JSON object; correct it")
+    return content
+
+
+def tokenizer_files(path: Path) -> tuple[str, ...]:
+    names = tuple(name for name in TOKENIZER_FILES if os.path.lexists(path / name))
+    for name in names:
+        require_file(path, name)
+    if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
+        return names
+    if "tokenizer.model" in names:
+        raise UserError(
+            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
+            "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
+        )
+    raise UserError(
+        f"model.path={path}: no tokenizer, neither tokenizer.json nor vocab.json with merges.txt; "
+        "save it there with tokenizer.save_pretrained"
+    )
+
+
+def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the safetensors files that transformers would load, and the index where there is one."""
+    if os.path.lexists(path / SINGLE):
+        require_file(path, SINGLE)
+        return (SINGLE,), ()
+    if not os.path.lexists(path / INDEX):
+        pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
+                "save as safetensors with model.save_pretrained"
+            )
+        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing; download it")
+    weight_map = read_json(path, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"model.path={path}: {INDEX} has no weight_map; give the index that was saved with the weights")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
+            raise UserError(
+                f"model.path={path}: {INDEX} names {short(name)}, which is not a safetensors file beside "
+                "it; download the index again"
+            )
+        if not os.path.lexists(path / name):
+            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing; download it")
+        require_file(path, name)
+    return tuple(names), (INDEX,)
+
+
+def require_file(path: Path, name: str) -> None:
+    """Refuse what is no file, or a link to none: a pipe would be waited for."""
+    if not (path / name).is_file():
+        raise UserError(f"model.path={path}: {name} is no file, or a link to none; put the file there")
+
+
+def refuse_escape(path: Path, name: str) -> None:
+    if not (path / name).resolve().is_relative_to(path.resolve()):
+        raise UserError(f"model.path={path}: {name} is a link that leaves the directory; copy the files (cp -rL)")

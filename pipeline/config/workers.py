@@ -1,0 +1,117 @@
+"""The processes of a sweep's jobs: what kvgate sets of a launcher for them, what it says where one died, how it ends them."""
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from pipeline.config.launchers import LAUNCHERS
+from pipeline.core.errors import MissingRequirement, short
+
+RAY = "ray"
+RAY_LINES = {
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # before lines that name their job, and that may be JSON
+    "RAY_DEDUP_LOGS": "0",  # it takes lines that differ in numbers alone for one, errors as well
+}
+"""Variables by which Ray passes on the lines of jobs as they are."""
+RAY_HERE = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all its ports on 127.0.0.1, as on those systems, and not on every address
+    "RAY_AUTH_MODE": "token",
+}
+"""Variables of a Ray that the command starts."""
+RAY_STORE_BYTES = 75 << 20
+"""Of the memory in which Ray keeps what tasks return; jobs return nothing. It takes no less."""
+RAY_OVERRIDES = [
+    "++hydra.launcher.ray.remote.max_retries=0",  # a job that used up the memory would be run again without end
+    "++hydra.launcher.ray.remote.max_calls=1",  # a process a job, as submitit has it: what a job held is free for the next
+]
+
+LOST = {"TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "WorkerCrashedError", "OutOfMemoryError"}
+"""Exceptions of joblib, submitit and ray for a process that ended before its job."""
+ENDING_S = 5.0
+"""Seconds that workers have to end when they are interrupted; submitit gives their jobs one."""
+LAST_LINES_S = 1.0
+"""Seconds in which Ray's last lines arrive."""
+
+
+def start(name: str, keys: Mapping[str, object]) -> list[str]:
+    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for its plugin.
+
+    Args:
+        name: The launcher's.
+        keys: Those of its configuration, dotted (`Plan.launcher_keys`).
+
+    Raises:
+        MissingRequirement: when Ray did not start, or its cluster did not answer.
+    """
+    if name != RAY:
+        return []
+    prefix = "ray.init."
+    options = {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix) and value is not None}
+    variables = dict(RAY_LINES)
+    if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
+        variables |= RAY_HERE
+        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+            variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray leaves one in the home directory
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": RAY_STORE_BYTES}
+    for variable, value in variables.items():
+        os.environ.setdefault(variable, value)
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        import ray
+
+        ray.init(**options, logging_level=logging.WARNING)
+    except Exception as error:  # it has no class of its own for that
+        said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
+        raise MissingRequirement(
+            f"hydra/launcher=ray: Ray did not start ({said}); run less beside it, or mend hydra.launcher.ray.init.* or the "
+            f"installation ({LAUNCHERS[RAY].install})"
+        ) from error
+    signal.signal(signal.SIGTERM, terminated)  # Ray's would abort this process
+    return RAY_OVERRIDES
+
+
+def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
+    """Return what to say of a launcher's exception where it means that a worker died; None where it does not."""
+    if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+        return None
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # submitit's FailedJobError holds the traceback of what the process died of.
+    detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
+    going_on = "; jobs that Slurm has go on, and record how they end" if name == "submitit_slurm" else ""
+    return MissingRequirement(
+        f"hydra/launcher={name}: the process of a job died{detail}: out of memory, or killed{going_on}; "
+        "free some memory, or run fewer jobs at once"
+    )
+
+
+def end_workers(name: str) -> None:
+    """End the jobs' processes of a launcher that would let them run on: submitit's on this machine, and Ray's."""
+    if name == "submitit_slurm":
+        logging.getLogger("kvgate").info("jobs that Slurm has go on; scancel ends them")
+    finish(name)
+    if name != "submitit_local":
+        return
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
+    for worker in alive:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+
+
+def finish(name: str) -> None:
+    """End the Ray of the command, or leave its cluster, once the last lines of its jobs have been printed."""
+    ray: Any = sys.modules.get(RAY)
+    if name == RAY and ray is not None and ray.is_initialized():
+        time.sleep(LAST_LINES_S)
+        ray.shutdown()

@@ -1,0 +1,49 @@
+"""Static scales of a cache, as calibration found them: what a policy needs of them, and no more."""
+
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.strict import StrictModel
+
+SCALES_FILE = "kv_scales.json"
+"""KVScales, beside the policy they belong to."""
+
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SideScales(StrictModel):
+    """Static scales of one side of one layer, and the zeros of an asymmetric format.
+
+    There are 1, H or H * D of each (head-major). x ~ code * scale + zero, where asymmetric codes start at 0.
+    """
+
+    scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
+    zero: tuple[FiniteFloat, ...] | None = None
+
+
+class KVScales(StrictModel):
+    """Static scales by layer; a side that has none (dynamic or exact) is absent."""
+
+    layers: tuple[dict[Annotated[Side, Field(strict=False)], SideScales], ...]
+
+    def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
+        """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
+        if len(self.layers) != shape.layers:
+            raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
+        for layer, scales in enumerate(self.layers):
+            static = {side: form for side, form in policy.sides(layer).items() if form.has_static_scales}
+            for side in static.keys() ^ scales.keys():
+                problem = "has no static scale" if side in scales else "has static scales, which are missing"
+                raise UserError(f"{source}: layer {layer}: {side} of kv policy {policy.name} {problem}")
+            for side, form in static.items():
+                count = form.static_scales(shape.kv_heads, shape.head_dim)
+                zeros = None if form.symmetric else count
+                stored = scales[side].zero
+                if (len(scales[side].scale), None if stored is None else len(stored)) != (count, zeros):
+                    raise UserError(
+                        f"{source}: layer {layer}: {side} must hold {count} scales and {zeros or 'no'} zeros for "
+                        f"{form.dtype} {form.granularity}, got {len(scales[side].scale)} and {len(stored or ())}"
+                    )

@@ -1,0 +1,71 @@
+"""An engine's evidence that tests alter, and what stage=verify says of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from judged_engine import config_of
+
+from pipeline.artifacts.digest import files_digest, json_digest
+from pipeline.artifacts.store import Store
+from pipeline.core.errors import exit_code
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.verify import replay
+from pipeline.registry.proof import Finding
+from pipeline.run.chain import Chain
+from pipeline.run.job import Run
+from pipeline.run.serving import verify
+
+ALL = ("engine", "baseline")
+VERIFYING = config_of("stage=verify", "bundle=.")
+
+
+def replayed(directory: Path) -> list[Finding]:
+    return replay(read_evidence(directory))
+
+
+def wrong(directory: Path) -> dict[str, str]:
+    return {finding.name: finding.status for finding in replayed(directory) if finding.status != "same"}
+
+
+def code(directory: Path) -> int:
+    """The exit code of `stage=verify bundle=DIRECTORY`."""
+    config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
+    try:
+        verify(Run(config, Chain(config, Store(config.work)), "", False, ""))
+    except Exception as error:
+        return exit_code(error)
+    return 0
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def member(identity: Any, role: str) -> Any:
+    return next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
+
+
+def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
+    """Alter a member of the chain and give it the keys and digests that it then has, as a forger would."""
+
+    def seal(identity: Any) -> None:
+        link = member(identity, role)
+        change(link)
+        link["digest"] = files_digest(link["files"])
+        key = json_digest(link["parts"])
+        identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
+        link["key"] = key
+
+    edit(copy / IDENTITY_FILE, seal)
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for key, inner in items for leaf in leaves(inner, (*place, key))]
+    return [place]

@@ -1,0 +1,147 @@
+"""Graphs with the attention plugin in them, and what they hold, for the tests of TensorRT's plans."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper
+from onnx_fixtures import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, shared_decoder
+from tensorrt_stubs_builder import Tensor
+
+from pipeline.core.kv import KVPolicy, LayerOverride
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation
+from stages.engines.base import Mode
+from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
+from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
+from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.onnx.export import ComputeDType
+from stages.engines.onnx.graph import FLOAT_TYPES
+from stages.engines.paged.kernel_layout import KernelLayers
+from stages.engines.tensorrt.append import use_append
+from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
+
+PROGRAMS, SPLITS, SM = 3, 3, 89
+TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
+REAL = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
+
+AGED = KVPolicy(
+    name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
+    overrides=(LayerOverride(layers=(1,), key=INT4),),
+)  # fmt: skip
+"""Sinks and recent tokens; keys of the second layer in a format that the kernels do not hold."""
+
+INT4_KEYS = "kv.overrides.0.key.dtype=int4: the CUDA kernels hold keys as fp16, bf16, fp8_e4m3 or int8"
+
+
+@dataclass
+class Surgery:
+    """A policy's graphs, `model` of a decode step and `prefill`, after the plugin took its place in them."""
+
+    onnx_bundle: Path
+    bundle: Bundle
+    model: onnx.ModelProto
+    prefill: onnx.ModelProto
+    layers: KernelLayers
+    limits: Limits
+
+    def node(self, name: str) -> onnx.NodeProto:
+        node: onnx.NodeProto
+        (node,) = (node for model in (self.model, self.prefill) for node in model.graph.node if node.name == name)
+        return node
+
+    def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
+        """In the order of the declaration: ONNX sorts them."""
+        attributes = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
+        operation = cast(Operation, node.name.partition(".")[0])
+        return {name: attributes[name] for name in ATTRIBUTES[operation] if name in attributes}
+
+    def tensors(self, node: onnx.NodeProto, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
+        several = node.name.startswith("context_partial")
+        info, ranges = self.bundle.model, self.limits.ranges("prefill" if several else "decode")
+        known = {value.name: value.type.tensor_type for value in self.model.graph.input}
+        activations = [info.q_heads, info.kv_heads, info.kv_heads]
+        tensors = {}
+        for position, name in enumerate(node.input):
+            if name in outputs:
+                tensors[name] = outputs[name]
+                continue
+            dims: list[int | str]
+            if name in known:
+                dtype = TYPES[onnx.TensorProto.DataType.Name(known[name].elem_type)]
+                dims = [dim.dim_param or dim.dim_value for dim in known[name].shape.dim]
+            else:
+                dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
+                if several:
+                    dims = ["B", "S", activations[position], info.head_dim]
+            triples = [d if isinstance(d, int) else tuple(ranges[d].model_dump().values()) for d in dims]
+            tensors[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
+        return tensors
+
+
+def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
+    described, _, _ = open_onnx_bundle(onnx_bundle)
+    model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
+    layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
+    prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
+    assert use_context_plugin(prefill, described.model, policy, splits=SPLITS, sm=SM) == layers
+    limits, graphs = Limits(policy, 4, 512, prefill_rows=3), {"decode": model, "prefill": prefill}
+    modes: tuple[Mode, ...] = ("decode", "prefill")
+    for mode in modes if layers.layouts else ():
+        use_append(graphs[mode], described.model, limits, layers, mode, sm=SM)
+    return Surgery(onnx_bundle, described, model, prefill, layers, limits)
+
+
+def surgeries(factory: pytest.TempPathFactory) -> dict[str, Surgery]:
+    """Of three policies, one a type of activations. Their bundles are made once."""
+    policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED, "bfloat16": BY_NAME["fp8"]}
+    decoders = {dtype: shared_decoder(factory, dtype) for dtype in policies}
+
+    def make(root: Path) -> None:
+        for dtype, policy in policies.items():
+            make_bundle(decoders[dtype], root / policy.name, policy)
+
+    root = once(factory, "surgeries", make)
+    return {policy.name: operate(root / policy.name, policy) for policy in policies.values()}
+
+
+def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One decode step, or a chunk of more tokens, after three prompts of unequal length: what the graph is fed, and its
+    attention nodes' queries, keys, values and results, by tensor."""
+    info = surgery.bundle.model
+    mode = "decode" if tokens == 1 else "prefill"
+    model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)
+    kind = FLOAT_TYPES[info.compute_dtype]
+    nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
+    names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
+    model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
+    graph = folder / f"exposed_{mode}_{info.compute_dtype}.onnx"
+    onnx.save(model, graph)
+    (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+
+    engine = load_onnx(surgery.onnx_bundle, threads=1)
+    rng = np.random.default_rng(3)
+    handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
+    engine.pool.reserve(handles, tokens)
+    tables, spans = engine.pool.view(handles)
+    pool = {name: np.ascontiguousarray(engine.pool.array_view(name, spans)) for name in engine.pool.arrays}
+    feeds = {
+        "input_ids": np.arange(7, 10)[:, None] + np.arange(tokens),
+        "position_ids": tables["lengths"][:, None].astype(np.int64) + np.arange(tokens),
+        "last": np.full(3, tokens - 1), **tables, **pool, **engine._constants,
+    }  # fmt: skip
+    bound = session.io_binding()
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    for taken in session.get_inputs():
+        values = feeds[taken.name] = np.ascontiguousarray(feeds[taken.name])
+        bound.bind_input(taken.name, "cpu", 0, types[taken.name], values.shape, values.ctypes.data)
+    for output in names:
+        bound.bind_output(output)
+    session.run_with_iobinding(bound)
+    return feeds, dict(zip(names, bound.copy_outputs_to_cpu(), strict=True))

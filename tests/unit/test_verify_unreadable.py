@@ -1,0 +1,158 @@
+"""Evidence that holds what nobody would write is named by stage=verify, and is never a defect."""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from amount import STRIDE
+from evidence_copies import ALL, code, edit, leaves, replayed
+from judged_engine import exported, judged_engine
+
+from pipeline.core.errors import UserError
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import find_evidence
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return judged_engine(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def copy(evidence: Path, tmp_path: Path) -> Path:
+    """An engine with its evidence, copied out of the store."""
+    return exported(evidence, tmp_path / "copy", *ALL)
+
+
+def test_a_bundles_record_that_nests_too_deeply_is_named(copy: Path) -> None:
+    (copy / "engine" / "bundle.json").write_text("[" * 100_000)
+    assert code(copy) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=None), r"chain: calibration: parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=5), r"parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=["y"]), r"parts\.inputs\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["libraries"].update(x=5), r"parts\.libraries\.x is no text"),
+        (lambda i: i["chain"][0]["parts"]["config"].update(x=float("nan")), "a number that JSON has no form for"),
+        (lambda i: i["chain"][0]["parts"].update(stage="../../../etc"), r"parts\.stage must be lower-case letters and _"),
+        (lambda i: i["chain"][0].update(key="../../etc"), "key must be a sha256, 64 hexadecimal digits"),
+        *(
+            (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: must be null or workloads/NAME")
+            for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/../../x", "workloads/", "workloads/a/b")
+        ),
+    ],
+)
+def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
+    copy: Path, change: Callable[[Any], None], problem: str
+) -> None:
+    edit(copy / IDENTITY_FILE, change)
+    with pytest.raises(UserError, match=problem):
+        replayed(copy)
+    assert code(copy) == 2
+
+
+@pytest.mark.parametrize("replacement", [None, [], {}, ["x"], {"x": None}], ids=repr)
+def test_a_value_of_an_identity_that_became_null_a_list_or_a_dict_is_never_a_defect(copy: Path, replacement: object) -> None:
+    original = json.loads((copy / IDENTITY_FILE).read_text())
+    places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
+    for place in random.Random(repr(replacement)).sample(places, 40):
+        identity = json.loads(json.dumps(original))
+        *parents, last = place
+        holder = identity
+        for key in parents:
+            holder = holder[key]
+        unchanged = holder[last] == replacement
+        holder[last] = replacement
+        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        assert code(copy) in ((0,) if unchanged else (2, 3, 4)), place
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_number_or_text_that_is_altered_in_an_identity_is_noticed_and_never_a_defect(copy: Path, seed: int) -> None:
+    """Only what names the identity itself may change unnoticed in a copy, and that changes its digest, which is shown."""
+    chance, original = random.Random(seed), json.loads((copy / IDENTITY_FILE).read_text())
+    names_only = {("kvgate",), ("model",)}
+    places = [p for p in leaves(original) if p not in names_only and p[-1] not in ("title", "reason")]
+    for place in chance.sample(places, 8):
+        identity = json.loads(json.dumps(original))
+        *parents, last = place
+        holder = identity
+        for key in parents:
+            holder = holder[key]
+        value = holder[last]
+        holder[last] = (not value) if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
+        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        assert code(copy) in (2, 3, 4), place
+
+
+def test_files_that_cannot_be_read_are_named_and_never_a_defect(copy: Path) -> None:
+    for name in ("report.json", "samples.jsonl", "engine/bundle.json", "engine/tokenizer.json"):
+        kept = (copy / name).read_bytes()
+        (copy / name).write_bytes(b"\xff\x00{")
+        assert code(copy) == 3, name
+        (copy / name).write_bytes(kept)
+    assert code(copy) == 0
+
+
+def test_a_directory_that_is_no_engine_and_an_identity_that_cannot_be_read_are_users_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds neither identity\.json nor bundle\.json"):
+        find_evidence(tmp_path)
+    (tmp_path / IDENTITY_FILE).write_text("{}")
+    with pytest.raises(UserError, match=r"identity\.json: schema_version: Field required"):
+        replayed(tmp_path)
+
+
+def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:
+    evidence = judged_engine(tmp_path)
+    engine = tmp_path / read_identity(evidence / IDENTITY_FILE).link("engine").place
+    broken = evidence.with_name("0" * 32)
+    broken.mkdir()
+    (broken / IDENTITY_FILE).write_text("{")
+    assert find_evidence(engine) == [evidence]
+    assert code(engine) == 0
+    shutil.rmtree(evidence)
+    with pytest.raises(UserError, match=rf"is about it, and one is broken: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
+        find_evidence(engine)
+
+
+def variants(original: Any, seed: int, count: int) -> Iterator[tuple[str, Any]]:
+    """Copies of a JSON value, each with one value of it replaced by one that nobody wrote, and the names of both."""
+    chance = random.Random(seed)
+    places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
+    for place in chance.sample(places, count):
+        altered = json.loads(json.dumps(original))
+        *parents, last = place
+        holder = altered
+        for key in parents:
+            holder = holder[key]
+        replacement = chance.choice([value for value in STRANGE if value != holder[last]])
+        holder[last] = replacement
+        yield f"{place}: {replacement!r}"[:200], altered
+
+
+STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("seed", range(16 // STRIDE))
+def test_a_strange_value_in_a_report_is_noticed_and_never_a_defect(copy: Path, seed: int) -> None:
+    original = json.loads((copy / REPORT_FILE).read_text())
+    for name, altered in variants(original, seed, 12):
+        (copy / REPORT_FILE).write_text(json.dumps(altered))
+        assert code(copy) in (2, 3, 4), name
+
+
+@pytest.mark.parametrize("seed", range(16 // STRIDE))
+def test_a_strange_value_of_a_sample_is_noticed_and_never_a_defect(copy: Path, seed: int) -> None:
+    original = [json.loads(line) for line in (copy / SAMPLES_FILE).read_text().splitlines()]
+    for name, altered in variants(original, seed, 12):
+        (copy / SAMPLES_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in altered))
+        assert code(copy) in (2, 3, 4), name
