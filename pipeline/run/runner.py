@@ -202,7 +202,7 @@ def run(
         about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
         console.begin(console.Job(config.stage, label, number, of, beside_others), about)
         job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
-        with holding(config):
+        with holding(config), required_libraries():
             STAGES[config.stage](job)
         code = 0
     except Exception as error:
