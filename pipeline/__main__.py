@@ -1,13 +1,11 @@
 """`python -m pipeline stage=... model.path=... kv=...`: the command line."""
 
-import logging
 import os
 import signal
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -151,11 +149,8 @@ def _without(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _shown(show: Callable[[], object]) -> int:
-    """Print what was asked for; a reader that has seen enough, such as `head`, is no error."""
-    logging.raiseExceptions = False  # Hydra logs what --info shows
-    with suppress(BrokenPipeError):
-        show()
-        sys.stdout.flush()
+    """Print what was asked for."""
+    show()
     return 0
 
 
@@ -227,7 +222,7 @@ def _run_sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:
     first, output = planned.jobs[0], LAUNCHERS[planned.launcher].output
     with console.doing(f"starting {planned.launcher}"):
         sys.argv += start(planned.launcher, planned.launcher_keys)
-    begin_sweep(first, sweep, planned.names)
+    begin_sweep(first, sweep, planned.names, typed)
     if output is not None:
         console.LOGGER.info("jobs write what they print below %s", first.work / output)
     code, elsewhere = 0, output is not None
@@ -270,10 +265,7 @@ def main() -> int:
         return INTERRUPTED
     finally:
         console.close()
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # Python would say so once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stdout.flush()  # at its end Python would say that nobody reads
 
 
 if __name__ == "__main__":

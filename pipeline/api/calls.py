@@ -36,6 +36,13 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def path_of(value: object, name: str, example: str) -> Path:
+    """Return the path that an argument is. Raises UserError for what is none."""
+    if not isinstance(value, str | Path):
+        raise UserError(f"{name}={value!r}: is no path; give {example}")
+    return Path(value).expanduser()
+
+
 def compose(values: Mapping[str, object]) -> Config:
     """Compose and validate a configuration, as the command line does of `KEY=VALUE`.
 

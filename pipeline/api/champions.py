@@ -18,7 +18,7 @@ ALIAS = "champion"
 
 @raises_refusals
 def champion(
-    model: str,
+    model: str | Path,
     *,
     tracking_uri: str | None = None,
     workdir: str | Path = "work",
@@ -47,6 +47,8 @@ def champion(
     Example:
         >>> champion("tiny").generate("Copy:\\n04 Bergen 14 Tartu")  # doctest: +SKIP
     """
+    if not isinstance(model, str | Path):
+        raise UserError(f"model={model!r}: is no model; give the registered one, or the checkpoint")
     # The configuration of a command that only reads.
     config = compose(
         {
@@ -62,7 +64,7 @@ def champion(
         check_file(copied, "samples")
     scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
     try:
-        engine = _verified(config, model, Path(scratch.name), copied)
+        engine = _verified(config, str(model), Path(scratch.name), copied)
         loaded = load(engine, threads=threads)
     except BaseException:
         scratch.cleanup()

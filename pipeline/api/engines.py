@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pipeline.api.calls import compose, raises_refusals
+from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -57,6 +57,8 @@ class LoadedEngine:
         Example:
             >>> engine.generate("Copy:\\n04 Bergen 14 Tartu", max_new_tokens=16)  # doctest: +SKIP
         """
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 1")
         sample = Sample(id="prompt", workload="custom", reference="", messages=_messages(prompt))
         tokens = self.tokenizer.prompt_ids(sample)
         if self._longest is not None and len(tokens) + max_new_tokens > self._longest:
@@ -105,6 +107,8 @@ class LoadedEngine:
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
     if isinstance(prompt, str):
         return (("user", prompt),)
+    if not isinstance(prompt, Sequence):
+        raise UserError(f"prompt: {prompt!r} is none; give a text, or a conversation")
     messages = []
     for message in prompt:
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
@@ -135,7 +139,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     strange = next((key for key in overrides if not key.startswith("backend.")), None)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
-    directory = _engine_directory(Path(bundle).expanduser())
+    directory = _engine_directory(path_of(bundle, "bundle", "the directory of an engine"))
     from pipeline.evidence.identity import read_bundle
     from pipeline.loading.load import evaluation, open_loader, required_libraries
 

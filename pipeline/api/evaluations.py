@@ -97,6 +97,14 @@ def _row(cell: str, *texts: str) -> str:
     return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
 
 
+NOT_HERE = {
+    "stage": "evaluate is stage=evaluate",
+    "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do",
+    "log": "is about what a command prints; verbose=True prints it here",
+}
+"""Keys of the command line that a call has no use for."""
+
+
 @raises_refusals
 def evaluate(
     model: str | Path = "tiny", kv: str | KVPolicy = "fp8", *, verbose: bool = False, **overrides: object
@@ -122,8 +130,9 @@ def evaluate(
         >>> result = evaluate("/models/Qwen3-0.6B", kv="int8", workdir="/data/kvgate")  # doctest: +SKIP
         >>> result.verdict, result.report.overall.fidelity.kl_mean  # doctest: +SKIP
     """
-    if "stage" in overrides:
-        raise UserError(f"stage={overrides['stage']}: evaluate is stage=evaluate; leave it out")
+    for key, why in NOT_HERE.items():
+        if key in overrides:
+            raise UserError(f"{key}={overrides[key]}: {why}; leave it out")
     with _option(kv) as chosen:
         config = compose({"stage": "evaluate", **_model(model), **chosen, **overrides})
     check_inputs(config)

@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Called with a label, `what [units]`, the units that are done, and all of them; a message has 0 of 0."""
+"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
+[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
 
 def no_progress(label: str, done: int, total: int) -> None:
     """Tell nobody."""
 
-
-"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
-[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
 """The checks that a line of the user's own file may ask for."""

@@ -92,15 +92,31 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     }
 
 
+def nobody_reads(descriptor: int) -> None:
+    """Let what is written to a descriptor go nowhere from now on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 class RedactedStream:
-    """A text stream on which secrets are masked."""
+    """A text stream on which secrets are masked. Where its reader has gone, such as `head`, what is written goes nowhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(redact_text(text))
+        try:
+            self._stream.write(redact_text(text))
+        except BrokenPipeError:
+            nobody_reads(self._stream.fileno())
         return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            nobody_reads(self._stream.fileno())
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -1,5 +1,6 @@
 """What is found only in the middle of a run: the tracking store, libraries for the end of it, GPUs, memory, the disk."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +32,6 @@ def checks_ahead(config: Config) -> list[Callable[[], object]]:
         found.append(open_loader(config.backend).check_runs)
         found.append(partial(_check_memory, config))
         if config.tracking.enabled:
-            found.append(partial(_require, "mlflow"))
             found.append(partial(check_store, config))
     return found
 
@@ -105,8 +105,11 @@ def notes(config: Config) -> list[str]:
     """Return what else there is to know before a job that judges: how engines run here, and the least memory they take."""
     if config.stage not in JUDGING:
         return []
+    threads, processors = getattr(config.backend, "threads", None), os.cpu_count() or 1
     parts = ", ".join(f"{name}={value}" for name, value in open_loader(config.backend).run_parts().items())
     lines = [f"engines of backend={config.backend.name} run here with {parts}"] if parts else []
+    if threads is not None and threads > processors:
+        lines.append(f"backend.threads={threads}: this machine has {processors} processors, for which its threads wait")
     weights, cache = least_memory(config)
     if cache:
         lines.append(

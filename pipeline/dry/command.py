@@ -20,6 +20,7 @@ from pipeline.dry.costs import Costs
 from pipeline.dry.rehearsal import rehearse
 from pipeline.dry.rows import rows_of
 from pipeline.dry.store import ForeseenStore
+from pipeline.loading.load import required_libraries
 from pipeline.registry.proof import PASS
 from pipeline.run.inputs import checks
 from pipeline.terminal import console
@@ -36,7 +37,8 @@ class Problems:
     def look(self, job: int, look: Callable[[], object]) -> int:
         """Note what a check raises, and return its exit code, 0 where it raises nothing. A defect of ours is raised."""
         try:
-            look()
+            with required_libraries():
+                look()
         except Exception as error:
             code = exit_code(error)
             if code == DEFECT:

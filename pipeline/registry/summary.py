@@ -21,6 +21,7 @@ from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
+from pipeline.core.redaction import redact_text
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from pipeline.verdict.thresholds import Check, Detectable, Status, Verdict
@@ -128,6 +129,8 @@ class Summary(StrictModel):
 
     schema_version: Literal[1]
     sweep: str = ""
+    command: str | None = None
+    """The command line that judged the candidates, whole; null where kvgate was called from Python."""
     jobs: int | None = None
     """How many jobs the sweep has; null in summaries of before this was written."""
     ended: int = 0
@@ -245,7 +248,7 @@ def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary],
     return summary
 
 
-def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True) -> Summary:
+def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
     """Note that a sweep begins, and the display names of its jobs: what never ends is then seen to be missing.
 
     Args:
@@ -253,8 +256,11 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True) 
         sweep: The sweep.
         names: In the order of the command line.
         latest: Whether it becomes the last one, whose candidates `summary.json` holds: one of a stage that judges does.
+        command: What was typed, whole; None where nothing was.
     """
-    return _update(workdir, sweep, lambda old: old.model_copy(update={"jobs": len(names), "names": tuple(names)}), latest)
+    said = None if command is None else redact_text(command)
+    begun = {"jobs": len(names), "names": tuple(names), "command": said}
+    return _update(workdir, sweep, lambda old: old.model_copy(update=begun), latest)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

@@ -19,6 +19,7 @@ from pipeline.core.records import Engine, Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
 from pipeline.loading import load
 from pipeline.run.building import BuildChain, digest_of_model
+from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
@@ -167,7 +168,7 @@ class Chain(BuildChain):
     def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
         """Whether the gates want no round after those that ran."""
         gates = self.config.gates
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, console.doing("deciding whether to ask more"):
             out = Path(scratch)
             self._join(measured, engine, baseline, out)
             report = load_report(out)

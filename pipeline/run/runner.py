@@ -33,8 +33,9 @@ from pipeline.run.served import open_chain
 from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
-from pipeline.terminal.commands import typed
+from pipeline.terminal.commands import typed, whole
 from pipeline.terminal.junit import JUNIT, write_junit
+from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.tables import REPORT
 from pipeline.upkeep.stages import prune, show_status
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -83,7 +84,8 @@ def evaluate(run: Run) -> None:
     ) as tracked:
         evaluation, engine, baseline = chain.made_by("evaluate")
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        verdict = run.decide(report, rows)
+        with console.doing("deciding"):
+            verdict = run.decide(report, rows)
         identity = chain.identity(config.kv, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
@@ -112,7 +114,7 @@ def evaluate(run: Run) -> None:
     tables.print_evidence(report, verdict)
     if not run.sweeping:
         tables.print_baseline_accuracy([candidate])
-        show(config, [candidate], lambda: store, sweep=run.sweep)
+        show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
         if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
             compare_in_mlflow([candidate], lambda: store, run.sweep)
         promotes = config.stage == "all" and config.tracking.enabled
@@ -194,13 +196,13 @@ def run(
     """
     label, judging = " ".join([config.kv.name, *changed]), config.stage in JUDGING
     if judging and not sweeping:
-        summary.begin(config.work, sweep, [label])
+        summary.begin(config.work, sweep, [label], command=whole())
     code, said = DEFECT, None
     try:
         about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
         console.begin(console.Job(config.stage, label, number, of, beside_others), about)
         job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
-        with holding(config):
+        with holding(config), required_libraries():
             STAGES[config.stage](job)
         code = 0
     except Exception as error:
@@ -219,9 +221,17 @@ def run(
             summary.finish(config.work, None, code)
 
 
-def begin_sweep(config: Config, sweep: str, names: Sequence[str]) -> None:
-    """Note the jobs of a sweep, before the first of them runs. They may run in processes of their own, on other machines."""
-    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING)
+def begin_sweep(config: Config, sweep: str, names: Sequence[str], base: Sequence[str]) -> None:
+    """Note the jobs of a sweep, before the first of them runs. They may run in processes of their own, on other machines.
+
+    Args:
+        config: Of its first job.
+        sweep: Its id.
+        names: Of its jobs.
+        base: What was typed.
+    """
+    command = command_line(base, (), sweep=True)
+    summary.begin(config.work, sweep, names, latest=config.stage in JUDGING, command=command)
 
 
 def conclude_sweep(
@@ -253,7 +263,7 @@ def conclude_sweep(
             tables.print_comparison(last.candidates)
             tables.print_baseline_accuracy(last.candidates)
         store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
-        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished)
+        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(last.candidates, store, sweep)
         steps = next_steps.after_judging(config, last.candidates, base, swept=swept, unfinished=last.unfinished is not None)
         next_steps.show(steps)

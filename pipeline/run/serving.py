@@ -1,7 +1,5 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify; and report.html."""
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +84,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
                 candidates,
                 lambda: store,
                 sweep=last.sweep,
+                command=last.command,
                 unfinished=last.unfinished,
                 champion=move.champion,
                 message=move.message,
@@ -186,10 +185,7 @@ def show(
         occasion: More of what the command says of them: fields of `stages.report.Occasion`.
     """
     with _warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
-        command = shlex.join(["kvgate", *sys.argv[1:]]) if sys.argv[0] == "pipeline" else None
-        about = reports().Occasion(
-            model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, command=command, **occasion
-        )
+        about = reports().Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
         exhibits = _exhibits(candidates)
         page = reports().write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)

@@ -27,6 +27,11 @@ def typed() -> list[str]:
     return [*(part for folder in folders for part in ("--config-dir", folder)), *repeated(hydra.overrides.task)]
 
 
+def whole() -> str | None:
+    """Return this job's command; None outside of a command. That of a sweep is not known to its jobs."""
+    return command_line(typed(), ()) if HydraConfig.initialized() else None
+
+
 def repeated(overrides: Sequence[str]) -> list[str]:
     """Return what a next command repeats of what was typed: not in which form this one spoke."""
     return [override for override in overrides if not override.startswith("log=")]

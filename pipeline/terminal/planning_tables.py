@@ -130,7 +130,7 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
     kept = [one for one in base if _key(one) not in changed]
     if "workloads" in changed:
         kept = [one for one in kept if not _key(one).startswith("workloads.")]
-    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}"
+    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
 
 
 def _key(override: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from pipeline.core.redaction import printable, redact_text
+from pipeline.core.redaction import nobody_reads, printable, redact_text
 
 RESULT = "result"
 """Key of the kind of a result; lines without it are about how the command goes on."""
@@ -59,8 +59,12 @@ class Streams:
 
     def _write(self, result: bool, text: str) -> None:
         content = text.encode("utf-8", errors="replace")
+        descriptor = self._real["stdout" if result else "stderr"]
         while content:
-            content = content[os.write(self._real["stdout" if result else "stderr"], content) :]
+            try:
+                content = content[os.write(descriptor, content) :]
+            except BrokenPipeError:
+                nobody_reads(descriptor)
 
     def _pass_on(self, reads: int) -> None:
         with open(reads, encoding="utf-8", errors="replace") as lines:

@@ -9,6 +9,7 @@ from markupsafe import escape
 
 from pipeline.core.records import Sample
 from pipeline.verdict.report import SampleRow
+from pipeline.verdict.thresholds import Status
 from stages.report.exhibit import Exhibit
 from stages.report.text import Segment, cut, differences, shown
 
@@ -17,6 +18,8 @@ ROOM = 700_000
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 6_000, 2_000
 MARKUP = 900
 """Characters of HTML around an answer, about."""
+
+RANK: tuple[Status, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
 
 Kind = Literal["lost", "gained"]
 
@@ -82,7 +85,10 @@ class Answers:
 
 
 def changed_answers(exhibits: Sequence[Exhibit], room: int = ROOM) -> Answers:
-    """Return the answers that changed: some of each policy, workload and kind before more of any."""
+    """Return the answers that changed: some of each policy, workload and kind before more of any.
+
+    Those of policies that passed come first, of failed ones last: they are what serving such a policy would cost.
+    """
     groups: dict[tuple[int, str, Kind], deque[SampleRow]] = {}
     for index, exhibit in enumerate(exhibits):
         for row in exhibit.rows:
@@ -92,7 +98,8 @@ def changed_answers(exhibits: Sequence[Exhibit], room: int = ROOM) -> Answers:
     prompts = {sample.id: sample for exhibit in exhibits for sample in exhibit.samples}
     cards: dict[tuple[str, str | None], Card] = {}
     count = 0
-    waiting = deque(sorted(groups, key=lambda key: (key[2] != "lost", key[1], key[0])))
+    rank = [RANK.index(exhibit.candidate.verdict) for exhibit in exhibits]
+    waiting = deque(sorted(groups, key=lambda key: (rank[key[0]], key[2] != "lost", key[1], key[0])))
     while waiting:
         key = waiting.popleft()
         row = groups[key][0]
@@ -111,7 +118,9 @@ def changed_answers(exhibits: Sequence[Exhibit], room: int = ROOM) -> Answers:
     for (policy, _, _), rows in groups.items():
         if rows:
             left_out[policy] = left_out.get(policy, 0) + len(rows)
-    ordered = sorted(cards.values(), key=lambda card: (card.row.workload, card.row.id))
+    ordered = sorted(
+        cards.values(), key=lambda card: (min(rank[flip.policy] for flip in card.flips), card.row.workload, card.row.id)
+    )
     for card in ordered:
         card.flips.sort(key=lambda flip: flip.policy)
     return Answers(ordered, count, left_out, any(not card.prompt for card in ordered))

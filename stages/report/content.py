@@ -210,6 +210,7 @@ def _timed(name: str, system: Any) -> tuple[str, ...]:
     return (
         name,
         number(system.decode_tokens_per_s, ",.0f"),
+        _spread(system.decode_tokens_per_s_slow, system.decode_tokens_per_s_fast),
         number(system.inter_token_p50_ms, ".2f"),
         number(system.inter_token_p95_ms, ".2f"),
         number(system.inter_token_p99_ms, ".2f"),
@@ -219,6 +220,10 @@ def _timed(name: str, system: Any) -> tuple[str, ...]:
         number(megabytes, ",.1f"),
         number(system.max_live_tokens, ",.0f"),
     )
+
+
+def _spread(low: float | None, high: float | None) -> str:
+    return "–" if low is None or high is None else f"{number(low, ',.0f')} to {number(high, ',.0f')}"
 
 
 def _load(systems: Sequence[tuple[str, Any]]) -> str:
@@ -251,7 +256,8 @@ def _asked(exhibits: Sequence[Exhibit]) -> Iterator[Asked]:
             continue
         part, candidate = whole[workload]
         counted, detectable = part.accuracy, candidate.detectable.get(workload)
-        needed = max((e.candidate.samples_needed.get(workload, 0) for e in exhibits), default=0)
+        undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
+        needed = max((one.samples_needed.get(workload, 0) for one in undecided), default=0)
         yield Asked(
             workload,
             part.samples,

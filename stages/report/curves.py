@@ -247,9 +247,10 @@ def systems(exhibits: Sequence[Exhibit]) -> list[tuple[str, SystemMetrics]]:
 
 
 def latencies(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return throughput and the percentiles of the time between tokens."""
+    """Return throughput with the steps of which nine in ten are between, and the percentiles of the time between tokens."""
     return [
-        {"policy": name, "rate": system.decode_tokens_per_s, "p50": system.inter_token_p50_ms}
+        {"policy": name, "rate": system.decode_tokens_per_s}
+        | {"slow": system.decode_tokens_per_s_slow, "fast": system.decode_tokens_per_s_fast, "p50": system.inter_token_p50_ms}
         | {"p95": system.inter_token_p95_ms, "p99": system.inter_token_p99_ms}
         for name, system in systems(exhibits)
     ]

@@ -49,7 +49,7 @@ class Occasion:
     version: str
     """Of kvgate."""
     command: str | None = None
-    """As it was typed; None where kvgate was not called from a shell."""
+    """That judged the candidates, whole; None where kvgate was called from Python."""
     unfinished: str | None = None
     """How much of the sweep is missing; None where it ended."""
     champion: str | None = None

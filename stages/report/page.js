@@ -7,17 +7,19 @@ const views = new Map();
 const ERRORS = 1; // Vega warns about a layer that shows nothing while all policies are chosen.
 const AT_ONCE = 12; // answers, before "Show all"
 
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const [ink, faint, line] = ["--ink", "--faint", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const font = style.fontFamily;
+// Colours are the page's variables: a chart follows the theme, and paper, without being drawn again.
+function looks() {
+  const [ink, faint, line] = ["var(--ink)", "var(--faint)", "var(--line)"];
+  const longest = Math.max(...all("#policy option").map(({ text }) => text.length));
+  const font = getComputedStyle(document.documentElement).fontFamily;
   const text = { labelColor: faint, titleColor: faint, labelFont: font, titleFont: font, labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500 };
   return {
     background: "transparent",
     font,
     view: { stroke: null },
-    axis: { ...text, titlePadding: 8, gridColor: line, domainColor: line, tickColor: line, labelOverlap: true },
-    legend: { ...text, orient: "top", columns: innerWidth < 600 ? 2 : 5, labelLimit: 150 },
+    title: { color: faint, font, fontSize: 12, fontWeight: 500 },
+    axis: { ...text, titlePadding: 8, gridColor: line, domainColor: line, tickColor: line, labelOverlap: "parity", labelSeparation: 8, labelFlush: false },
+    legend: { ...text, orient: "top", columns: longest > 20 || innerWidth < 600 ? 2 : 5, labelLimit: innerWidth < 600 ? 130 : 240 },
     header: { labelColor: ink, labelFont: font, labelFontSize: 13, labelFontWeight: 600, labelAnchor: "start" },
     text: { color: ink, fill: ink, fontSize: 12 },
     rule: { color: ink },
@@ -31,8 +33,8 @@ function colours() {
 function fitted(spec, width) {
   if (!spec.facet) return spec;
   const columns = Math.max(1, Math.min(spec.columns, Math.floor(width / 330)));
-  const panel = Math.floor((width - 80) / columns) - 22;
-  return { ...spec, columns, spec: { ...spec.spec, width: Math.max(130, Math.min(panel, 420)) } };
+  const panel = Math.max(130, Math.min(Math.floor((width - 80) / columns) - 22, 420));
+  return { ...spec, columns, facet: { ...spec.facet, header: { labelLimit: panel } }, spec: { ...spec.spec, width: panel } };
 }
 
 const parameters = () => ({ policy: one("#policy").value, workload: one("#workload").value, measure: one("#measure")?.value ?? "kl_mean" });
@@ -44,7 +46,7 @@ async function draw(figure) {
   views.delete(name);
   if (figure.hidden || !SPECS[name]) return;
   // The interpreter of expressions needs no eval, which the page's policy forbids.
-  const options = { ast: true, actions: false, renderer: "svg", defaultStyle: false, tooltip: { disableDefaultStyle: true }, logLevel: ERRORS, config: colours() };
+  const options = { ast: true, actions: false, renderer: "svg", defaultStyle: false, tooltip: { disableDefaultStyle: true }, logLevel: ERRORS, config: looks() };
   const chart = await vegaEmbed(place, fitted(SPECS[name], place.clientWidth), options);
   views.set(name, chart);
   await listen(chart.view);
@@ -90,7 +92,6 @@ function open(body, yes) {
 function paint(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
   else delete document.documentElement.dataset.theme;
-  return drawAll();
 }
 
 // A frame without rights of its own, as MLflow shows artifacts in, has no storage.
@@ -109,7 +110,6 @@ all(".filters, .tools").forEach((tools) => (tools.hidden = false));
 one(".filters").addEventListener("submit", (event) => event.preventDefault());
 ["#policy", "#workload", "#kind", "#measure"].forEach((query) => one(query)?.addEventListener("change", filter));
 one("#theme").addEventListener("change", (event) => paint(remembered(event.target.value)));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 all("tbody.many").forEach((body) => {
   open(body, false);
   body.querySelector(".toggle").addEventListener("click", () => open(body, body.classList.contains("closed")));
@@ -139,7 +139,8 @@ addEventListener("resize", () => {
 });
 
 one("#theme").value = remembered();
-paint(one("#theme").value).then(() => {
+paint(one("#theme").value);
+drawAll().then(() => {
   filter();
   document.documentElement.dataset.ready = "";
 });

@@ -18,7 +18,7 @@ OF_WORKLOAD = "datum.workload === workload"
 WITH_BASELINE = f"{CHOSEN} || datum.policy === '{BASELINE}'"
 """Conditions of what is shown: of the policy and the workload that the page's filters ask for."""
 
-NUMBERS = {"exact", "limit", "kib", "kl", "p50", "p95", "p99", "rate", "tokens"}
+NUMBERS = {"exact", "limit", "kib", "kl", "p50", "p95", "p99", "rate", "slow", "fast", "tokens"}
 """Fields of which tooltips show three digits."""
 
 

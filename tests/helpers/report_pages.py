@@ -22,6 +22,7 @@ from stages.report import Exhibit, Occasion
 
 EDGES = [0, 256]
 STEPS = 8
+SPREAD = {"decode_tokens_per_s_slow": 120.0, "decode_tokens_per_s_fast": 4321.0}
 
 
 def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int = 40, **changes: object) -> list[SampleRow]:
@@ -62,7 +63,7 @@ def exhibit(
     steps = StepStatistics(noise, noise, noise, noise, noise, noise, np.zeros(len(noise), np.int64))
     parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
     made = report(list(of))
-    system = made.system.model_copy(update={"kib_per_token": kib, "inter_token_p99_ms": 4.0})
+    system = made.system.model_copy(update={"kib_per_token": kib, "inter_token_p99_ms": 4.0, **SPREAD})
     made = made.model_copy(
         update={
             "slices": slices(of, parts, EDGES),

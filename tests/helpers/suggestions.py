@@ -36,7 +36,8 @@ ROOTS = frozenset(key.partition(".")[0] for key in KEYS)
 PLACES = {
     "promote.name": "fp8", "promote.sweep": "20261123-1", "promote.policy": "policy.yaml", "bundle": "engine", "kv": "fp8",
     "routing.file": "routes.yaml", "routing.rollback": "chat", "monitor.snapshot": "snapshot.json", "workdir": "work",
-    "signing.key": "key.pem", "model.path": "model", "workloads.jsonl": "samples.jsonl", "calibration.jsonl": "texts.jsonl",
+    "signing.key": "key.pem", "signing.trusted": "[key.pem]",
+    "model.path": "model", "workloads.jsonl": "samples.jsonl", "calibration.jsonl": "texts.jsonl",
     "backend.python": "python3", "backend.model": "name", "backend.url": "http://127.0.0.1:8000/v1",
     "backend.api_key_env": "SERVER_KEY", "backend.baseline_url": "http://127.0.0.1:8001/v1", "backend.dtype": "float32",
     "backend.canary_url": "http://127.0.0.1:8002/v1", "capacity.weights_gib": "1.5", "weights": "fp8", "stage": "evaluate",
@@ -63,6 +64,13 @@ def suggested(message: str) -> Iterator[str]:
                 yield found[0].rstrip(".?")
         for found in CORRECTED.finditer(text):
             yield f"{found['key']}={found['right']}"
+
+
+def arguments(text: str) -> Iterator[str]:
+    """Yield the overrides of a text that is nothing else: arguments of a command that a message puts together."""
+    words = text.split()
+    if all(OVERRIDE.fullmatch(word) and word.lstrip("+").partition("=")[0] in KEYS | GROUPS for word in words):
+        yield from words
 
 
 def renamed(message: str) -> list[str]:
@@ -130,6 +138,12 @@ def _contexts(key: str, refusals: list[str]) -> Iterator[list[str]]:
         yield ["backend=trtllm", "backend.target=pytorch"]
     elif key == "workloads.jsonl":
         yield ["workloads=jsonl"]
+    elif key == "signing.trusted":
+        yield ["stage=verify", *REQUIRED["verify"]]
+    elif key == "workloads":
+        yield ["workloads.jsonl=samples.jsonl"]
+    elif key.startswith("workloads.bfcl."):
+        yield ["workloads=bfcl"]
     elif key == "stage":
         for stage in get_args(Stage):
             yield REQUIRED.get(stage, [])

@@ -1,5 +1,6 @@
 """The whole path on the trained tiny model, through the command line: sweep, verdicts, promotion, refusals, rollback."""
 
+import html
 import json
 import shlex
 import shutil
@@ -45,6 +46,10 @@ def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Sw
         assert all(check["where"] in text for check in candidate["checks"])
         attached = work / "mlartifacts" / candidate["registration"]["run_id"] / "artifacts" / page.name
         assert attached.read_bytes() == page.read_bytes()
+    arguments = [f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"]
+    repeated = summary(work)["command"]
+    assert sorted(shlex.split(repeated)[3:]) == sorted(arguments)
+    assert repeated in html.unescape(text)
     assert "Prompt</summary>" in text, "answers of int4_tensor are lost, and shown with their prompts"
     assert "is not complete" not in result.stderr
 
@@ -88,7 +93,7 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     work, sweep = swept
     (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
-    assert program == "python"
+    assert Path(program).name == "python", "or its path, where a shell finds another one"
     before = {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))}
     assert arguments[:2] == ["-m", "pipeline"]
     rehearsed = command([*arguments[2:], "dry=true"], work.parent)
@@ -104,6 +109,8 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert "mlflow server --backend-store-uri" in result.stdout
     page = (work / "report.html").read_text(encoding="utf-8")
     assert "★ champion" in page
+    assert summary(work)["command"] in html.unescape(page), "what judged the candidates, not what promoted one"
+    assert "hydra.job" not in page
     assert "fp8 (version" in page
 
 

@@ -177,6 +177,8 @@ def test_the_users_process_stays_as_it_was(
         ("tiny", {"seed": -1, "backend.threads": 0}, "\n"),
         ("tiny", {"kv.grp": 3}, "kv.grp: unknown key"),
         ("tiny", {"stage": "all"}, "stage=all: evaluate is stage=evaluate; leave it out"),
+        ("tiny", {"dry": True}, "dry=True: evaluate judges; "),
+        ("tiny", {"log": "json"}, "log=json: is about what a command prints; "),
         ("tiny", {"seed": {1}}, "seed: a set is no value of a configuration"),
         ("tiny", {"tracking.uri": "postgresql://me:hunter2@host/db"}, "tracking.uri must not hold a password"),
         ("nowhere/at all", {}, "nowhere/at all: no such directory"),

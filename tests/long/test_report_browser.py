@@ -150,6 +150,11 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         for details in one.page.locator("details:not(.matrix details)").all():
             details.evaluate("element => element.open = true")
         assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+        cut = one.page.evaluate(
+            """[...document.querySelectorAll('tbody th')].filter((e) => e.scrollWidth > e.clientWidth + 1)
+               .map((e) => e.innerText)"""
+        )
+        assert cut == [], "the column that stays while a table scrolls covers no other"
         outside = one.page.evaluate(
             """[...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg") && e.checkVisibility()
                && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
@@ -168,6 +173,42 @@ def test_dark_and_light_follow_the_system_and_the_switch(browser: "Browser", rep
         assert one.page.evaluate(background) == "rgb(255, 255, 255)"
         one.page.select_option("#theme", "dark")
         assert one.page.evaluate(background) == dark
+
+
+def test_charts_follow_the_theme(browser: "Browser", report: Path) -> None:
+    label = "getComputedStyle(document.querySelector('[data-chart=quality] .role-axis-label text')).fill"
+    with opened(browser, report, color_scheme="dark") as one:
+        dark = one.page.evaluate(label)
+        one.page.select_option("#theme", "light")
+        assert one.page.evaluate(label) != dark
+
+
+@pytest.mark.parametrize("theme", ["", "dark"])
+def test_paper_is_white_and_cuts_nothing_off(browser: "Browser", report: Path, theme: str) -> None:
+    with opened(browser, report, viewport={"width": 1400, "height": 900}) as one:
+        one.page.select_option("#theme", theme)
+        one.page.set_viewport_size({"width": 1030, "height": 700})  # A4 lying, less its margins
+        one.page.wait_for_timeout(200)
+        one.page.emulate_media(media="print")
+        assert one.page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+        outside = one.page.evaluate(
+            """[...document.querySelectorAll("main table, main svg, main pre")].filter((e) => e.checkVisibility()
+               && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
+        )
+        assert outside == []
+
+
+def test_long_names_push_no_panel_off_the_page_and_break_between_words(browser: "Browser", tmp_path: Path) -> None:
+    names = [f"int4 kv.sink_tokens={number} kv.eviction.window_tokens=128 kv.value.group_size=32" for number in range(6)]
+    path = write_page(tmp_path / "report.html", [exhibit(tmp_path, name, rows(1)) for name in names], occasion(tmp_path))
+    with opened(browser, path) as one:
+        room, drawn = one.page.evaluate(
+            "[document.querySelector('[data-chart=depth] .chart'), document.querySelector('[data-chart=depth] svg')]"
+            ".map((e) => e.getBoundingClientRect().width)"
+        )
+        assert drawn <= room + 1
+        name = one.page.locator(".overview tbody th bdi", has_text="sink_tokens=0").first
+        assert name.evaluate("e => e.getClientRects().length") <= 4, "a name of four words"
 
 
 def test_without_scripts_all_tables_are_there(browser: "Browser", report: Path) -> None:

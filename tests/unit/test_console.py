@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipeline.artifacts import digest
+from pipeline.run.chain import Chain
 from pipeline.terminal import console, phases
 from pipeline.terminal.phases import Phase
 from pipeline.terminal.texts import relative
@@ -161,6 +163,19 @@ def test_what_is_done_before_the_first_artifact_is_said(monkeypatch: pytest.Monk
     written = stderr(monkeypatch, terminal=False)
     with console.doing("opening MLflow"):
         wait_for(written, "  opening MLflow: ")
+
+
+def test_a_decision_between_two_rounds_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(phases, "FIRST_SECONDS", 0.01)
+    written = stderr(monkeypatch, terminal=False)
+    monkeypatch.setattr(Chain, "_join", lambda *_: wait_for(written, "  deciding whether to ask more: "))
+    for name in ("load_report", "load_rows", "decide", "is_final"):
+        monkeypatch.setattr(f"pipeline.run.chain.{name}", lambda *_: True)
+    chain = Chain.__new__(Chain)
+    chain.config = SimpleNamespace(gates=None)  # type: ignore[assignment]
+    monkeypatch.chdir(tmp_path)
+    anything: Any = None
+    assert chain._is_decided([], anything, anything) is True
 
 
 def test_what_takes_a_moment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from pipeline.dry import ahead
 from pipeline.dry.command import foretell
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
+from pipeline.run.runner import run
 from pipeline.terminal import console
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
@@ -152,6 +154,28 @@ def test_what_the_disk_does_not_hold_in_all_is_a_problem(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert foretell(planned(used, "stage=evaluate", "kv=int8,int4", sweeping=True)) == 4
     assert "the artifacts of this command take" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for module in ("mlflow_store", "mlflow_client"):
+        monkeypatch.delitem(sys.modules, f"pipeline.registry.{module}", raising=False)
+
+
+@pytest.mark.usefixtures("no_mlflow")
+def test_without_mlflow_a_run_and_its_dry_run_say_that_it_is_missing(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = planned(used, "stage=evaluate", "kv=int8", "tracking=mlflow")
+    assert foretell(jobs) == 4
+    assert "needs mlflow, which is not installed here" in capsys.readouterr().err
+    with pytest.raises(MissingRequirement, match="needs mlflow, which is not installed here"):
+        run(jobs.jobs[0], "20260101-000000-1-a", False, [])
+
+
+def test_more_threads_than_processors_are_said(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foretell(planned(used, "stage=evaluate", "kv=int8", "backend.threads=64"))
+    threads = capsys.readouterr().out.count("backend.threads=64: this machine has")
+    assert threads == (1 if (os.cpu_count() or 1) < 64 else 0)
 
 
 def test_more_memory_at_once_than_the_machine_has_is_a_problem_and_more_than_is_free_is_said(

@@ -12,6 +12,7 @@ import pytest
 from bad_input.case import Case, Commands, Outcome
 
 from pipeline.config.config import Config
+from pipeline.core.redaction import RedactedStream
 from pipeline.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,7 +216,9 @@ def test_an_option_shows_what_it_is_for_or_is_refused_in_a_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--help", "--info", "--cfg job -m kv=fp8,int8"])
+@pytest.mark.parametrize(
+    "option", ["--help", "--info", "--cfg job -m kv=fp8,int8", "stage=capacity log=quiet", "stage=capacity log=json"]
+)
 def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)  # as `head` that has ended
@@ -224,4 +227,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
             [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
+    assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "work goes on to its end"
+
+
+def test_nothing_is_raised_where_nobody_reads_either_stream() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w", buffering=1) as closed:
+        stream = RedactedStream(closed)
+        for _ in range(3):
+            print("a line", file=stream, flush=True)

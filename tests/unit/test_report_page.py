@@ -129,6 +129,49 @@ def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path:
         assert vl_convert.vegalite_to_vega(spec)["marks"], name
 
 
+def drawn(spec: Any, key: str) -> list[Any]:
+    """All that a specification says under a key, at whatever depth."""
+    if isinstance(spec, list):
+        return [found for one in spec for found in drawn(one, key)]
+    if not isinstance(spec, dict):
+        return []
+    return [*([spec[key]] if key in spec else []), *(found for one in spec.values() for found in drawn(one, key))]
+
+
+@pytest.mark.parametrize("chart", ["context", "position"])
+def test_kl_by_place_shows_the_gate_and_the_floor(chart: str, judged: list[Exhibit], tmp_path: Path) -> None:
+    charts = make_page(judged, occasion(tmp_path)).charts
+    said = [one for one in drawn(charts[chart], "says") if isinstance(one, str)]
+    assert said == ["gate max_mean_kl: 0.05", "A/A floor: 1.0e-05"]
+
+
+def test_throughput_has_its_spread_in_the_chart_and_in_the_table(judged: list[Exhibit], tmp_path: Path) -> None:
+    page = make_page(judged, occasion(tmp_path))
+    assert [row[2] for row in page.timed] == ["1 to 1", "120 to 4,321", "120 to 4,321", "120 to 4,321"]
+    assert [one["fast"] for one in page.charts["rate"]["datasets"]["rates"]] == [1, 4321, 4321, 4321]
+    assert "fast" in drawn(page.charts["rate"], "field")
+
+
+def test_no_two_policies_are_drawn_alike(judged: list[Exhibit], tmp_path: Path) -> None:
+    many = [
+        replace(judged[0], candidate=judged[0].candidate.model_copy(update={"name": f"kv{number}"}))
+        for number in range(MOST_POLICIES)
+    ]
+    coded = make_page(many, occasion(tmp_path)).charts["position"]["layer"][1]["encoding"]
+    looks = zip(coded["color"]["scale"]["range"], map(tuple, coded["strokeDash"]["scale"]["range"]), strict=True)
+    assert len(set(looks)) == MOST_POLICIES
+
+
+def test_only_a_candidate_that_is_not_decided_says_how_many_samples_would_decide(judged: list[Exhibit], tmp_path: Path) -> None:
+    def needed(verdict: str) -> list[str]:
+        changes: dict[str, Any] = {"verdict": verdict, "samples_needed": {"copy": 1385}}
+        one = replace(judged[2], candidate=judged[2].candidate.model_copy(update=changes))
+        return [asked.needed for asked in make_page([one], occasion(tmp_path)).asked if asked.workload == "copy"]
+
+    assert needed("INCONCLUSIVE") == ["about 1,385"]
+    assert needed("FAIL") == [""]
+
+
 def test_what_differs_is_marked_word_by_word_on_both_sides() -> None:
     before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
     assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
@@ -143,6 +186,14 @@ def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judg
     assert [(flip.policy, flip.kind) for flip in cards["copy-0"].flips] == [(1, "lost"), (2, "lost")]
     assert [(flip.policy, flip.kind) for flip in cards["copy-39"].flips] == [(0, "gained"), (1, "gained"), (2, "gained")]
     assert "(copy-0)" in cards["copy-0"].prompt[0][1].head
+
+
+def test_what_a_policy_that_failed_changes_comes_last(judged: list[Exhibit]) -> None:
+    assert [exhibit.candidate.verdict for exhibit in judged] == ["INCONCLUSIVE", "INCONCLUSIVE", "FAIL"]
+    cards = changed_answers(judged).cards
+    sound = [any(flip.policy < 2 for flip in card.flips) for card in cards]
+    assert sound == sorted(sound, reverse=True)
+    assert sound.count(True) == 4
 
 
 def test_a_prompt_is_not_shown_for_a_sample_that_was_another_one(judged: list[Exhibit]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from suggestions import HOLE, KEYS, ROOTS, filled, problems, renamed, suggested
+from suggestions import HOLE, KEYS, ROOTS, arguments, filled, problems, renamed, suggested
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {"UserError", "MissingRequirement", "GateRefusal", "Unreadable"}
@@ -42,12 +42,13 @@ def sources() -> dict[Path, ast.AST]:
 def suggestions() -> dict[str, Path]:
     """What messages suggest, and where."""
     messages = {text: path for path, tree in sources().items() for text in strings(tree)}
-    return {filled(one): path for text, path in messages.items() for one in suggested(text)}
+    return {filled(one): path for text, path in messages.items() for one in [*suggested(text), *arguments(text)]}
 
 
 def test_messages_suggest_overrides() -> None:
     assert len(suggestions()) > 50
     assert {"promote.accept_broken_log=true", "gates.attempt=1", "backend.attention=graph"} <= suggestions().keys()
+    assert {"prune.apply=true", "promote.name=fp8", "workloads.bfcl.samples=1", "backend.device=cpu"} <= suggestions().keys()
 
 
 def test_suggested_overrides_are_accepted() -> None:

@@ -1,0 +1,55 @@
+"""What a call from Python is given wrongly is one exception, before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.api import UserError, champion, evaluate, load
+from pipeline.api.engines import LoadedEngine
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dry": True}, "dry=True: evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do"),
+        ({"log": "json"}, "log=json: is about what a command prints; verbose=True prints it here; leave it out"),
+        ({"stage": "build"}, "stage=build: evaluate is stage=evaluate; leave it out"),
+    ],
+)
+def test_keys_that_a_call_has_no_use_for_are_refused(
+    given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        evaluate("tiny", "int8", **given)
+    assert said in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_what_is_no_path_and_no_model_is_named(given: Any) -> None:
+    with pytest.raises(UserError, match=f"bundle={given}: is no path; give the directory of an engine"):
+        load(given)
+    with pytest.raises(UserError, match=f"model={given}: is no model; give the registered one, or the checkpoint"):
+        champion(given)
+
+
+def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
+        champion(Path("models/Qwen3"), workdir=tmp_path, tracking_uri=f"sqlite:///{tmp_path}/none.db")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "said"),
+    [
+        ("hello", 0, "max_new_tokens=0: must be a whole number of at least 1"),
+        ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
+        (5, 8, "prompt: 5 is none; give a text, or a conversation"),
+    ],
+)
+def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:
+    engine = LoadedEngine.__new__(LoadedEngine)  # nothing of an engine is asked
+    with pytest.raises(UserError) as caught:
+        engine.generate(prompt, most)
+    assert str(caught.value) == said
