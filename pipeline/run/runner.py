@@ -30,7 +30,8 @@ from pipeline.run import planning
 from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
 from pipeline.run.served import open_chain
-from pipeline.run.serving import compare_in_mlflow, monitor, promote, promote_from, rollback, route, show, verify
+from pipeline.run.serving import monitor, promote, promote_from, rollback, route, verify
+from pipeline.run.showing import compare_in_mlflow, show
 from pipeline.run.tuning import tune
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.commands import typed, whole

@@ -1,25 +1,19 @@
-"""The stages that change or check what serves: promote, rollback, route, monitor, verify; and report.html."""
+"""The stages that change or check what serves: promote, rollback, route, monitor, verify."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from pipeline import __version__
 from pipeline.config.config import Config
-from pipeline.core.errors import REFUSALS, GateRefusal, MissingRequirement, UserError
-from pipeline.core.records import Sample
-from pipeline.core.redaction import redact_text
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
-from pipeline.evidence.verify import replay, requested_workloads
-from pipeline.loading.load import evaluation, plots, reports, required_libraries
-from pipeline.pages.comparison import outdated, saved_view
+from pipeline.evidence.verify import replay
+from pipeline.loading.load import plots, required_libraries
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -27,6 +21,7 @@ from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.routing.files import read_routing_file
 from pipeline.run.job import Run
+from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
@@ -37,9 +32,6 @@ from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
-
-PAGE = "report.html"
-"""In the work directory: what the last evaluation, sweep or promotion looked at."""
 
 
 def promote(run: Run) -> None:
@@ -158,103 +150,8 @@ def _advised(
 @contextmanager
 def _told(move: promotion.Move) -> Iterator[None]:
     """Say what went wrong in the block, which only tells of a move: it is decided, and no failure takes it back."""
-    with _warned(f"{move.message}; what follows it failed"):
+    with warned(f"{move.message}; what follows it failed"):
         yield
-
-
-@contextmanager
-def _warned(what: str) -> Iterator[None]:
-    """Say what went wrong in the block, which decides nothing."""
-    try:
-        yield
-    except Exception as error:
-        detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
-        console.warning(f"{what}: {detail}")
-
-
-def show(
-    config: Config, candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", *, sweep: str, **occasion: Any
-) -> None:
-    """Write the page about candidates and attach it to their runs. It decides nothing, and a failure is a warning.
-
-    Args:
-        config: Any configuration of the command.
-        candidates: What was judged, in the order of the summary.
-        store: Opens the tracking store; nothing is attached where it returns None.
-        sweep: Id of the candidates' sweep.
-        occasion: More of what the command says of them: fields of `stages.report.Occasion`.
-    """
-    with _warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
-        about = reports().Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
-        exhibits = _exhibits(candidates)
-        page = reports().write_page(config.work / PAGE, exhibits, about)
-        console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
-        tracked = [one.registration.run_id for one in candidates if one.registration is not None]
-        opened = store() if tracked else None
-        if opened is None:
-            return
-        if any(exhibit.own for exhibit in exhibits):
-            page = reports().write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
-        for run_id in tracked:
-            opened.attach(run_id, [page])
-
-
-def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
-    """Save the view of a sweep's comparison and print its address, or that of the only candidate's run. A failure warns."""
-    with _warned("MLflow's comparison is not there"):
-        tracked = [candidate for candidate in candidates if candidate.registration is not None]
-        opened = store() if tracked else None
-        if opened is None:
-            return
-        if len(tracked) > 1:
-            opened.save_view(sweep, saved_view(sweep, time.time()))
-            for name in outdated(opened.views()):
-                opened.remove_view(name)
-        tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
-
-
-def _exhibits(candidates: Sequence[Candidate]) -> list[Any]:
-    """Return the candidates with their evidence, as far as that can be read."""
-    known: dict[str, list[Sample]] = {}
-
-    def asked(workloads: WorkloadsConfig) -> list[Sample]:
-        key = workloads.model_dump_json()
-        if key not in known:
-            known[key] = evaluation().load_samples(workloads)
-        return known[key]
-
-    return [_exhibit(candidate, asked) for candidate in candidates]
-
-
-def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sample]]) -> Any:
-    try:
-        evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    except UserError as error:
-        return reports().Exhibit(candidate, problem=str(error))
-    identity, problem, own = evidence.identity, evidence.problem, set[str]()
-    samples = list[Sample]()
-    try:
-        workloads = requested_workloads(evidence)
-        samples = asked(workloads)
-        if workloads.jsonl is not None:
-            own = {sample.id for sample in samples} - {s.id for s in asked(workloads.model_copy(update={"jsonl": None}))}
-    except REFUSALS as error:
-        problem = problem or f"its prompts cannot be made again: {error}"
-    return reports().Exhibit(
-        candidate,
-        problem=problem,
-        report=evidence.report,
-        rows=evidence.rows,
-        samples=samples,
-        own=own,
-        binds=identity.binds,
-        settings={
-            "kv": identity.link("engine").parts["config"].get("kv", {}),
-            "gates": identity.gates.model_dump(mode="json"),
-            **identity.link("evaluation").parts["config"],
-        },
-        evidence=evidence.directory,
-    )
 
 
 def rollback(run: Run) -> None:

@@ -49,6 +49,15 @@ class Piece:
             return {}
         return parts if isinstance(parts, dict) else {}
 
+    @property
+    def label(self) -> str:
+        """What a person knows it by: the policy and the library of a plan, where its manifest names them, and its place."""
+        config = self.parts.get("config")
+        config = config if isinstance(config, dict) else {}
+        policy = config.get("kv")
+        known = (policy.get("name") if isinstance(policy, dict) else None, config.get("library"))
+        return " ".join([*(name for name in known if isinstance(name, str)), self.path.name.lstrip(".")[:8]])
+
 
 UNFINISHED, SCRATCH_KIND, POOL_KIND = "unfinished", "scratch", "pool"
 

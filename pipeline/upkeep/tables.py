@@ -115,7 +115,7 @@ def print_plan(plan: Plan, *, applied: bool) -> None:
     if plan.gone:
         rows = []
         for kind, pieces, held in plan.kinds:
-            names = [piece.path.name.lstrip(".")[:8] for piece in pieces]
+            names = [piece.label for piece in pieces]
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             rows.append(Row(kind, [len(pieces), size(held)], ", ".join(names[:SHOWN]) + more))
         columns = [Column("count", "count", ",d"), _words("size")]

@@ -181,6 +181,13 @@ def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground)
     assert "tune" in kinds
 
 
+def test_an_artifact_is_listed_by_its_policy_and_its_place(ground: Ground) -> None:
+    pieces = read_disk(ground.artifacts).artifacts.values()
+    built = {piece.label.partition(" ")[0] for piece in pieces if piece.kind == "build"}
+    assert {"fp16", "fp8k_int4v"} <= built
+    assert all(piece.label.endswith(piece.path.name[:8]) for piece in pieces)
+
+
 def test_the_bytes_that_are_said_are_those_that_are_freed(copied: Path) -> None:
     shared = next(copied.glob("build/*/weights.bin"))
     linked = next(path for path in copied.glob("quantize/*/checkpoint/model.safetensors"))

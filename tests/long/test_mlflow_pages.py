@@ -19,7 +19,7 @@ from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
-from pipeline.run.serving import compare_in_mlflow
+from pipeline.run.showing import compare_in_mlflow
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.tracked import flat_metrics
 

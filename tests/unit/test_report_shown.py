@@ -12,7 +12,7 @@ from pipeline.config.compose import plan
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.registry.summary import Candidate, Cited, Registration
-from pipeline.run import serving
+from pipeline.run import showing
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE
 
@@ -59,13 +59,13 @@ def work(tmp_path: Path) -> Path:
 
 def show(work: Path, shown: Candidate, store: Runs | None) -> None:
     config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
-    serving.show(config, [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
+    showing.show(config, [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
 
 
 def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) -> None:
     store, directory = Runs(), judged_engine(work / "artifacts", copy=3)
     show(work, candidate(directory), store)
-    page = (work / serving.PAGE).read_text(encoding="utf-8")
+    page = (work / showing.PAGE).read_text(encoding="utf-8")
     assert store.attached == {"run-1": page}
     assert "stage=verify bundle=" in page
     assert read_evidence(directory).identity.binds["gates"] in page
@@ -81,7 +81,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = Runs()
     show(work, candidate(directory), store)
-    page = (work / serving.PAGE).read_text(encoding="utf-8")
+    page = (work / showing.PAGE).read_text(encoding="utf-8")
     assert "our secret recipe" in page
     assert "our secret recipe" not in store.attached["run-1"]
     assert "two spoons" in store.attached["run-1"], "answers are MLflow's anyway, in samples.jsonl"
@@ -94,8 +94,8 @@ def test_no_store_is_opened_without_a_registered_candidate(work: Path) -> None:
         pytest.fail("opened")
 
     config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
-    serving.show(config, [shown], never, sweep="s")
-    assert (work / serving.PAGE).is_file()
+    showing.show(config, [shown], never, sweep="s")
+    assert (work / showing.PAGE).is_file()
 
 
 def test_evidence_that_cannot_be_read_is_said_on_the_page(work: Path) -> None:
@@ -103,7 +103,7 @@ def test_evidence_that_cannot_be_read_is_said_on_the_page(work: Path) -> None:
     shown = candidate(directory)
     (directory / IDENTITY_FILE).write_text("{}")
     show(work, shown, None)
-    assert f"{directory / IDENTITY_FILE}: schema_version: Field required" in (work / serving.PAGE).read_text(encoding="utf-8")
+    assert f"{directory / IDENTITY_FILE}: schema_version: Field required" in (work / showing.PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("fault", ["a directory", "a library", "a store"])
@@ -112,7 +112,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 ) -> None:
     shown, store = candidate(judged_engine(work / "artifacts")), Runs()
     if fault == "a directory":
-        (work / serving.PAGE).mkdir()
+        (work / showing.PAGE).mkdir()
     elif fault == "a library":
         monkeypatch.setitem(__import__("sys").modules, "stages.report", None)
     else:
