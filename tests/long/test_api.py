@@ -264,7 +264,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused(judged: Evaluation) -> None
         ([], 64, "prompt: holds no message"),
         ([{"role": "user"}], 64, "is no message; give {"),
         (["Copy"], 64, "prompt: 'Copy' is no message"),
-        (ASKED, 0, "max_new_tokens must be at least 1"),
+        (ASKED, 0, "max_new_tokens=0: must be a whole number of at least 1"),
         (ASKED, 40_000, "that the model was made for"),
     ]
     with load(judged.bundle, threads=1) as engine:
