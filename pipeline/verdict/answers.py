@@ -114,11 +114,11 @@ def samples_needed(rows: Sequence[SampleRow], open_workloads: Collection[str], g
 
     A workload that the baseline rarely gets right has none: more of the same samples would not help.
     """
-    groups = [group for group in _groups(rows) if group.baseline >= gates.min_baseline_accuracy]
+    every = _groups(rows)
+    groups = [group for group in every if group.baseline >= gates.min_baseline_accuracy]
     if not any(group.name in open_workloads for group in groups):
         return {}
-    workloads = len(_groups(rows))
-    needed = {group: max(gates.min_samples, _needed(group, look, gates, workloads)) for group in groups}
+    needed = {group: max(gates.min_samples, _needed(group, look, gates, len(every))) for group in groups}
     return {group.name: count for group, count in needed.items() if group.name in open_workloads or count > group.judged}
 
 

@@ -69,3 +69,17 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [leaf for key, inner in items for leaf in leaves(inner, (*place, key))]
     return [place]
+
+
+def at(value: Any, place: tuple[Any, ...]) -> Any:
+    """The part of a JSON value at a place."""
+    for key in place:
+        value = value[key]
+    return value
+
+
+def replaced(value: Any, place: tuple[Any, ...], replacement: object) -> Any:
+    """A copy of a JSON value with another part at a place."""
+    altered = json.loads(json.dumps(value))
+    at(altered, place[:-1])[place[-1]] = replacement
+    return altered

@@ -21,7 +21,7 @@ from stages.engines.onnx.bundle import WEIGHTS_FILE
 from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.tensorrt.append import append_groups
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import build, parse
+from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plugin import (
     append_digests,
     context_digests,
@@ -183,6 +183,17 @@ def without_appends(model: onnx.ModelProto, surgery: Surgery) -> None:
         model.graph.node.remove(node)
 
 
+def parse_rest(model: onnx.ModelProto, surgery: Surgery, folder: Path) -> Parsed:
+    """Let TensorRT for RTX read what is left of a graph, without the inputs that nothing takes any more."""
+    used = {taken for node in model.graph.node for taken in node.input}
+    for value in list(model.graph.input):
+        if value.name not in used:
+            model.graph.input.remove(value)
+    onnx.save(model, folder / "rest.onnx")
+    (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
+    return parse(load("tensorrt_rtx"), folder / "rest.onnx")
+
+
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
 def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[str, Surgery], tmp_path: Path) -> None:
     """Their results become inputs, and what they take outputs: TensorRT for RTX builds the rest of the network."""
@@ -201,13 +212,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
         # keys and values go to the new codes as well, queries to the plugin alone
         query = helper.make_tensor_value_info(attend.input[0], dtype, ["B", info.q_heads, 1, info.head_dim])
         model.graph.output.append(query)
-    used = {taken for node in model.graph.node for taken in node.input}
-    for value in list(model.graph.input):
-        if value.name not in used:
-            model.graph.input.remove(value)
-    onnx.save(model, tmp_path / "rest.onnx")
-    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
-    parsed = parse(load("tensorrt_rtx"), tmp_path / "rest.onnx")
+    parsed = parse_rest(model, surgery, tmp_path)
     assert not [tensor.name for tensor in parsed.inputs if tensor.name.startswith("key_pool.0")]
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
 
@@ -226,12 +231,6 @@ def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[s
         for name, heads in zip(attend.input[:3], (info.q_heads, info.kv_heads, info.kv_heads), strict=True):
             shape = ["B", "S", heads, info.head_dim]
             model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, shape))
-    used = {taken for node in model.graph.node for taken in node.input}
-    for value in list(model.graph.input):
-        if value.name not in used:
-            model.graph.input.remove(value)
-    onnx.save(model, tmp_path / "rest.onnx")
-    (tmp_path / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
-    parsed = parse(load("tensorrt_rtx"), tmp_path / "rest.onnx")
+    parsed = parse_rest(model, surgery, tmp_path)
     assert not [tensor.name for tensor in parsed.inputs if "_pool." in tensor.name]
     assert build(parsed, surgery.limits.ranges("prefill"), [SM], nothing).data

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from amount import STRIDE
-from evidence_copies import ALL, code, edit, leaves, replayed
+from evidence_copies import ALL, at, code, edit, leaves, replaced, replayed
 from judged_engine import exported, judged_engine
 
 from pipeline.core.errors import UserError
@@ -65,14 +65,8 @@ def test_a_value_of_an_identity_that_became_null_a_list_or_a_dict_is_never_a_def
     original = json.loads((copy / IDENTITY_FILE).read_text())
     places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
     for place in random.Random(repr(replacement)).sample(places, 40):
-        identity = json.loads(json.dumps(original))
-        *parents, last = place
-        holder = identity
-        for key in parents:
-            holder = holder[key]
-        unchanged = holder[last] == replacement
-        holder[last] = replacement
-        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        unchanged = at(original, place) == replacement
+        (copy / IDENTITY_FILE).write_text(json.dumps(replaced(original, place, replacement)))
         assert code(copy) in ((0,) if unchanged else (2, 3, 4)), place
 
 
@@ -83,14 +77,9 @@ def test_any_number_or_text_that_is_altered_in_an_identity_is_noticed_and_never_
     names_only = {("kvgate",), ("model",)}
     places = [p for p in leaves(original) if p not in names_only and p[-1] not in ("title", "reason")]
     for place in chance.sample(places, 8):
-        identity = json.loads(json.dumps(original))
-        *parents, last = place
-        holder = identity
-        for key in parents:
-            holder = holder[key]
-        value = holder[last]
-        holder[last] = (not value) if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
-        (copy / IDENTITY_FILE).write_text(json.dumps(identity))
+        value = at(original, place)
+        other = (not value) if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else (value or 0) + 1
+        (copy / IDENTITY_FILE).write_text(json.dumps(replaced(original, place, other)))
         assert code(copy) in (2, 3, 4), place
 
 
@@ -129,14 +118,8 @@ def variants(original: Any, seed: int, count: int) -> Iterator[tuple[str, Any]]:
     chance = random.Random(seed)
     places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
     for place in chance.sample(places, count):
-        altered = json.loads(json.dumps(original))
-        *parents, last = place
-        holder = altered
-        for key in parents:
-            holder = holder[key]
-        replacement = chance.choice([value for value in STRANGE if value != holder[last]])
-        holder[last] = replacement
-        yield f"{place}: {replacement!r}"[:200], altered
+        replacement = chance.choice([value for value in STRANGE if value != at(original, place)])
+        yield f"{place}: {replacement!r}"[:200], replaced(original, place, replacement)
 
 
 STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, math.nan, math.inf]
