@@ -21,6 +21,12 @@ SLURM = "submitit_slurm"
 SLURM_COMMANDS = ("sbatch", "srun", "sacct")
 """Those that submitit calls: srun in a job, and to know a cluster by."""
 
+SLURM_OVERRIDES = [
+    # One folder for all, which submitit makes before it submits: Slurm fails a job whose output has no folder yet, and with
+    # the plugin's own `.submitit/%j` it is made once sbatch has returned.
+    "++hydra.launcher.submitit_folder=${hydra.sweep.dir}/.submitit",
+]
+
 RAY = "ray"
 RAY_LINES = {
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # before lines that name their job, and that may be JSON
@@ -48,7 +54,7 @@ LAST_LINES_S = 1.0
 
 
 def start(name: str, keys: Mapping[str, object]) -> list[str]:
-    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for its plugin.
+    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for the plugin.
 
     Args:
         name: The launcher's.
@@ -63,6 +69,7 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
             raise MissingRequirement(
                 f"hydra/launcher={SLURM}: no {' and no '.join(missing)} here; run it on a node of the cluster that submits jobs"
             )
+        return SLURM_OVERRIDES
     if name != RAY:
         return []
     prefix = "ray.init."

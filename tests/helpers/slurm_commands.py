@@ -120,13 +120,15 @@ def sbatch(arguments: Sequence[str]) -> None:
     _write(str(job), directory=os.getcwd(), **values)
     for task in _tasks(job):
         _write(task, state="PENDING")
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, __file__, "controller", str(job)],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=(_folder() / "controller.log").open("a"),
     )
+    while process.poll() is None and all(_read(task)["state"] == "PENDING" for task in _tasks(job)):
+        time.sleep(0.01)  # as on a busy login node, where jobs start before sbatch has returned
     print(f"Submitted batch job {job}")
 
 
@@ -148,7 +150,10 @@ def controller(arguments: Sequence[str]) -> None:
     while waiting or running:
         while waiting and len(running) < at_once:
             task = waiting.pop(0)
-            running[task] = _run(job, task, asked)
+            try:
+                running[task] = _run(job, task, asked)
+            except FileNotFoundError:  # no folder for its output, of which Slurm says no more than that
+                _write(task, state="FAILED")
         time.sleep(0.1)
         for task in [task for task, process in running.items() if process.poll() is not None]:
             code, said = running.pop(task).returncode, _read(task)
