@@ -28,9 +28,8 @@ class ExperimentRuns:
 
     def _reap(self) -> None:
         """Close the runs whose process died without closing them, on whatever machine."""
-        for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
-            if processes.abandoned(run.data.tags):
-                self.client.set_terminated(run.info.run_id, "KILLED")
+        for run_id in left_open(self.client, self.experiment_id):
+            self.client.set_terminated(run_id, "KILLED")
 
     @contextmanager
     def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
@@ -113,6 +112,15 @@ class ExperimentRuns:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
+
+
+def left_open(client: Client, experiment_id: str) -> dict[str, str]:
+    """Return the names of the runs that are RUNNING although their process died, by their ids."""
+    runs = client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
+    dead = [run.info.run_id for run in runs if processes.abandoned(run.data.tags)]
+    # Read again: a process may have closed its run after the search, and ended before it was asked for.
+    again = [client.get_run(run_id).info for run_id in dead]
+    return {info.run_id: info.run_name or info.run_id for info in again if info.status == "RUNNING"}
 
 
 def _dataset(workload: Workload) -> DatasetInput:

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.registry import processes
 from pipeline.registry.reaching import SQLITE, check_reachable
 from pipeline.registry.tracking import Location
 from pipeline.trust.history import History, read_history
@@ -81,6 +80,7 @@ def read_registered(location: Location, identities: Collection[str]) -> Register
     if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
         return Registered()
     from pipeline.registry.mlflow_client import Client, MlflowException, asked_once
+    from pipeline.registry.mlflow_runs import left_open
 
     check_reachable(location)
     with asked_once():
@@ -108,7 +108,5 @@ def read_registered(location: Location, identities: Collection[str]) -> Register
                 if path is not None:
                     checkpoints[name, version.number] = path
         experiment = client.get_experiment_by_name(location.experiment)
-        found = [experiment.experiment_id] if experiment is not None else []
-        runs = client.search_runs(found, "attributes.status = 'RUNNING'", max_results=1000) if found else []
-        left = tuple(run.info.run_name or run.info.run_id for run in runs if processes.abandoned(run.data.tags))
+        left = tuple(left_open(client, experiment.experiment_id).values()) if experiment is not None else ()
     return Registered(tuple(models), left, checkpoints)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -271,6 +271,20 @@ def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, wor
     killed = {who for who, state in status.items() if state == "KILLED"}
     assert killed == {"dead", "pid used again", "dead in a container"}
     assert set(status.values()) == {"KILLED", "RUNNING"}
+
+
+def test_a_run_that_its_process_closed_after_the_search_stays_as_it_was_closed(
+    store: MlflowStore, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = store.client.create_run(store.experiment_id, tags=processes.identity())
+
+    def closed_and_dead(_tags: Mapping[str, str]) -> bool:
+        store.client.set_terminated(run.info.run_id, "FINISHED")
+        return True
+
+    monkeypatch.setattr(processes, "abandoned", closed_and_dead)
+    MlflowStore(locate(Tracking(), work, "tiny"))
+    assert store.client.get_run(run.info.run_id).info.status == "FINISHED"
 
 
 def test_a_run_puts_its_lease_off_as_long_as_it_is_open(store: MlflowStore, monkeypatch: pytest.MonkeyPatch) -> None:
