@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from judged_candidates import judged_candidate
 
@@ -20,6 +19,7 @@ from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.verdict.thresholds import Status
 
 CODE = ("pipeline.core.errors",)
 PARTS = 3
@@ -72,9 +72,7 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
     return ended
 
 
-def judge(
-    work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Literal["PASS", "FAIL"] = "PASS"
-) -> Ended:
+def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Status = "PASS") -> Ended:
     """Judge and register one policy."""
     opened = open_tracking(work, uri)
     with track(opened, sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
@@ -106,7 +104,7 @@ def judge(
     return Ended(digests, done.verdict, done.registration.model_version)
 
 
-def _candidate(folder: Path, policy: str, engine: Artifact, verdict: Literal["PASS", "FAIL"]) -> Candidate:
+def _candidate(folder: Path, policy: str, engine: Artifact, verdict: Status) -> Candidate:
     """The candidate whose evidence lies in `folder`, as it is."""
     evidence, baseline = folder / "reports" / policy, folder / "engines" / "fp16"
     own = folder / "engines" / policy

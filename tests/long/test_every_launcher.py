@@ -17,6 +17,8 @@ LAUNCHERS = {
     "submitit_local": SUBMITIT,
     "ray": RAY,
 }
+VERDICTS = {"0": "PASS", "5": "PASS", "3": "FAIL", "6": "INCONCLUSIVE"}
+"""By the seeds of `small_sweeps/sitecustomize.py` that are judged."""
 EVERY = os.environ.get("REQUIRE_RAY") == "1"
 """Whether Ray, which takes half a minute to start, runs every sweep, and is no reason to skip where it is missing."""
 OF_RAY = ("0,4,2,3", signal.SIGTERM)
@@ -52,6 +54,7 @@ def beside(request: pytest.FixtureRequest) -> tuple[str, ...]:
         ("0,5", 0, ["fp8 seed=0", "fp8 seed=5"], []),
         ("3", 3, ["fp8"], ["pipeline: error: no candidate of the sweep passed"]),
         ("5,3", 0, ["fp8 seed=5", "fp8 seed=3"], []),
+        ("6,3", 3, ["fp8 seed=6", "fp8 seed=3"], ["pipeline: error: no candidate of the sweep passed"]),
         (
             "0,4,2,3",
             2,
@@ -68,6 +71,8 @@ def test_every_launcher_gives_the_same_verdicts_order_and_exit_code(
     swept = sweep(tmp_path, seeds, *launcher)
     assert swept.code == code, swept.stderr
     assert swept.names == names
+    verdicts = [VERDICTS[seed] for seed in seeds.split(",") if seed in VERDICTS]
+    assert [candidate["verdict"] for candidate in swept.summary["candidates"]] == verdicts
     assert (swept.summary["exit_code"], swept.summary["ended"]) == (code, swept.summary["jobs"])
     for line in said:
         assert swept.stderr.count(line) == 1, swept.stderr

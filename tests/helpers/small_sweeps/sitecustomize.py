@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 RUNNER = "pipeline.run.runner"
 
-PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, KILLED, WAITS, WAITS_ONCE = 0, 1, 2, 3, 4, 9, 15, 16
+PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS, WAITS_ONCE = 0, 1, 2, 3, 4, 6, 9, 15, 16
 """Seeds. From DEFECT to MISSING they are the exit codes of a command with that job alone. WAITS_ONCE passes when requeued."""
 WAIT_S = 120.0
 """Seconds that a job with the seed WAITS takes: no test waits for its end."""
@@ -47,7 +47,8 @@ def evaluate(run: Any) -> None:
     if seed == WAITS or (seed == WAITS_ONCE and "SLURM_RESTART_COUNT" not in os.environ):
         (work / f"waits-{os.getpid()}").touch()
         time.sleep(WAIT_S)
-    verdict: Literal["PASS", "FAIL"] = "FAIL" if seed == FAILS else "PASS"
+    verdicts: dict[int, Literal["PASS", "FAIL", "INCONCLUSIVE"]] = {FAILS: "FAIL", UNDECIDED: "INCONCLUSIVE"}
+    verdict = verdicts.get(seed, "PASS")
     if run.config.tracking.enabled:
         with _measured(work / "small" / f"{run.label}.json"):
             checkpoint = work.parent / "model.safetensors"
