@@ -46,10 +46,6 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def _job(composed: DictConfig) -> None:
-    # Imported late: a configuration error must show before the runner's libraries are loaded.
-    with console.doing("starting"):
-        from pipeline.run.runner import run
-
     redact_output()  # a launcher may run the job in a process of its own
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # and so it does here; what a cluster set stays
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -63,6 +59,10 @@ def _job(composed: DictConfig) -> None:
         changed = named(hydra_config.overrides.task, os.environ[SWEPT_VARIABLE].split())
         of = int(os.environ[JOBS_VARIABLE]) if sweeping else 1
         beside_others = sweeping and hydra_config.runtime.choices[LAUNCHER] != BASIC
+        job = console.Job(config.stage, " ".join([config.kv.name, *changed]), number, of)
+        # Imported late: a configuration error must show before the runner's libraries are loaded.
+        with console.doing(f"{job.name}starting"):
+            from pipeline.run.runner import run
         run(
             config,
             os.environ[SWEEP_VARIABLE],

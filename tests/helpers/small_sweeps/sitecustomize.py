@@ -22,6 +22,8 @@ PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS, WAITS_ONCE 
 """Seeds. From DEFECT to MISSING they are the exit codes of a command with that job alone. WAITS_ONCE passes when requeued."""
 WAIT_S = 120.0
 """Seconds that a job with the seed WAITS takes: no test waits for its end."""
+SLOW_START = "SMALL_SWEEPS_START_S"
+"""Environment variable: seconds that the runner's libraries take to load, as on a busy file system."""
 
 
 def evaluate(run: Any) -> None:
@@ -94,6 +96,7 @@ class _Patching(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        time.sleep(float(os.environ.get(SLOW_START, "0")))
         self._loader.exec_module(module)
         stages: dict[str, Callable[[Any], None]] = vars(module)["STAGES"]
         stages["evaluate"] = evaluate
