@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.artifacts.server import ServedEngine
+from pipeline.core.engine import Engine
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import KVScales
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.records import Capacity

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import Engine, ReadableEngine
 from stages.evaluate.distances.distance import log_softmax
 
 MAX_KL = 0.01
@@ -56,7 +56,7 @@ class Bench(Protocol):
         """
         ...
 
-    def engine(self, *, cuda_graphs: bool) -> ReadableEngine:
+    def engine(self, *, cuda_graphs: bool) -> Engine:
         """Load a new engine of the plans with the plugin."""
         ...
 
