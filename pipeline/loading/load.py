@@ -21,7 +21,6 @@ from pipeline.loading.protocols import (
     DecodingAgain,
     Evaluation,
     Exporting,
-    Plots,
     Quantization,
     Reports,
     Tuning,
@@ -61,11 +60,6 @@ def evaluation() -> Evaluation:
 def again() -> DecodingAgain:
     """Load `stages.evaluate.again`, which is no part of the key of an evaluation."""
     return cast(DecodingAgain, _load("stages.evaluate.again"))
-
-
-def plots() -> Plots:
-    """Load `stages.evaluate.plots`, which imports matplotlib."""
-    return cast(Plots, _load("stages.evaluate.plots"))
 
 
 def reports() -> Reports:

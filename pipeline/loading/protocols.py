@@ -10,11 +10,9 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.core.scales import KVScales
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneConfig
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Gates
 
 
 class Conversion(Protocol):
@@ -238,26 +236,6 @@ class Evaluation(Protocol):
 
     def MeasuredRound(self, baseline: Path, candidate: Path) -> Any:
         """Return the directories of a round that ran."""
-        ...
-
-
-class Plots(Protocol):
-    """`stages.evaluate.plots`: each function writes one PNG and returns its path."""
-
-    def kl_by_context(self, rows: Sequence[SampleRow], policy: str, path: Path, *, gates: Gates, noise: float | None) -> Path:
-        """Plot each sample's mean KL over its context length, with what the gates allow and the noise floor."""
-        ...
-
-    def flips_by_workload(self, rows: Sequence[SampleRow], policy: str, path: Path, *, gates: Gates) -> Path:
-        """Plot the answers that were lost and gained, with the margins."""
-        ...
-
-    def quality_by_memory(self, candidates: Sequence[Candidate], path: Path, *, gates: Gates) -> Path:
-        """Plot each candidate's mean KL against its cache's bytes per token, with what the gates allow and FP16."""
-        ...
-
-    def requests_by_context(self, capacity: Capacity, path: Path) -> Path:
-        """Plot how many requests each policy admits over their length."""
         ...
 
 

@@ -24,7 +24,7 @@ from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
 from pipeline.dry import ahead
 from pipeline.loading import load
-from pipeline.run import inputs, runner
+from pipeline.run import inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "pipeline.core.errors"
@@ -146,7 +146,6 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "evaluation", FakeEvaluation)
     for module in (load, inputs, ahead):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
-    monkeypatch.setattr(runner, "_sample_plots", lambda *_: [])
 
 
 def _export(_: Path, __: Path, out: Path, **___: object) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from gate_reports import GATES
 
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
@@ -25,19 +24,18 @@ from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
-from pipeline.loading.load import open_loader, plots, required_libraries
+from pipeline.loading.load import conversion, open_loader, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stages.evaluate.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    fix = r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
+    monkeypatch.delitem(sys.modules, "stages.gguf.convert", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fix = r"stages\.gguf\.convert needs torch, .* pip install torch"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        plots().kl_by_context([], "fp8", Path("nowhere.png"), gates=GATES, noise=None)
+        conversion()
     assert exit_code(caught.value) == 4
 
 
