@@ -20,7 +20,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, read_evidence
 from pipeline.evidence.verify import replay_record
-from pipeline.loading.load import plots, required_libraries
+from pipeline.loading import required_libraries
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -65,7 +65,9 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     if not config.dry:
         path = _write(config, CAPACITY, capacity)
         with required_libraries():
-            plot = plots().requests_by_context(capacity, config.work / PLOT)
+            from stages.evaluate.plots import requests_by_context
+
+            plot = requests_by_context(capacity, config.work / PLOT)
         console.result("written", str(path), str(plot), paste=True, files=[path, plot])
     _require_room(capacity)
     next_steps.show(next_steps.after_capacity(typed()))

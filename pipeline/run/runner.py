@@ -20,7 +20,7 @@ from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.loading.load import plots, required_libraries
+from pipeline.loading import required_libraries
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS
@@ -127,9 +127,11 @@ def evaluate(run: Run) -> None:
 def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
     noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
     with required_libraries():
+        from stages.evaluate import plots
+
         return [
-            plots().kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
-            plots().flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
+            plots.kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
+            plots.flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
         ]
 
 

@@ -13,7 +13,7 @@ from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
-from pipeline.loading.load import plots, required_libraries
+from pipeline.loading import required_libraries
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -59,7 +59,9 @@ def promote_from(run: Run, last: summary.Summary) -> None:
 
         def draw(candidates: Sequence[Candidate]) -> None:
             with required_libraries():
-                plots().quality_by_memory(candidates, plot, gates=config.gates)
+                from stages.evaluate.plots import quality_by_memory
+
+                quality_by_memory(candidates, plot, gates=config.gates)
 
         candidates, move = move_champion(run, store, listed, last.sweep, draw)
         with _told(move):
