@@ -12,7 +12,7 @@ from pipeline.artifacts.workdir import all_memory, free_bytes, lacks
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
 from pipeline.core.errors import MissingRequirement
-from pipeline.loading.load import open_loader
+from pipeline.loading import open_loader
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, weight_bytes

@@ -19,7 +19,7 @@ from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.loading.load import required_libraries
+from pipeline.loading import required_libraries
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
 from pipeline.registry.proof import PASS

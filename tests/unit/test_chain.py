@@ -24,7 +24,7 @@ from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
-from pipeline.loading.load import conversion, open_loader, required_libraries
+from pipeline.loading import open_loader, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
@@ -35,7 +35,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "torch", None)
     fix = r"stages\.gguf\.convert needs torch, .* pip install torch"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        conversion()
+        import_module("stages.gguf.convert")
     assert exit_code(caught.value) == 4
 
 
@@ -88,7 +88,7 @@ def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(n
 
 def test_opening_a_backend_loads_nothing_heavy() -> None:
     opened = "; ".join(f"open_loader(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
-    program = f"import sys; from pipeline.loading.load import open_loader; from pipeline.config.compose import plan; {opened}"
+    program = f"import sys; from pipeline.loading import open_loader; from pipeline.config.compose import plan; {opened}"
     command = [sys.executable, "-c", f"{program}; print(*sys.modules)"]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert {"torch", "onnx", "onnxruntime", "tensorrt_rtx", "transformers"}.isdisjoint(loaded)
