@@ -10,9 +10,10 @@ from typing import Any, Self
 
 from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, MemoryReport, Sample
+from pipeline.core.records import MemoryReport, Sample
 
 THREADS = "OMP_NUM_THREADS"
 THREADED = ("onnxruntime", "torch")
@@ -77,9 +78,8 @@ class LoadedEngine:
     def close(self) -> None:
         """Free its memory, end its process where it has one, and remove what `champion` downloaded for it."""
         engine, self._engine = self._engine, None
-        end = getattr(engine, "close", None)  # of backends that run in an interpreter of their own
-        if end is not None:
-            end()
+        if engine is not None:
+            engine.close()
         if self.downloaded is not None:
             self.downloaded.cleanup()
 
@@ -141,7 +141,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     directory = _engine_directory(path_of(bundle, "bundle", "the directory of an engine"))
     from pipeline.evidence.identity import read_bundle
-    from pipeline.loading.load import evaluation, open_loader, required_libraries
+    from pipeline.loading import open_loader, required_libraries
 
     record = read_bundle(directory)
     name = record.get("backend")
@@ -150,11 +150,13 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         values["backend.threads"] = threads if threads is not None else _threads_asked_for()
     config = compose({**values, **overrides})
     with required_libraries():
+        from stages.evaluate import open_tokenizer
+
         backend = open_loader(config.backend)
         if not isinstance(backend, Backend):
             raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
         return LoadedEngine(
-            backend.load(directory), evaluation().open_tokenizer(directory), directory, str(name), _longest(directory, record)
+            backend.load(directory), open_tokenizer(directory), directory, str(name), _longest(directory, record)
         )
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,32 +12,22 @@ from pipeline.artifacts.workdir import all_memory, free_bytes, lacks
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
 from pipeline.core.errors import MissingRequirement
-from pipeline.loading.load import open_loader
+from pipeline.loading import open_loader
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, weight_bytes
 from pipeline.terminal.dry import Row, size, total
 
-PLOTTING = (*JUDGING, "tune", "promote", "capacity")
-"""Stages that draw."""
-
 
 def checks_ahead(config: Config) -> list[Callable[[], object]]:
     """Return the checks of what only the middle of a run would find; the stages that move aliases rehearse it instead."""
     found: list[Callable[[], object]] = []
-    if config.stage in PLOTTING:
-        found.append(partial(_require, "matplotlib"))
     if config.stage in JUDGING:
         found.append(open_loader(config.backend).check_runs)
         found.append(partial(_check_memory, config))
         if config.tracking.enabled:
             found.append(partial(check_store, config))
     return found
-
-
-def _require(library: str) -> None:
-    if find_spec(library) is None:
-        raise MissingRequirement(f"{library} is not installed here, and the end of the command needs it: pip install {library}")
 
 
 def check_store(config: Config) -> None:

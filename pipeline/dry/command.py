@@ -20,7 +20,7 @@ from pipeline.dry.costs import Costs
 from pipeline.dry.rehearsal import rehearse
 from pipeline.dry.rows import rows_of
 from pipeline.dry.store import ForeseenStore
-from pipeline.loading.load import required_libraries
+from pipeline.loading import required_libraries
 from pipeline.registry.proof import PASS
 from pipeline.run.inputs import checks
 from pipeline.terminal import console

@@ -70,7 +70,7 @@ def _move(config: Config) -> None:
             location = locate(config.tracking, config.work, config.model.label)
             _say(f"{named(location)} is shared with others: what stage={config.stage} would move is not looked at")
         elif config.stage == "promote":
-            _, move = move_champion(run, run.registry(), listed, last.sweep, lambda _: None)
+            _, move = move_champion(run, run.registry(), listed, last.sweep)
             _say(f"{move.message}{'' if move.changed else '; nothing would move'}")
         elif config.stage == "rollback":
             _say(promotion.rollback(run.log(run.registry())).message)

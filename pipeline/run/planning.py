@@ -20,7 +20,6 @@ from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, read_evidence
 from pipeline.evidence.verify import replay_record
-from pipeline.loading.load import plots, required_libraries
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -37,7 +36,7 @@ from pipeline.terminal.commands import typed
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
-CAPACITY, PLOT, RECOMMENDATION = "capacity.json", "capacity.png", "recommendation.json"
+CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """In the work directory: what the stages said last."""
 
 SIZE_TOLERANCE = 1e-9
@@ -45,7 +44,7 @@ SIZE_TOLERANCE = 1e-9
 
 
 def show_capacity(config: Config, sweeping: bool) -> None:
-    """Print, write and plot what the memory holds under every policy of conf/kv and under `kv=`.
+    """Print and write what the memory holds under every policy of conf/kv and under `kv=`.
 
     Raises:
         UserError: in a sweep, or when the weights leave nothing for the cache.
@@ -64,9 +63,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         console.say(line, paste=line.startswith("    "))
     if not config.dry:
         path = _write(config, CAPACITY, capacity)
-        with required_libraries():
-            plot = plots().requests_by_context(capacity, config.work / PLOT)
-        console.result("written", str(path), str(plot), paste=True, files=[path, plot])
+        console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
     next_steps.show(next_steps.after_capacity(typed()))
 

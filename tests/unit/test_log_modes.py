@@ -136,7 +136,7 @@ def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path
 
 def test_results_show_paths_below_the_current_directory_relative_to_it(commands: Commands, tmp_path: Path) -> None:
     done = outcome(commands, tmp_path, "stage=capacity", begins=True)
-    assert {"work/capacity.json", "work/capacity.png"} <= set(done.stdout.splitlines())
+    assert "work/capacity.json" in done.stdout.splitlines()
     assert str(tmp_path) not in done.stdout
 
 
