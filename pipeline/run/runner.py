@@ -39,8 +39,8 @@ from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.tables import REPORT
 from pipeline.upkeep.stages import prune, show_status
+from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Gates
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]

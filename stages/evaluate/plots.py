@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.planning.records import Capacity
 from pipeline.planning.tuning import TuneReport
 from pipeline.registry.summary import Candidate
-from pipeline.verdict.distances import OUTLIER
+from pipeline.statistics.bets import OUTLIER
+from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Gates
 
 VERDICT_COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 VERDICT_MARKERS = {"PASS": "o", "FAIL": "X", "INCONCLUSIVE": "s"}
