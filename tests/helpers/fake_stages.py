@@ -22,7 +22,7 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
-from pipeline.dry import ahead
+from pipeline.dry import command as dry
 from pipeline.loading import load
 from pipeline.run import inputs, runner
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -144,7 +144,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "quantization", lambda: SimpleNamespace(quantize=quantize))
     monkeypatch.setattr(load, "exporting", lambda: SimpleNamespace(export=_export))
     monkeypatch.setattr(load, "evaluation", FakeEvaluation)
-    for module in (load, inputs, ahead):
+    for module in (load, inputs, dry):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
     monkeypatch.setattr(runner, "_sample_plots", lambda *_: [])
 
