@@ -141,7 +141,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     directory = _engine_directory(path_of(bundle, "bundle", "the directory of an engine"))
     from pipeline.evidence.identity import read_bundle
-    from pipeline.loading.load import evaluation, open_loader, required_libraries
+    from pipeline.loading import open_loader, required_libraries
 
     record = read_bundle(directory)
     name = record.get("backend")
@@ -150,11 +150,13 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         values["backend.threads"] = threads if threads is not None else _threads_asked_for()
     config = compose({**values, **overrides})
     with required_libraries():
+        from stages.evaluate import open_tokenizer
+
         backend = open_loader(config.backend)
         if not isinstance(backend, Backend):
             raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
         return LoadedEngine(
-            backend.load(directory), evaluation().open_tokenizer(directory), directory, str(name), _longest(directory, record)
+            backend.load(directory), open_tokenizer(directory), directory, str(name), _longest(directory, record)
         )
 
 

@@ -11,7 +11,7 @@ from pipeline.config.compose import Plan, named
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from pipeline.dry.chain import DryChain, DryStore, is_there, open_dry_chain
-from pipeline.loading.load import open_loader, required_libraries
+from pipeline.loading import open_loader, required_libraries
 from pipeline.registry.proof import PASS
 from pipeline.registry.reaching import SQLITE, check_reachable
 from pipeline.registry.tracking import locate

@@ -26,7 +26,7 @@ from pipeline.core.records import Engine
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
-from pipeline.loading.load import again, evaluation, required_libraries
+from pipeline.loading import required_libraries
 from pipeline.registry.proof import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.trust.keys import Keys
@@ -228,12 +228,13 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
     noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
     config, names = requested_workloads(evidence), {row.id for row in rows}
     with required_libraries():
-        samples = [sample for sample in evaluation().load_samples(config) if sample.id in names]
-        tokenizer = evaluation().open_tokenizer(engine)
-        found = (
-            again().decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
-        )
-        problem = again().difference(rows, found, noise)
+        from stages.evaluate import load_samples, open_tokenizer
+        from stages.evaluate.again import decode_again, difference
+
+        samples = [sample for sample in load_samples(config) if sample.id in names]
+        tokenizer = open_tokenizer(engine)
+        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
+        problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
     return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
 
@@ -242,7 +243,9 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
     """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
-            return evaluation().samples_digest(config, engine)
+            from stages.evaluate import samples_digest
+
+            return samples_digest(config, engine)
     except REFUSALS:
         raise
     except Exception as error:  # tokenizers raises bare exceptions, and a forger may have sealed any file as tokenizer.json

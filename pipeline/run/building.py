@@ -17,7 +17,7 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
-from pipeline.loading import load
+from pipeline.loading import open_backend, open_loader, required_libraries
 from pipeline.terminal import console
 
 
@@ -48,7 +48,7 @@ class BuildChain:
     @cached_property
     def loader(self) -> Loader:
         """The configured backend, as far as every backend is alike."""
-        return load.open_loader(self.config.backend)
+        return open_loader(self.config.backend)
 
     @property
     def backend(self) -> Backend:
@@ -78,7 +78,13 @@ class BuildChain:
         """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
         libraries = (*TORCH, "gguf", "numpy")
         recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
-        return self.make(recipe, lambda out, progress: load.conversion().convert_gguf(gguf, out, progress=progress))
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.gguf.convert import convert_gguf
+
+            convert_gguf(gguf, out, progress=progress)
+
+        return self.make(recipe, fill)
 
     def calibration(self) -> Artifact:
         """Return the texts that static scales are measured on."""
@@ -90,7 +96,9 @@ class BuildChain:
         recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
 
         def fill(out: Path, progress: Progress) -> None:
-            load.calibration().calibration_texts(
+            from stages.quantize.calibration import calibration_texts
+
+            calibration_texts(
                 self.checkpoint,
                 out,
                 samples=options.samples,
@@ -109,8 +117,10 @@ class BuildChain:
         recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import quantize
+
             options, device = self._recipe_options(policy), self.config.quantize.device
-            load.quantization().quantize(self.checkpoint, out, **options, device=device, progress=progress)
+            quantize(self.checkpoint, out, **options, device=device, progress=progress)
 
         return self.make(recipe, fill, policy)
 
@@ -127,8 +137,10 @@ class BuildChain:
         )
 
         def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.export import export
+
             options = self._recipe_options(policy)
-            load.exporting().export(self.checkpoint, quantized.path, out, **options, progress=progress)
+            export(self.checkpoint, quantized.path, out, **options, progress=progress)
 
         return self.make(recipe, fill, policy)
 
@@ -151,7 +163,7 @@ class BuildChain:
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
-        backend = self.backend if config is None else load.open_backend(config)
+        backend = self.backend if config is None else open_backend(config)
         note = "" if config is None or config.name == self.config.backend.name else f" as {config.name}"
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
@@ -185,7 +197,7 @@ class BuildChain:
         with console.progress(title) as progress:
 
             def fill_with_progress(out: Path) -> None:
-                with load.required_libraries():
+                with required_libraries():
                     fill(out, progress)
 
             artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)

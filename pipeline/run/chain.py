@@ -17,7 +17,7 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Engine, Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
-from pipeline.loading import load
+from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain, digest_of_model
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
@@ -59,7 +59,9 @@ class Chain(BuildChain):
         bundle, twin = self.bundle(FP16_POLICY), self.twin(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
-            load.evaluation().measure_baseline(
+            from stages.evaluate import measure_baseline
+
+            measure_baseline(
                 self._opener(bundle),
                 self._rounds[number - 1],
                 self._tokenizer(bundle),
@@ -79,7 +81,9 @@ class Chain(BuildChain):
         answers, engine, twin = self.baseline(number), self.bundle(policy), self.twin(policy)
 
         def fill(out: Path, progress: Progress) -> None:
-            load.evaluation().evaluate_round(
+            from stages.evaluate import evaluate_round
+
+            evaluate_round(
                 self._opener(engine),
                 self._rounds[number - 1],
                 self._tokenizer(engine),
@@ -153,9 +157,10 @@ class Chain(BuildChain):
 
     def _join(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact, out: Path) -> None:
         """Write the report on the rounds (baseline, candidate) that ran."""
-        stage = load.evaluation()
-        stage.join_rounds(
-            [stage.MeasuredRound(answers.path, candidate.path) for answers, candidate in measured],
+        from stages.evaluate import MeasuredRound, join_rounds
+
+        join_rounds(
+            [MeasuredRound(answers.path, candidate.path) for answers, candidate in measured],
             self._samples,
             self._tokenizer(engine),
             out,
@@ -225,18 +230,24 @@ class Chain(BuildChain):
     @cached_property
     def _samples(self) -> list[Sample]:
         """All samples of the evaluation."""
-        return load.evaluation().load_samples(self.config.workloads)
+        from stages.evaluate import load_samples
+
+        return load_samples(self.config.workloads)
 
     @cached_property
     def _rounds(self) -> list[list[Sample]]:
         """The samples of each round."""
-        return load.evaluation().assign_rounds(self._samples, self.config.workloads.rounds)
+        from stages.evaluate import assign_rounds
+
+        return assign_rounds(self._samples, self.config.workloads.rounds)
 
     def _round_note(self, number: int) -> str:
         return f" {number}/{len(self._rounds)}"
 
     def _tokenizer(self, bundle: Artifact) -> Any:
-        return load.evaluation().open_tokenizer(bundle.path)
+        from stages.evaluate import open_tokenizer
+
+        return open_tokenizer(bundle.path)
 
     def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
         """Return a function that loads a new engine from the bundle at every call."""
@@ -245,4 +256,11 @@ class Chain(BuildChain):
     def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
         """Return a function that loads the oracle as the twin of this backend's engines."""
         dtype, measures = self.backend.compute_dtype, self.backend.measures_rounding
-        return lambda: load.evaluation().Twin(load.open_backend(self.twin_config).load(bundle.path), dtype, measures)
+
+        def open_twin() -> Any:
+            from stages.evaluate import Twin
+
+            oracle: Any = open_backend(self.twin_config).load(bundle.path)
+            return Twin(oracle, dtype, measures)
+
+        return open_twin

@@ -20,7 +20,7 @@ from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
-from pipeline.loading.load import calibration, evaluation, open_loader, required_libraries
+from pipeline.loading import open_loader, required_libraries
 from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
@@ -105,7 +105,9 @@ def _check_model(config: Config) -> None:
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
-            evaluation().check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+            from stages.evaluate import check_lengths
+
+            check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
 
 
 def _check_work(config: Config) -> None:
@@ -161,7 +163,9 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         if path is not None:
             check_file(path, key)
     if config.calibration.file is not None:
-        calibration().texts_from_file(config.calibration.file, config.calibration.samples)
+        from stages.quantize.calibration import texts_from_file
+
+        texts_from_file(config.calibration.file, config.calibration.samples)
     speculation = config.workloads.speculation
     if speculation is not None and isinstance(config.backend, OpenAIConfig):
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
@@ -170,7 +174,9 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     given = config.workloads.file is not None or config.workloads.bfcl is not None
     if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
-    samples = evaluation().load_samples(config.workloads)
+    from stages.evaluate import load_samples
+
+    samples = load_samples(config.workloads)
     config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
     return samples
 
@@ -240,8 +246,10 @@ def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
         listed = inspect_gguf(path).vocabulary
         unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
         return {token: number for number, token in enumerate(listed.tokens)}, unused
+    from stages.evaluate import vocabulary
+
     try:
-        return evaluation().vocabulary(path), set()
+        return vocabulary(path), set()
     except Exception as error:  # tokenizers raises bare exceptions
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error

@@ -9,7 +9,7 @@ from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.evidence.reading import Evidence
 from pipeline.evidence.verify import decoded_again, replay_candidate
-from pipeline.loading.load import open_backend
+from pipeline.loading import open_backend
 from pipeline.registry.proof import Finding, Replay
 from pipeline.registry.runs import open_store
 from pipeline.run.chain import Chain

@@ -12,7 +12,6 @@ from pipeline.core.backends import OpenAIConfig
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.evidence.identity import Role
-from pipeline.loading import load
 from pipeline.run.chain import Chain
 
 
@@ -27,7 +26,8 @@ class ServedChain(Chain):
     @cached_property
     def server(self) -> Server:
         """The configured backend."""
-        return load.open_server(self.config.backend)
+        assert isinstance(self.loader, Server), "a server is given, not built"
+        return self.loader
 
     @cached_property
     def tokenizer_digest(self) -> str:
@@ -56,7 +56,9 @@ class ServedChain(Chain):
         server = self.engine(FP16_POLICY)
 
         def fill(out: Path, progress: Progress) -> None:
-            load.evaluation().measure_server(
+            from stages.evaluate import measure_server
+
+            measure_server(
                 self._connected(server),
                 self._rounds[number - 1],
                 self._tokenizer(server),
@@ -75,7 +77,9 @@ class ServedChain(Chain):
         canary = self._recorded("canary", policy)
 
         def fill(out: Path, progress: Progress) -> None:
-            load.evaluation().compare_server(
+            from stages.evaluate import compare_server
+
+            compare_server(
                 self._connected(server),
                 self._rounds[number - 1],
                 self._tokenizer(server),

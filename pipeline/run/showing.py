@@ -17,13 +17,14 @@ from pipeline.core.redaction import redact_text
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
-from pipeline.loading.load import evaluation, reports, required_libraries
+from pipeline.loading import required_libraries
 from pipeline.pages.comparison import outdated, saved_view
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console, tables
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
+    from stages.report import Exhibit
 
 PAGE = "report.html"
 """In the work directory: what the last evaluation, sweep or promotion looked at."""
@@ -52,16 +53,18 @@ def show(
         occasion: More of what the command says of them: fields of `stages.report.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
-        about = reports().Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
+        from stages.report import Occasion, write_page
+
+        about = Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
         exhibits = _exhibits(candidates)
-        page = reports().write_page(config.work / PAGE, exhibits, about)
+        page = write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
         tracked = [one.registration.run_id for one in candidates if one.registration is not None]
         opened = store() if tracked else None
         if opened is None:
             return
         if any(exhibit.own for exhibit in exhibits):
-            page = reports().write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
+            page = write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
         for run_id in tracked:
             opened.attach(run_id, [page])
 
@@ -80,24 +83,28 @@ def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], Mlfl
         tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 
-def _exhibits(candidates: Sequence[Candidate]) -> list[Any]:
+def _exhibits(candidates: Sequence[Candidate]) -> "list[Exhibit]":
     """Return the candidates with their evidence, as far as that can be read."""
+    from stages.evaluate import load_samples
+
     known: dict[str, list[Sample]] = {}
 
     def asked(workloads: WorkloadsConfig) -> list[Sample]:
         key = workloads.model_dump_json()
         if key not in known:
-            known[key] = evaluation().load_samples(workloads)
+            known[key] = load_samples(workloads)
         return known[key]
 
     return [_exhibit(candidate, asked) for candidate in candidates]
 
 
-def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sample]]) -> Any:
+def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sample]]) -> "Exhibit":
+    from stages.report import Exhibit
+
     try:
         evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
     except UserError as error:
-        return reports().Exhibit(candidate, problem=str(error))
+        return Exhibit(candidate, problem=str(error))
     identity, problem, own = evidence.identity, evidence.problem, set[str]()
     samples = list[Sample]()
     try:
@@ -107,7 +114,7 @@ def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sampl
             own = {sample.id for sample in samples} - {s.id for s in asked(workloads.model_copy(update={"jsonl": None}))}
     except REFUSALS as error:
         problem = problem or f"its prompts cannot be made again: {error}"
-    return reports().Exhibit(
+    return Exhibit(
         candidate,
         problem=problem,
         report=evidence.report,

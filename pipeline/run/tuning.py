@@ -15,7 +15,6 @@ from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE, KVScales
-from pipeline.loading import load
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -45,8 +44,10 @@ def search(chain: Chain) -> Artifact:
     recipe = Recipe("tune", ("stages.tune.run",), content, inputs, (*TORCH, "numpy", "scipy"))
 
     def fill(out: Path, progress: Progress) -> None:
+        from stages.tune.run import tune
+
         scales = [_scales(made.path / SCALES_FILE) for made in quantized]
-        load.tuning().tune(
+        tune(
             weights.path / "checkpoint",
             out,
             jsonl=texts,
@@ -105,8 +106,7 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
                 (new / "modelopt").mkdir(exist_ok=True)
                 text = json.dumps(declared, indent=2) + "\n"
                 (new / "modelopt" / f"{one.policy.name}.json").write_text(text, encoding="utf-8")
-        for name in (TUNE_FILE, "front.png"):
-            shutil.copyfile(artifact / name, new / name)
+        shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         new.rename(folder)

@@ -3,7 +3,7 @@
 import sys
 
 from pipeline.core.errors import REFUSALS, exit_code
-from pipeline.loading.load import required_libraries
+from pipeline.loading import required_libraries
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.records import Engine, RequestEngine, Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
-from pipeline.loading.load import open_backend
+from pipeline.loading import open_backend
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.decoding.batches import Step
 from stages.evaluate.decoding.decode import decode

@@ -20,7 +20,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
 from pipeline.core.records import Engine
-from pipeline.loading import load
+from pipeline.loading import open_backend
 from pipeline.run import chain as chain_module
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
@@ -77,7 +77,7 @@ class FaultyChain(Chain):
 
     @cached_property
     def backend(self) -> Backend:
-        backend = load.open_backend(self.config.backend)
+        backend = open_backend(self.config.backend)
         return FaultyBackend(backend, lambda bundle: self._load(backend, bundle))  # type: ignore[return-value]
 
     def _load(self, backend: Backend, bundle: Path) -> Engine:

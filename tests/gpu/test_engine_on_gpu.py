@@ -19,7 +19,7 @@ from benchmarks import benchlib
 from pipeline.core.backends import TorchConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import OnePassEngine, Sample
-from pipeline.loading.load import open_backend
+from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu

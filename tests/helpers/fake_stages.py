@@ -6,6 +6,7 @@ alone, what is measured on the moment.
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +24,7 @@ from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
 from pipeline.dry import command as dry
-from pipeline.loading import load
-from pipeline.run import inputs, runner
+from pipeline.run import building, inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "pipeline.core.errors"
@@ -140,13 +140,13 @@ class FakeEvaluation:
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the fakes in the place of the real stages."""
-    monkeypatch.setattr(load, "calibration", lambda: SimpleNamespace(calibration_texts=calibrate))
-    monkeypatch.setattr(load, "quantization", lambda: SimpleNamespace(quantize=quantize))
-    monkeypatch.setattr(load, "exporting", lambda: SimpleNamespace(export=_export))
-    monkeypatch.setattr(load, "evaluation", FakeEvaluation)
-    for module in (load, inputs, dry):
+    for name, function in (("calibration", calibrate), ("run", quantize), ("export", _export)):
+        fake = SimpleNamespace(calibration_texts=function, quantize=function, export=function)
+        monkeypatch.setitem(sys.modules, f"stages.quantize.{name}", fake)
+    monkeypatch.setitem(sys.modules, "stages.evaluate", FakeEvaluation())
+    for module in (building, inputs, dry):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
-    monkeypatch.setattr(runner, "_sample_plots", lambda *_: [])
+    monkeypatch.setattr(building, "open_backend", FakeBackend)
 
 
 def _export(_: Path, __: Path, out: Path, **___: object) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from gate_reports import GATES
 
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
@@ -25,19 +24,18 @@ from pipeline.core.errors import MissingRequirement, exit_code
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
-from pipeline.loading.load import open_loader, plots, required_libraries
+from pipeline.loading import open_loader, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stages.evaluate.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    fix = r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
+    monkeypatch.delitem(sys.modules, "stages.gguf.convert", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fix = r"stages\.gguf\.convert needs torch, .* pip install torch"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        plots().kl_by_context([], "fp8", Path("nowhere.png"), gates=GATES, noise=None)
+        import_module("stages.gguf.convert")
     assert exit_code(caught.value) == 4
 
 
@@ -90,7 +88,7 @@ def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(n
 
 def test_opening_a_backend_loads_nothing_heavy() -> None:
     opened = "; ".join(f"open_loader(plan(['backend={name}'], False).jobs[0].backend)" for name in BACKEND_NAMES)
-    program = f"import sys; from pipeline.loading.load import open_loader; from pipeline.config.compose import plan; {opened}"
+    program = f"import sys; from pipeline.loading import open_loader; from pipeline.config.compose import plan; {opened}"
     command = [sys.executable, "-c", f"{program}; print(*sys.modules)"]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert {"torch", "onnx", "onnxruntime", "tensorrt_rtx", "transformers"}.isdisjoint(loaded)

@@ -16,7 +16,6 @@ from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
-from pipeline.loading import load
 from pipeline.run.chain import Chain
 from pipeline.verdict.report import LEAST_STEP, load_report, load_rows
 from stages.evaluate import MeasuredRound, assign_rounds, evaluate_round, join_rounds, measure_baseline
@@ -109,21 +108,6 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
         join_rounds(measured[1:], SAMPLES, CharTokenizer(), out, config=asked, engine_digest="engine", baseline_digest="base")
 
 
-class _Stage:
-    """`stages.evaluate` with samples and a tokenizer that need no checkpoint."""
-
-    def __getattr__(self, name: str) -> Any:
-        from stages import evaluate as stage
-
-        return getattr(stage, name)
-
-    def load_samples(self, _: Any) -> list[Sample]:
-        return SAMPLES
-
-    def open_tokenizer(self, _: Path) -> CharTokenizer:
-        return CharTokenizer()
-
-
 class _FakeBackend:
     engine_module, libraries, compute_dtype = "stages.engines.base", ("numpy",), "float32"
 
@@ -166,7 +150,8 @@ class _Chain(Chain):
 
 @pytest.fixture
 def chain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_FakeBackend], _Chain]:
-    monkeypatch.setattr(load, "evaluation", _Stage)
+    monkeypatch.setattr("stages.evaluate.load_samples", lambda _: SAMPLES)
+    monkeypatch.setattr("stages.evaluate.open_tokenizer", lambda _: CharTokenizer())
 
     def make(backend: _FakeBackend) -> _Chain:
         planned = plan([f"workdir={tmp_path}", "tracking=none"], multirun=False).jobs[0]

@@ -14,7 +14,7 @@ from pipeline.core.backends import TorchConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
-from pipeline.loading.load import open_backend
+from pipeline.loading import open_backend
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers

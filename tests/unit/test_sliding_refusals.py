@@ -10,7 +10,7 @@ from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction
-from pipeline.loading.load import open_loader
+from pipeline.loading import open_loader
 from stages.engines.trtllm.targets import refuse
 
 SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"

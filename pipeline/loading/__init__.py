@@ -1,1 +1,0 @@
-"""The way from the pipeline into `stages/`."""
