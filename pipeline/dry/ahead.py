@@ -15,7 +15,7 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.loading import open_loader
 from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
 from pipeline.registry.tracking import locate
-from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, weight_bytes
+from pipeline.run.inputs import cache_bytes, inspect_model, weight_bytes
 from pipeline.terminal.dry import Row, size, total
 
 
@@ -53,7 +53,7 @@ def check_store(config: Config) -> None:
 def least_memory(config: Config) -> tuple[int, int]:
     """Return the bytes of the weights and of the load's cache: the least that an evaluation holds at once."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
-    cache = cache_bytes(config, checkpoint) if config.backend.name in ON_THIS_MACHINE else 0
+    cache = cache_bytes(config, checkpoint) if config.backend.in_process else 0
     return weight_bytes(checkpoint) if cache else 0, cache
 
 

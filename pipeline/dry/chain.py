@@ -9,7 +9,6 @@ from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.dry.store import UNKNOWN, ForeseenStore, is_known
 from pipeline.gguf.model import inspect_gguf
@@ -116,4 +115,4 @@ class ForeseenServedChain(ForeseenChain, ServedChain):
 
 def open_foreseen(config: Config, store: ForeseenStore) -> ForeseenChain:
     """Return the chain of a configuration over a store of what would be."""
-    return (ForeseenServedChain if isinstance(config.backend, OpenAIConfig) else ForeseenChain)(config, store)
+    return (ForeseenChain if config.backend.builds else ForeseenServedChain)(config, store)
