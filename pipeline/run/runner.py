@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.markup import escape
 
@@ -19,7 +18,7 @@ from pipeline.artifacts.store import Store, used
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.loading import required_libraries
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
@@ -38,9 +37,9 @@ from pipeline.terminal.commands import typed, whole
 from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.tables import REPORT
-from pipeline.upkeep.stages import prune, show_status
-from pipeline.verdict.gates import Gates
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from pipeline.upkeep.prune import prune
+from pipeline.upkeep.status import show_status
+from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
@@ -105,10 +104,9 @@ def evaluate(run: Run) -> None:
         for stage in chain.finished:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
-        with TemporaryDirectory() as scratch, console.doing("registering the engine"):
-            files = _sample_plots(candidate.name, report, rows, config.gates, Path(scratch))
+        with console.doing("registering the engine"):
             page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
-            candidate = tracked.conclude(candidate, page, files)
+            candidate = tracked.conclude(candidate, page)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     tables.print_conformance(verdict)
@@ -122,17 +120,6 @@ def evaluate(run: Run) -> None:
         next_steps.show(next_steps.after_judging(config, [candidate], typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
-
-
-def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
-    noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
-    with required_libraries():
-        from stages.evaluate import plots
-
-        return [
-            plots.kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
-            plots.flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
-        ]
 
 
 def evaluate_and_promote(run: Run) -> None:
@@ -155,8 +142,8 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "tune": lambda run: tune(run.chain),
     "route": route,
     "monitor": monitor,
-    "status": lambda run: show_status(run.config, read_identity, as_json=run.as_json),
-    "prune": lambda run: prune(run.config, read_identity),
+    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "prune": lambda run: prune(run.config),
 }
 
 
