@@ -1,6 +1,6 @@
 """The chain of artifacts over a store of what would be: the same methods ask for the same recipes, and nothing is made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -89,12 +89,12 @@ class ForeseenChain(Chain):
     def check_alike(self, policy: KVPolicy) -> None:
         """Check nothing: what is not made has nothing to compare."""
 
-    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
+    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran; they want all, as far as is known, of what did not run."""
-        if all(map(is_known, (engine, baseline, *(one for pair in measured for one in pair)))):
-            return super()._is_decided(measured, engine, baseline)
+        if all(map(is_known, made.values())):
+            return super()._is_decided(made)
         if self.certain_rounds is None:
-            self.certain_rounds = len(measured)
+            self.certain_rounds = sum(name.startswith("round_") for name in made)
         return False
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:  # noqa: ARG002

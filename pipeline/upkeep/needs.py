@@ -28,7 +28,7 @@ from pipeline.upkeep.disk import UNFINISHED, Disk, Piece
 from pipeline.upkeep.registered import Registered
 
 IDENTITY, IDENTITY_STAGE = "identity.json", "identity"
-MEASURED = ("baseline", "round")
+MEASURED = ("baseline", "round", "once")
 """Stages that measure: what they make is the largest, and only another evaluation on the same samples reads it."""
 REGISTERED_LAST = "candidate"
 """The alias that serves nothing: what it points at is of the last sweep."""

@@ -33,7 +33,7 @@ from pipeline.upkeep.registered import Registered
 
 COMMAND_CHARS = 120
 """Of a command line that is shown."""
-FIRST = ("baseline", "round", "identity", "evaluate")
+FIRST = ("baseline", "round", "once", "identity", "evaluate")
 """The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""
 
 
