@@ -213,8 +213,8 @@ def finite_metrics(metrics: Mapping[str, float | None]) -> tuple[dict[str, float
 
 
 def copy_redacted(source: Path, target: Path) -> None:
-    """Copy a text file without its secrets; a plot (.png) as it is, and a page (.html), which was written without them."""
-    if source.suffix in (".png", ".html"):
+    """Copy a text file without its secrets; a page (.html), which was written without them, as it is."""
+    if source.suffix == ".html":
         shutil.copyfile(source, target)
     else:
         target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")

@@ -15,7 +15,7 @@ RANKS = (1, 2, 4, 8)
 """Tensor-parallel degrees that the shares are listed for, where they divide the heads."""
 
 SHORTEST, LONGEST = 1024, 131_072
-"""Lengths of the plot, in tokens; up to the longest context where that is longer."""
+"""Lengths that requests are counted for, in tokens; up to the longest context where that is longer."""
 
 
 def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
@@ -217,7 +217,7 @@ def _token_bytes(policy: KVPolicy, shape: KVShape) -> TokenBytes:
 
 
 def _lengths(use: CapacityConfig) -> list[int]:
-    """Powers of two, for the plot."""
+    """Powers of two."""
     lengths = [SHORTEST]
     while lengths[-1] < max(LONGEST, use.longest):
         lengths.append(2 * lengths[-1])

@@ -52,7 +52,7 @@ class ExperimentRuns:
             self.client.set_tag(run_id, name, value)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
-        """Log files as artifacts of a run, even of one that has ended. Texts lose their secrets, plots stay as they are."""
+        """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
         with tempfile.TemporaryDirectory() as scratch:
             for path in files:
                 copy_redacted(path, Path(scratch) / path.name)

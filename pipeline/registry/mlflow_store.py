@@ -321,8 +321,8 @@ class CandidateRun:
         self.store.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
         client.set_terminated(child, "FINISHED", end)
 
-    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE, files: Sequence[Path] = ()) -> Candidate:
-        """Register the engine, and log its verdict, what its run shows, and files.
+    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
+        """Register the engine, and log its verdict and what its run shows.
 
         Returns:
             The candidate with its registration.
@@ -338,5 +338,5 @@ class CandidateRun:
             "mlflow.note.content": f"{page.description}\n\n{registered_as(store.location.model_name, version)}".strip(),
         }
         store.show(run_id, page, tags, model_id)
-        store.attach(run_id, [candidate.report.path, *files])
+        store.attach(run_id, [candidate.report.path])
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})

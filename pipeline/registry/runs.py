@@ -1,6 +1,6 @@
 """A candidate's run in the tracking store, or one that logs nothing. MLflow is imported only when a store is opened."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +18,7 @@ class Run(Protocol):
 
     def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None: ...
 
-    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE, files: Sequence[Path] = ()) -> Candidate: ...
+    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate: ...
 
 
 class Untracked:
@@ -31,7 +31,6 @@ class Untracked:
         self,
         candidate: Candidate,
         page: RunPage = EMPTY_PAGE,  # noqa: ARG002
-        files: Sequence[Path] = (),  # noqa: ARG002
     ) -> Candidate:
         """Return the candidate as it is, without a registration."""
         return candidate

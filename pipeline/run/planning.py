@@ -20,7 +20,6 @@ from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, read_evidence
 from pipeline.evidence.verify import replay_record
-from pipeline.loading import required_libraries
 from pipeline.planning.capacity import measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
@@ -28,7 +27,7 @@ from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
-from pipeline.registry.reaching import SQLITE, copy_store
+from pipeline.registry.reaching import SQLITE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -37,7 +36,7 @@ from pipeline.terminal.commands import typed
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 
-CAPACITY, PLOT, RECOMMENDATION = "capacity.json", "capacity.png", "recommendation.json"
+CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """In the work directory: what the stages said last."""
 
 SIZE_TOLERANCE = 1e-9
@@ -45,7 +44,7 @@ SIZE_TOLERANCE = 1e-9
 
 
 def show_capacity(config: Config, sweeping: bool) -> None:
-    """Print, write and plot what the memory holds under every policy of conf/kv and under `kv=`.
+    """Print and write what the memory holds under every policy of conf/kv and under `kv=`.
 
     Raises:
         UserError: in a sweep, or when the weights leave nothing for the cache.
@@ -62,13 +61,8 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
         console.say(line, paste=line.startswith("    "))
-    if not config.dry:
-        path = _write(config, CAPACITY, capacity)
-        with required_libraries():
-            from stages.evaluate.plots import requests_by_context
-
-            plot = requests_by_context(capacity, config.work / PLOT)
-        console.result("written", str(path), str(plot), paste=True, files=[path, plot])
+    path = _write(config, CAPACITY, capacity)
+    console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
     next_steps.show(next_steps.after_capacity(typed()))
 
@@ -97,9 +91,8 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.say(line, paste=line.startswith("    "))
-    if not config.dry:
-        path = _write(config, RECOMMENDATION, recommendation)
-        console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
+    path = _write(config, RECOMMENDATION, recommendation)
+    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
         next_steps.show(next_steps.after_no_recommendation(typed()))
@@ -157,8 +150,6 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     from pipeline.registry.mlflow_store import fetch_evidence
 
     folder = Path(stack.enter_context(TemporaryDirectory()))
-    if config.dry and location.uri.startswith(SQLITE):
-        location = copy_store(location, folder) or location
     for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, folder):
         path = fetched.directory / IDENTITY_FILE
         if path.is_file():

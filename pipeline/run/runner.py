@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.markup import escape
 
@@ -39,8 +38,7 @@ from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.tables import REPORT
 from pipeline.upkeep.stages import prune, show_status
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
@@ -105,10 +103,9 @@ def evaluate(run: Run) -> None:
         for stage in chain.finished:
             artifact = stage.artifact
             tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
-        with TemporaryDirectory() as scratch, console.doing("registering the engine"):
-            files = _sample_plots(candidate.name, report, rows, config.gates, Path(scratch))
+        with console.doing("registering the engine"):
             page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
-            candidate = tracked.conclude(candidate, page, files)
+            candidate = tracked.conclude(candidate, page)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate)
     tables.print_conformance(verdict)
@@ -122,17 +119,6 @@ def evaluate(run: Run) -> None:
         next_steps.show(next_steps.after_judging(config, [candidate], typed(), promotes=promotes))
     if candidate.verdict != PASS and not run.sweeping:
         raise GateRefusal(f"{candidate.name} is not good enough: {candidate.verdict}")
-
-
-def _sample_plots(name: str, report: EvaluationReport, rows: list[SampleRow], gates: Gates, folder: Path) -> list[Path]:
-    noise = report.noise.fidelity.kl_mean if report.noise.fidelity is not None else None
-    with required_libraries():
-        from stages.evaluate import plots
-
-        return [
-            plots.kl_by_context(rows, name, folder / "kl_by_context.png", gates=gates, noise=noise),
-            plots.flips_by_workload(rows, name, folder / "flips_by_workload.png", gates=gates),
-        ]
 
 
 def evaluate_and_promote(run: Run) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -13,7 +12,6 @@ from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
-from pipeline.loading import required_libraries
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
@@ -54,38 +52,27 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     listed = listed_candidates(config, last)
     summary.check_writable(config.work, REPORT)
     store = run.registry()
-    with TemporaryDirectory() as scratch:
-        plot = Path(scratch) / "quality_by_memory.png"
-
-        def draw(candidates: Sequence[Candidate]) -> None:
-            with required_libraries():
-                from stages.evaluate.plots import quality_by_memory
-
-                quality_by_memory(candidates, plot, gates=config.gates)
-
-        candidates, move = move_champion(run, store, listed, last.sweep, draw)
-        with _told(move):
-            summary.conclude(config.work, move.champion, last.sweep)
-            best = next(candidate for candidate in candidates if candidate.name == move.champion)
-            assert best.registration is not None, "a promotion takes a registered candidate"
-            store.attach(best.registration.run_id, [plot])
-            with console.written_to(config.work / REPORT):
-                tables.print_occasion()
-                tables.print_promotion(candidates, move)
-                tables.print_baseline_accuracy(candidates)
-            show(
-                config,
-                candidates,
-                lambda: store,
-                sweep=last.sweep,
-                command=last.command,
-                unfinished=last.unfinished,
-                champion=move.champion,
-                message=move.message,
-                passed_over=tables.passed_over(candidates, move),
-            )
-            compare_in_mlflow(candidates, lambda: store, last.sweep)
-            next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
+    candidates, move = move_champion(run, store, listed, last.sweep)
+    with _told(move):
+        summary.conclude(config.work, move.champion, last.sweep)
+        best = next(candidate for candidate in candidates if candidate.name == move.champion)
+        with console.written_to(config.work / REPORT):
+            tables.print_occasion()
+            tables.print_promotion(candidates, move)
+            tables.print_baseline_accuracy(candidates)
+        show(
+            config,
+            candidates,
+            lambda: store,
+            sweep=last.sweep,
+            command=last.command,
+            unfinished=last.unfinished,
+            champion=move.champion,
+            message=move.message,
+            passed_over=tables.passed_over(candidates, move),
+        )
+        compare_in_mlflow(candidates, lambda: store, last.sweep)
+        next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
 
 
 def listed_candidates(config: Config, last: summary.Summary) -> list[Candidate]:
@@ -108,11 +95,7 @@ def check_finished(config: Config, last: summary.Summary) -> None:
 
 
 def move_champion(
-    run: Run,
-    store: "MlflowStore",
-    listed: Sequence[Candidate],
-    sweep: str,
-    before: Callable[[Sequence[Candidate]], None],
+    run: Run, store: "MlflowStore", listed: Sequence[Candidate], sweep: str
 ) -> tuple[list[Candidate], promotion.Move]:
     """Judge the candidates of a sweep again, and make the best one the champion of a registry.
 
@@ -121,7 +104,6 @@ def move_champion(
         store: The registry.
         listed: The sweep's candidates.
         sweep: Its id.
-        before: Told of the candidates, as they are judged now, before anything moves.
 
     Returns:
         The candidates, and where the aliases point.
@@ -132,7 +114,6 @@ def move_champion(
     policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
     decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
     candidates = promotion.judged_again(listed, store.registered(), find, decide_again, config.model.label, name)
-    before(candidates)
     with console.doing("replaying the evidence"):
         return candidates, promotion.promote(candidates, log, replay_again, decide_again, sweep=sweep, name=name)
 

@@ -106,8 +106,7 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
                 (new / "modelopt").mkdir(exist_ok=True)
                 text = json.dumps(declared, indent=2) + "\n"
                 (new / "modelopt" / f"{one.policy.name}.json").write_text(text, encoding="utf-8")
-        for name in (TUNE_FILE, "front.png"):
-            shutil.copyfile(artifact / name, new / name)
+        shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         new.rename(folder)

@@ -17,7 +17,20 @@ from pipeline.upkeep.registered import Model, Registered, Version
 from pipeline.upkeep.stale import Stale, stale
 
 SCHEMA_VERSION: Final = 1
-KINDS = ("build", "identity", "evaluate", "baseline", "round", "once", "encode", "quantize", "exports", "export", "calibration", "checkpoint")
+KINDS = (
+    "build",
+    "identity",
+    "evaluate",
+    "baseline",
+    "round",
+    "once",
+    "encode",
+    "quantize",
+    "exports",
+    "export",
+    "calibration",
+    "checkpoint",
+)
 """The order in which kinds of artifacts are listed; others follow."""
 
 

@@ -1,4 +1,4 @@
-"""The typed report of one evaluation. `stages.evaluate` writes it; the gates, tracking and plots read it.
+"""The typed report of one evaluation. `stages.evaluate` writes it; the gates and tracking read it.
 
 Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or bytes. A float that was not finite is null,
 because JSON has no NaN; the gates treat null as a failure.

@@ -8,7 +8,8 @@ neighbours.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.core.records import Engine, Sample, no_progress
+from pipeline.core.engine import Engine
+from pipeline.core.records import Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.noise import own_heads

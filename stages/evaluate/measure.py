@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
 from pipeline.verdict.record import finite

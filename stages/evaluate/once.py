@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.core.records import Engine, OnePassEngine, Progress, RequestEngine
+from pipeline.core.engine import Engine
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from stages.evaluate.canary import canary
 from stages.evaluate.decoding.coverage import coverage
@@ -54,8 +55,8 @@ def once(
         twin = None if twin is None else twin.beside(read_round(baseline).record.conformance)
     # Another batch composition: one by one, or in pairs where they ran one by one; batched and token by token where they ran in
     # one pass. Whole requests stay whole requests: each step of one would be a request of its own.
-    in_requests = isinstance(engine, RequestEngine)
-    size = batch if isinstance(engine, OnePassEngine) and not in_requests else 1 if batch > 1 else 2
+    in_requests = engine.can(Engine.forced_together)
+    size = batch if engine.can(Engine.forced) and not in_requests else 1 if batch > 1 else 2
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     found = Once(

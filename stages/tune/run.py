@@ -33,7 +33,6 @@ from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.verdict.record import finite
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.model import shape_for
-from stages.evaluate.plots import tuned_front
 from stages.tune.measure import Bench
 from stages.tune.search import Option, fewest_bytes
 from stages.tune.texts import TextSet, parts
@@ -202,7 +201,7 @@ def tune(
     threads: int,
     progress: Progress,
 ) -> None:
-    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`, and its plot, `front.png`.
+    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`.
 
     Args:
         checkpoint: The checkpoint that engines are built from.
@@ -256,7 +255,6 @@ def tune(
         chosen=chosen.policy.name if chosen is not None else None,
     )
     (out / TUNE_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    tuned_front(report, out / "front.png")
     bench.close()
 
 

@@ -24,7 +24,7 @@ from yaml_once import parse_yaml_once
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
-HEAVY = ("torch", "transformers", "tokenizers", "onnxruntime", "onnx", "mlflow", "modelopt", "pandas", "matplotlib")
+HEAVY = ("torch", "transformers", "tokenizers", "onnxruntime", "onnx", "mlflow", "modelopt", "pandas")
 MEMORY = 6 << 30
 """Of a fork, in bytes of addresses: input that asks for more is not limited by what reads it."""
 

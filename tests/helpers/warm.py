@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bad_input import forks
 
-HEAVY = ("transformers.models.auto.modeling_auto", "modelopt.torch.quantization", "mlflow", "onnxruntime", "matplotlib.pyplot")
+HEAVY = ("transformers.models.auto.modeling_auto", "modelopt.torch.quantization", "mlflow", "onnxruntime")
 
 
 @dataclass(frozen=True)

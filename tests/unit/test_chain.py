@@ -31,12 +31,11 @@ from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stages.evaluate.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    fix = r"stages\.evaluate\.plots needs matplotlib, .* pip install matplotlib"
+    monkeypatch.delitem(sys.modules, "stages.gguf.convert", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fix = r"stages\.gguf\.convert needs torch, .* pip install torch"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        import_module("stages.evaluate.plots")
+        import_module("stages.gguf.convert")
     assert exit_code(caught.value) == 4
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas", "matplotlib"}
+HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas"}
 
 ROOMS = (
     "plugins",

@@ -97,16 +97,13 @@ def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(
     assert data.tags["verdict"] == "FAIL"
 
 
-def test_samples_are_a_table_and_the_report_and_plots_are_artifacts(store: MlflowStore, tmp_path: Path) -> None:
-    plot = tmp_path / "kl.png"
-    plot.write_bytes(b"\x89PNG\xff")
+def test_samples_are_a_table_and_the_report_is_an_artifact(store: MlflowStore, tmp_path: Path) -> None:
     rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
     with track(store, "table", "fp8", "onnxruntime", {}) as run:
         page = RunPage(tables={"samples.json": rows, "checks.json": []})
-        done = run.conclude(judged(tmp_path, "fp8"), page, [plot])
+        done = run.conclude(judged(tmp_path, "fp8"), page)
     files = artifacts(store, registered(done).run_id)
-    assert files.keys() == {"report.json", "samples.json", "kl.png"}
-    assert files["kl.png"].read_bytes() == plot.read_bytes()
+    assert files.keys() == {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
     assert table["columns"] == ["id", "kl", "answer", "extra"]
     assert table["data"] == [["a", 0.5, '{"x": 1}', None], ["b", None, None, "only here"]]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.core.records import Engine, Progress
+from pipeline.core.engine import Engine
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
