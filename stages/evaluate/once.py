@@ -14,7 +14,7 @@ from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.distances.scores import BaselineHeads, Heads
 from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
@@ -49,7 +49,7 @@ def once(
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, first = labelled(named, "noise floor: "), list[SampleResult]()
     if baseline is None:
-        own = BaselineHeads(measured / LOGPROBS).sample
+        own: Heads = BaselineHeads(measured / LOGPROBS).sample
     else:
         own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
         twin = None if twin is None else twin.beside(read_round(baseline).record.conformance)

@@ -175,7 +175,7 @@ def once_served(
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     if baseline is None:
-        own = BaselineHeads(measured / LOGPROBS).sample
+        own: Heads = BaselineHeads(measured / LOGPROBS).sample
     else:
         floor = labelled(named, "noise floor: ")
         own, _ = own_heads(lambda done: Remote(engine, config).run(subset, None, progress=floor, done=done), subset)
@@ -227,4 +227,4 @@ def _system(engine: ServedEngine, load: LoadConfig, progress: Progress) -> Syste
         "budget_gib": load.budget_gib,
         "sequence_tokens": load.sequence_tokens,
     }
-    return SystemMetrics(**{**dict.fromkeys(SystemMetrics.model_fields), **known})
+    return SystemMetrics.model_validate({**dict.fromkeys(SystemMetrics.model_fields), **known})
