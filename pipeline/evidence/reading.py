@@ -247,7 +247,7 @@ def _links(identity: Identity) -> list[Finding]:
 
 
 def _round_links(identity: Identity) -> list[Finding]:
-    """Check that what was measured is of the judged engine or its baseline, and that rounds were compared as the evaluation says."""
+    """Check that what was measured is of the judged engine or its baseline, and that each round was compared with its own."""
     findings = []
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
