@@ -17,7 +17,6 @@ from pipeline.artifacts.digest import files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.chain import Chain
@@ -132,4 +131,4 @@ class DryServedChain(DryChain, ServedChain):
 
 def open_dry_chain(config: Config, store: DryStore) -> DryChain:
     """Return the chain of a configuration over a store that makes nothing."""
-    return (DryServedChain if isinstance(config.backend, OpenAIConfig) else DryChain)(config, store)
+    return (DryChain if config.backend.builds else DryServedChain)(config, store)

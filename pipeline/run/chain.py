@@ -13,7 +13,6 @@ from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.backends import TorchConfig
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -26,6 +25,7 @@ from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
+from stages.engines.oracle.config import TorchConfig
 
 if TYPE_CHECKING:
     from stages.evaluate.decoding.stored import Once, Round
@@ -190,7 +190,7 @@ class Chain(BuildChain):
         reports = [path for path in paths if json.loads(path.read_text(encoding="utf-8")).get("graph_digest") == digest]
         if reports:
             return f"{graph} was judged as ONNX: {reports[-1]} cites it (engine {bundle.digest})"
-        options = f"backend=onnxruntime backend.compute_dtype={equivalent.compute_dtype}"
+        options = f"backend=onnxruntime backend.compute_dtype={self.backend.compute_dtype}"
         return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
