@@ -55,6 +55,13 @@ def round_input(number: int) -> str:
     return f"round_{number}"
 
 
+def measured_role(name: str) -> Role | None:
+    """Return whose engine an input of an evaluation was measured on; None for an input that was not measured."""
+    if name == "once" or name.startswith("round_"):
+        return "engine"
+    return "baseline" if name in ("encoded", "baseline_once") or name.startswith("answers") else None
+
+
 # An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.
 STAGE = re.compile("[a-z_]+")
 KEY = re.compile("[0-9a-f]{64}")

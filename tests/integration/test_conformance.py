@@ -19,7 +19,7 @@ from conformance_cases import (
     stores,
     values_a_tenth_larger,
 )
-from evaluations import evaluate, quiet
+from evaluations import evaluate, measure_baseline
 from gate_reports import lines, report
 
 from pipeline.core.kv import FP16_POLICY, Eviction
@@ -27,7 +27,9 @@ from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance
 from pipeline.verdict.thresholds import Check
 from stages.engines.onnx.engine import OnnxEngine
-from stages.evaluate import Twin, load_samples, measure_baseline, open_tokenizer
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer
+from stages.evaluate.twins.twin import Twin
 
 torch.set_num_threads(1)
 
@@ -184,7 +186,7 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
     """The logits of both are the same, so that no distance between them sees it."""
     config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
-    samples, tokenizer = load_samples(config), open_tokenizer(bench.checkpoint)
+    samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
     stored.mkdir()
 
@@ -194,7 +196,7 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     def twin() -> Twin:
         return bench.twin(FP16_POLICY, bench.engine(FP16_POLICY))
 
-    measure_baseline(engine, samples, tokenizer, stored, config=config, progress=quiet, open_twin=twin)
+    measure_baseline(engine, samples, tokenizer, stored, config=config, open_twin=twin)
     report = evaluate(engine, samples, tokenizer, stored, tmp_path, config=config, open_twin=twin)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None

@@ -115,7 +115,9 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     from pipeline.verdict.report import load_report, load_rows
     from stages.engines.onnx.build import build_bundle
     from stages.engines.onnx.engine import load_engine
-    from stages.evaluate import assign_rounds, load_samples, open_tokenizer
+    from stages.evaluate.inputs.rounds import assign_rounds
+    from stages.evaluate.inputs.samples import load_samples
+    from stages.evaluate.inputs.tokens import BundleTokenizer
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
@@ -132,17 +134,19 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
-    answers = manifest["parts"]["inputs"]["answers"]
-    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == answers]
+    inputs = manifest["parts"]["inputs"]
+    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == inputs["answers"]]
+    (once,) = [path for path in _only(work / "artifacts" / "once") if _digest(path) == inputs["baseline_once"]]
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
         assign_rounds(load_samples(workloads), workloads.rounds)[0],
-        open_tokenizer(tmp_path / "bundle"),
+        BundleTokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
         config=workloads.model_copy(update={"rounds": [1.0]}),
         engine_digest="corrupted",
+        baseline_once=once,
     )
     verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), Gates())
     assert verdict.status == "FAIL"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluations import brief_workloads, evaluate
+from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 from gate_reports import GATES, answered, every_class, gates, report, together, verdict
 from pydantic import ValidationError
@@ -20,7 +20,6 @@ from pipeline.verdict.gates import decide
 from pipeline.verdict.report import Acceptance, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, Verdict
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate import measure_baseline
 from stages.evaluate.decoding import speculation
 from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
 
