@@ -10,9 +10,10 @@ from typing import Any, Self
 
 from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, MemoryReport, Sample
+from pipeline.core.records import MemoryReport, Sample
 
 THREADS = "OMP_NUM_THREADS"
 THREADED = ("onnxruntime", "torch")
@@ -77,9 +78,8 @@ class LoadedEngine:
     def close(self) -> None:
         """Free its memory, end its process where it has one, and remove what `champion` downloaded for it."""
         engine, self._engine = self._engine, None
-        end = getattr(engine, "close", None)  # of backends that run in an interpreter of their own
-        if end is not None:
-            end()
+        if engine is not None:
+            engine.close()
         if self.downloaded is not None:
             self.downloaded.cleanup()
 

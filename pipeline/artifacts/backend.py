@@ -13,9 +13,10 @@ from typing import ClassVar, Protocol
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.backends import BackendConfig, OnnxRuntimeConfig
+from pipeline.core.engine import Engine
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""

@@ -4,7 +4,6 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -53,45 +52,14 @@ def check_reachable(location: Location) -> None:
             _check_database(location)
 
 
-def copy_store(location: Location, folder: Path) -> Location | None:
-    """Copy a SQLite store, in which nothing changes, so that a dry run may do with the copy what it likes.
-
-    Args:
-        location: A store in SQLite.
-        folder: Receives the copy.
-
-    Returns:
-        The copy; None where there is no store yet, and one can be made.
-
-    Raises:
-        UserError, MissingRequirement: as `check_reachable`.
-    """
-    path, copy = Path(location.uri.removeprefix(SQLITE)), folder / "mlflow.db"
-    with patient(location), _translated(location):
-        _check_header(location, path)
-        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-        if not os.access(there, os.W_OK):
-            raise UserError(f"{named(location)} cannot be used: {there} may not be written by this user; name another")
-        if there != path or not path.stat().st_size:
-            return None
-        source = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=location.timeout_s)
-        with closing(source), closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-    return replace(location, uri=f"{SQLITE}{copy}", lock=folder / "lock")
-
-
-def _check_header(location: Location, path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"{named(location)} cannot be used: it is a directory; give sqlite:///FILE")
-    with path.open("rb") if path.exists() else open(os.devnull, "rb") as stream:
-        header = stream.read(len(HEADER))
-    if header and header != HEADER:
-        raise UserError(f"{named(location)} cannot be used: the file is no SQLite database; name another, or remove it")
-
-
 def _check_file(location: Location, path: Path) -> None:
     with _translated(location):
-        _check_header(location, path)
+        if path.is_dir():
+            raise UserError(f"{named(location)} cannot be used: it is a directory; give sqlite:///FILE")
+        with path.open("rb") if path.exists() else open(os.devnull, "rb") as stream:
+            header = stream.read(len(HEADER))
+        if header and header != HEADER:
+            raise UserError(f"{named(location)} cannot be used: the file is no SQLite database; name another, or remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
         database = sqlite3.connect(f"file:{quote(str(path))}", uri=True, timeout=location.timeout_s, isolation_level=None)
         with closing(database):

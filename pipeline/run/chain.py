@@ -13,9 +13,10 @@ from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.records import Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
 from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain, digest_of_model

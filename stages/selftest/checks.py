@@ -18,9 +18,9 @@ import torch
 from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
 from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import Engine
 from pipeline.core.redaction import child_environment
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Backend, Job
 from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.records import Engine
 from stages.engines.oracle.backend import OracleBackend
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
 from pipeline.artifacts.store import Recipe
 from pipeline.core.backends import OnnxRuntimeConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
 from stages.engines.onnx.refusals import refuse_bfloat16, refuse_zeros_in_scales
 from stages.engines.paged.eviction import refuse_heavy_tokens

@@ -9,9 +9,10 @@ from pipeline.artifacts.hardware import gpus
 from pipeline.checkpoint.description import refuse_sliding_layers
 from pipeline.checkpoint.exports import holder
 from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 from stages.engines.onnx.refusals import refuse_zeros_in_scales
 from stages.engines.tensorrt.library import Name, load
 

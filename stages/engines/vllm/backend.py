@@ -4,8 +4,9 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.core.backends import VllmConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 
 
 class VllmBackend(Backend):
