@@ -17,7 +17,6 @@ import torch
 
 from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
-from pipeline.core.backends import TorchConfig
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy, Side
@@ -25,6 +24,7 @@ from pipeline.core.redaction import child_environment
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
+from stages.engines.oracle.config import TorchConfig
 from stages.engines.oracle.engine import load_engine as load_oracle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import PlanEngine, load_engine

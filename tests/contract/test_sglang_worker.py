@@ -16,12 +16,12 @@ from vllm_bundles import write_scales
 
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.backends import SglangConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import LoadConfig
 from stages.engines.sglang import targets
 from stages.engines.sglang.backend import SglangBackend
+from stages.engines.sglang.config import SglangConfig
 from stages.engines.sglang.engine import SglangEngine, load_engine
 from stages.engines.sglang.interpreter import probe
 from stages.evaluate.decoding.system import measure_system

@@ -16,7 +16,6 @@ from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
 from benchmarks import benchlib
-from pipeline.core.backends import TorchConfig
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
@@ -26,6 +25,7 @@ from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.oracle.build import build_bundle
+from stages.engines.oracle.config import TorchConfig
 from stages.engines.oracle.engine import OracleEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers

@@ -23,6 +23,7 @@ ROOMS = (
     "pipeline.artifacts",
     "pipeline.statistics",
     "pipeline.verdict",
+    "pipeline.verdict.gates",
     "pipeline.trust",
     "pipeline.registry",
     "pipeline.pages",
@@ -30,7 +31,6 @@ ROOMS = (
     "pipeline.routing",
     "pipeline.config",
     "pipeline.terminal",
-    "pipeline.upkeep",
     "stages.checkpoints",
     "stages.gguf",
     "stages.workloads",
@@ -57,6 +57,7 @@ ROOMS = (
     "stages.report",
     "pipeline.loading",
     "pipeline.evidence",
+    "pipeline.upkeep",
     "pipeline.run",
     "pipeline.dry",
     "pipeline.api",
@@ -142,21 +143,22 @@ def test_there_are_no_circles() -> None:
     "name", [room for room in ROOMS if (ROOT / room.replace(".", "/")).is_dir() and room.startswith("pipeline.")]
 )
 def test_a_room_of_the_pipeline_is_small(name: str) -> None:
-    modules = [module for module, path in MODULES.items() if path.parent == ROOT / name.replace(".", "/")]
-    assert 0 < len(modules) <= MODULES_IN_A_ROOM + 1  # and its __init__.py
+    modules = [module for module, path in MODULES.items() if module != name and path.parent == ROOT / name.replace(".", "/")]
+    assert 0 < len(modules) <= MODULES_IN_A_ROOM
 
 
 def test_the_pipeline_imports_stages_inside_functions_alone() -> None:
     """They import torch, for which a configuration error must not wait; what describes a backend's configuration is light."""
-    for module in (name for name in MODULES if name.startswith("pipeline")):
+    for module in (name for name in MODULES if name.startswith("pipeline") and not is_arithmetic(name)):
         tops = {name for name in imported_at_the_top(MODULES[module]) if name.split(".")[0] in ("stages", "plugins", "torch")}
         heavy = {name for name in tops if not re.fullmatch(r"stages\.engines\.\w+\.config", name)}
         assert not heavy, f"{module} imports {sorted(heavy)} at its top"
 
 
-def test_modules_are_looked_up_by_name_in_one_place() -> None:
+def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
+    """Backends, by the name of their folder."""
     dynamic = [name for name in MODULES if name.startswith("pipeline") and "import_module(" in MODULES[name].read_text("utf-8")]
-    assert dynamic == ["pipeline.loading"]
+    assert dynamic == ["pipeline.core.backends", "pipeline.loading"]
 
 
 def is_arithmetic(module: str) -> bool:
