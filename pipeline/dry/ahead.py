@@ -13,7 +13,7 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
 from pipeline.core.errors import MissingRequirement
 from pipeline.loading import open_loader
-from pipeline.registry.reaching import SQLITE, check_reachable, copy_store
+from pipeline.registry.reaching import check_reachable, copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import ON_THIS_MACHINE, cache_bytes, inspect_model, weight_bytes
 from pipeline.terminal.dry import Row, size, total
@@ -41,7 +41,7 @@ def check_store(config: Config) -> None:
 
     if location.served:
         check_experiment(location)
-    elif not location.uri.startswith(SQLITE):
+    elif location.file is None:
         check_reachable(location)
     else:
         with TemporaryDirectory() as scratch:

@@ -15,7 +15,7 @@ from pipeline.core.errors import UserError
 from pipeline.dry.ahead import check_store
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import promotion, summary
-from pipeline.registry.reaching import SQLITE, copy_store, named
+from pipeline.registry.reaching import copy_store, named
 from pipeline.registry.tracking import locate
 from pipeline.run.job import Run
 from pipeline.run.planning import recommend_policy, show_capacity
@@ -97,7 +97,7 @@ def _copied(config: Config) -> Iterator[_Rehearsal | None]:
         UserError, MissingRequirement: for a registry that cannot be used, or is not there.
     """
     location = locate(config.tracking, config.work, config.model.label)
-    if not location.uri.startswith(SQLITE):
+    if location.file is None:
         check_store(config)
         yield None
         return

@@ -27,7 +27,7 @@ from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
-from pipeline.registry.reaching import SQLITE, copy_store
+from pipeline.registry.reaching import copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -147,12 +147,12 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
+    if location.file is not None and not location.file.is_file():
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
     folder = Path(stack.enter_context(TemporaryDirectory()))
-    if config.dry and location.uri.startswith(SQLITE):
+    if config.dry and location.file is not None:
         location = copy_store(location, folder) or location
     for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, folder):
         path = fetched.directory / IDENTITY_FILE

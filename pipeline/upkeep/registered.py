@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pipeline.registry.reaching import SQLITE, check_reachable
 from pipeline.registry.tracking import Location
 from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
@@ -77,36 +75,34 @@ def read_registered(location: Location, identities: Collection[str]) -> Register
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
+    if location.file is not None and not location.file.is_file():
         return Registered()
-    from pipeline.registry.mlflow_client import Client, MlflowException, asked_once
+    from pipeline.registry.mlflow_client import Client, MlflowException
     from pipeline.registry.mlflow_runs import left_open
 
-    check_reachable(location)
-    with asked_once():
-        client = Client(location)
-        names = {location.model_name}
-        for digest in identities:
-            names |= {str(one.name) for one in client.search_model_versions(f"tags.identity_digest = '{digest}'")}
-        models, checkpoints = [], {}
-        for name in sorted(names):
+    client = Client(location)
+    names = {location.model_name}
+    for digest in identities:
+        names |= {str(one.name) for one in client.search_model_versions(f"tags.identity_digest = '{digest}'")}
+    models, checkpoints = [], {}
+    for name in sorted(names):
+        try:
+            model = client.get_registered_model(name)
+        except MlflowException:  # nothing was registered yet
+            continue
+        versions = {
+            str(one.version): Version(name, str(one.version), one.run_id or "", one.tags, one.creation_timestamp / 1000)
+            for one in client.search_model_versions(f"name = '{name}'")
+        }
+        aliases = {alias: str(number) for alias, number in model.aliases.items()}
+        models.append(Model(name, versions, aliases, read_history(model.tags, Keys())))
+        for version in models[-1].pointed_at.values():
             try:
-                model = client.get_registered_model(name)
-            except MlflowException:  # nothing was registered yet
+                path = client.get_run(version.run_id).data.params.get(MODEL_PATH)
+            except MlflowException:  # it was deleted
                 continue
-            versions = {
-                str(one.version): Version(name, str(one.version), one.run_id or "", one.tags, one.creation_timestamp / 1000)
-                for one in client.search_model_versions(f"name = '{name}'")
-            }
-            aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, versions, aliases, read_history(model.tags, Keys())))
-            for version in models[-1].pointed_at.values():
-                try:
-                    path = client.get_run(version.run_id).data.params.get(MODEL_PATH)
-                except MlflowException:  # it was deleted
-                    continue
-                if path is not None:
-                    checkpoints[name, version.number] = path
-        experiment = client.get_experiment_by_name(location.experiment)
-        left = tuple(left_open(client, experiment.experiment_id).values()) if experiment is not None else ()
-    return Registered(tuple(models), left, checkpoints)
+            if path is not None:
+                checkpoints[name, version.number] = path
+    experiment = client.get_experiment_by_name(location.experiment)
+    left = left_open(client, experiment.experiment_id, location) if experiment is not None else ()
+    return Registered(tuple(models), tuple(name for _, name, _ in left), checkpoints)

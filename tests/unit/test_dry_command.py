@@ -145,7 +145,7 @@ def test_a_store_that_is_none_is_a_problem(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "mlflow.db").write_text("no database")
     jobs = planned(tmp_path / "work", "tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}")
     assert foretell(jobs) == 2
-    assert "is no SQLite database" in capsys.readouterr().err
+    assert "file is not a database" in capsys.readouterr().err
 
 
 def test_what_the_disk_does_not_hold_in_all_is_a_problem(
