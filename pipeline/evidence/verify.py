@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from pipeline.artifacts.digest import file_digest, kind_of, tree_entries
 from pipeline.artifacts.store import MANIFEST
 from pipeline.checkpoint.files import TOKENIZER_FILES
+from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
-from pipeline.core.records import Engine
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence

@@ -60,10 +60,19 @@ class ExperimentRuns:
         return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
 
     def close_left_open(self) -> None:
-        """Close the runs whose process died without closing them."""
-        for run_id, _, lock in left_open(self.client, self.experiment_id, self.location):
-            self.client.set_terminated(run_id, "KILLED")
-            lock.unlink(missing_ok=True)
+        """Close the runs whose process died. Those of other work directories and other programs are not known to be dead."""
+        query = f"attributes.status = 'RUNNING' and tags.{LOCK} != ''"
+        runs = self.client.search_runs([self.experiment_id], query, max_results=1000)
+        for lock in {self.location.runs / run.data.tags[LOCK] for run in runs}:
+            if not lock.exists():
+                continue
+            with alone_at_once(lock) as died:
+                for run in runs if died else ():
+                    # Read again: a process closes its run before it lets go of the lock.
+                    if run.data.tags[LOCK] == lock.name and self.client.get_run(run.info.run_id).info.status == "RUNNING":
+                        self.client.set_terminated(run.info.run_id, "KILLED")
+                if died:
+                    lock.unlink(missing_ok=True)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
@@ -116,24 +125,6 @@ class ExperimentRuns:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-
-
-def left_open(client: Client, experiment_id: str, location: Location) -> Iterator[tuple[str, str, Path]]:
-    """Yield id, name and lock of each run that is RUNNING although its process died; the lock is held until the next one.
-
-    Runs of other work directories and of other programs are not known to be dead.
-    """
-    runs = client.search_runs([experiment_id], f"attributes.status = 'RUNNING' and tags.{LOCK} != ''", max_results=1000)
-    for name in {run.data.tags[LOCK] for run in runs}:
-        lock = location.runs / name
-        if not lock.exists():
-            continue
-        with alone_at_once(lock) as died:
-            # Read again: a process closes its run before it lets go of the lock.
-            again = [client.get_run(run.info.run_id).info for run in runs if died and run.data.tags[LOCK] == name]
-            for info in again:
-                if info.status == "RUNNING":
-                    yield info.run_id, info.run_name or info.run_id, lock
 
 
 def _dataset(workload: Workload) -> DatasetInput:

@@ -214,11 +214,6 @@ def _check_files(location: Location, address: str) -> None:
         )
 
 
-def check_experiment(location: Location) -> None:
-    """Ask a store whether it answers and has the experiment, if at all, undeleted. Raises what opening the store would."""
-    active_experiment(Client(location), location.experiment)
-
-
 @dataclass(frozen=True)
 class Fetched:
     """The evidence of a registered engine, downloaded."""

@@ -3,17 +3,13 @@
 Databases are asked before MLflow is, which tries for minutes and answers with tracebacks. Imports no MLflow.
 """
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
-from pathlib import Path
-from urllib.parse import quote
+from contextlib import contextmanager
 
 from pipeline.artifacts.locks import announced, until
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
-from pipeline.registry.tracking import ENVIRONMENT, SQLITE, Location
+from pipeline.registry.tracking import ENVIRONMENT, Location
 
 QUIET_S = 5.0
 """Seconds of a wait before anything is said of it: making the tables of a fresh store takes some."""
@@ -111,28 +107,3 @@ def check_reachable(location: Location) -> None:
                         connection.exec_driver_sql("PRAGMA schema_version")
             finally:
                 engine.dispose()
-
-
-def copy_store(location: Location, folder: Path) -> Location | None:
-    """Copy a SQLite store, in which nothing changes, so that a dry run may do with the copy what it likes.
-
-    Args:
-        location: A store in SQLite.
-        folder: Receives the copy.
-
-    Returns:
-        The copy; None where there is no store yet.
-
-    Raises:
-        UserError, MissingRequirement: as `reached`.
-    """
-    assert location.file is not None, "a store in SQLite"
-    copy = folder / "mlflow.db"
-    with reached(location, sqlite3.Error, OSError):
-        if not location.file.exists():
-            return None
-        address = f"file:{quote(str(location.file))}?mode=ro"
-        source = sqlite3.connect(address, uri=True, timeout=location.timeout_s)
-        with closing(source), closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-    return replace(location, uri=f"{SQLITE}{copy}", lock=folder / "lock")

@@ -12,10 +12,10 @@ from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.records import Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
 from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain, digest_of_model
@@ -24,6 +24,7 @@ from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
+from stages.engines.oracle.config import TorchConfig
 
 
 class Chain(BuildChain):
@@ -130,7 +131,7 @@ class Chain(BuildChain):
         reports = [path for path in paths if json.loads(path.read_text(encoding="utf-8")).get("graph_digest") == digest]
         if reports:
             return f"{graph} was judged as ONNX: {reports[-1]} cites it (engine {bundle.digest})"
-        options = f"backend=onnxruntime backend.compute_dtype={equivalent.compute_dtype}"
+        options = f"backend=onnxruntime backend.compute_dtype={self.backend.compute_dtype}"
         return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:

@@ -14,7 +14,6 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
@@ -43,9 +42,6 @@ MOST_TEXT_BYTES = 1 << 30
 
 GENERATED_TOKENS = 8192
 """No generated sample has as many."""
-
-ON_THIS_MACHINE = ("onnxruntime", "torch")
-"""Backends whose caches lie in this machine's memory, unless it has a GPU."""
 
 PLANNING = ("capacity", "recommend")
 """Stages that read a model's shapes alone."""
@@ -137,7 +133,7 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
             f"workloads.load.context_tokens={load.context_tokens}: with warmup_steps and new_tokens a sequence has {tokens:,} "
             f"tokens, {limited}: {tokens - limit:,} too many; lower it"
         )
-    if config.backend.name in ON_THIS_MACHINE:
+    if config.backend.in_process:
         check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
 
 
@@ -167,7 +163,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
         texts_from_file(config.calibration.file, config.calibration.samples)
     speculation = config.workloads.speculation
-    if speculation is not None and isinstance(config.backend, OpenAIConfig):
+    if speculation is not None and not config.backend.builds:
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))

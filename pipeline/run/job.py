@@ -24,9 +24,6 @@ from pipeline.verdict.thresholds import Verdict
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
 
-OPENED_IN_SECONDS = ("onnxruntime", "torch")
-"""Backends of which a promotion opens engines."""
-
 
 @dataclass
 class Run:
@@ -72,7 +69,7 @@ class Run:
     def decode_again(self, evidence: Evidence) -> list[Finding]:
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
         backend = self.config.backend
-        if backend.name != evidence.identity.backend or backend.name not in OPENED_IN_SECONDS:
+        if backend.name != evidence.identity.backend or not backend.in_process:
             return []
         try:
             return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)

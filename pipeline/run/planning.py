@@ -27,7 +27,6 @@ from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
-from pipeline.registry.reaching import copy_store
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -61,9 +60,8 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
         console.say(line, paste=line.startswith("    "))
-    if not config.dry:
-        path = _write(config, CAPACITY, capacity)
-        console.result("written", str(path), paste=True, files=[path])
+    path = _write(config, CAPACITY, capacity)
+    console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
     next_steps.show(next_steps.after_capacity(typed()))
 
@@ -92,9 +90,8 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.say(line, paste=line.startswith("    "))
-    if not config.dry:
-        path = _write(config, RECOMMENDATION, recommendation)
-        console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
+    path = _write(config, RECOMMENDATION, recommendation)
+    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
     if recommendation.chosen is None:
         next_steps.show(next_steps.after_no_recommendation(typed()))
@@ -152,8 +149,6 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     from pipeline.registry.mlflow_store import fetch_evidence
 
     folder = Path(stack.enter_context(TemporaryDirectory()))
-    if config.dry and location.file is not None:
-        location = copy_store(location, folder) or location
     for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, folder):
         path = fetched.directory / IDENTITY_FILE
         if path.is_file():

@@ -8,7 +8,6 @@ from pipeline.artifacts.server import ServedEngine, Server, ServerRole
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.config.config import Config
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.evidence.identity import Role
@@ -17,7 +16,7 @@ from pipeline.run.chain import Chain
 
 def open_chain(config: Config, store: Store) -> Chain:
     """Return the chain of a configuration."""
-    return (ServedChain if isinstance(config.backend, OpenAIConfig) else Chain)(config, store)
+    return (Chain if config.backend.builds else ServedChain)(config, store)
 
 
 class ServedChain(Chain):

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
-from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig
+from pipeline.core.backends import InProcessConfig
 from pipeline.planning.labels import written
 from pipeline.terminal.planning_tables import command_line
 
@@ -97,7 +97,8 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 def promoting(config: Config, *changes: str) -> str:
     """Return the command that promotes what a command judged: by its gates, and with its backend."""
     backend = config.backend
-    opened = [f"backend={backend.name}"] if isinstance(backend, TorchConfig) else []
-    if isinstance(backend, TorchConfig | OnnxRuntimeConfig) and backend.threads is not None:
-        opened.append(f"backend.threads={backend.threads}")
+    opened: list[str] = []
+    if isinstance(backend, InProcessConfig):
+        chosen = {"backend": backend.name} not in defaults()["defaults"]
+        opened = [f"backend={backend.name}"] * chosen + [f"backend.threads={backend.threads}"]
     return standing(config, "promote", *opened, *changes, groups=("gates",))

@@ -29,12 +29,6 @@ MOST_ATTEMPTS = 20
 """`gates.attempt`."""
 BFCL = "bfcl_"
 """How workloads of BFCL begin."""
-FINER = {
-    "onnxruntime": ("int4_g32", "fp8k_int4v", "fp8", "int8"),
-    "torch": ("int4_g32", "fp8k_int4v", "fp8", "int8"),
-    "trtllm": ("fp8", "int8_tensor"),
-}
-"""Backend -> policies to try in place of one that failed, from few bytes to many; others hold `fp8` at least."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """By whose bytes policies are compared."""
 DISTANCES = (
@@ -177,7 +171,7 @@ def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: f
 
 def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
     """Return the next finer policy than the largest that failed, or the search by layer where there is none."""
-    ladder = load_policies("kv", FINER.get(config.backend.name, ("fp8",)))
+    ladder = load_policies("kv", config.backend.finer)
     tried = [config.kv, *_shipped(failed)]
     least = max(policy.bytes_per_token(SHAPE) for policy in tried)
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.core.records import Engine, Sample
+from pipeline.core.engine import Engine
+from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.results import unfinished

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import CorruptibleEngine, Engine, Progress
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
 from stages.evaluate.decoding.noise import first_of_each_workload, labelled
@@ -25,8 +26,8 @@ class SmallFault:
     """A rung of the ladder: how it is planted in an engine, and taken back."""
 
     name: str
-    plant: Callable[[CorruptibleEngine], None]
-    take_back: Callable[[CorruptibleEngine], None]
+    plant: Callable[[Engine], None]
+    take_back: Callable[[Engine], None]
 
 
 def canary(
@@ -49,7 +50,7 @@ def canary(
     """
     # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
     longest = sorted(encoded, key=lambda item: -len(item.prompt))
-    ladder = _ladder(engine, longest, heads, progress, twin) if isinstance(engine, CorruptibleEngine) else []
+    ladder = _ladder(engine, longest, heads, progress, twin) if engine.can(Engine.corrupt_scale) else []
     subset = longest[: len(first_of_each_workload(encoded, config.canary_samples))]
     progress = labelled(progress, "canary: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
@@ -81,7 +82,7 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 
 
 def _ladder(
-    engine: CorruptibleEngine,
+    engine: Engine,
     longest: Sequence[EncodedSample],
     heads: BaselineHeads,
     progress: Progress,

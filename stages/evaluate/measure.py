@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
-from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.records import Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 from pipeline.verdict.coverage import FreeAnswers, Probe

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.core.records import Engine, ReusingEngine
+from pipeline.core.engine import Engine
 from pipeline.verdict.coverage import ReusedPrefixes
 from pipeline.verdict.record import finite
 from stages.evaluate.decoding.free import contradiction
@@ -20,7 +20,7 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
     Returns:
         How they differ; None for an engine that reuses no prefixes.
     """
-    if not isinstance(engine, ReusingEngine) or not encoded:
+    if not engine.can(Engine.forced_reusing) or not encoded:
         return None
     requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for item in encoded]
     alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)

@@ -15,7 +15,6 @@ from toy_server import Toy, serving
 from trtllm_exports import conf
 
 from pipeline.config.compose import plan
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
@@ -28,6 +27,7 @@ from pipeline.verdict.report import EvaluationReport, load_report, load_rows
 from pipeline.verdict.thresholds import Gates, Verdict
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.openai.backend import OpenAIServer
+from stages.engines.openai.config import OpenAIConfig
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distances.distance import kl_of_rows
 from stages.evaluate.inputs.samples import load_samples

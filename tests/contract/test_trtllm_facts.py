@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.core.backends import Serving, Speculation, TrtllmConfig
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from stages.engines.trtllm import checkpoint, settings
+from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.interpreter import WORKER, Interpreter
 from stages.engines.trtllm.targets import refuse_integers
 from stages.engines.trtllm.worker import kvgate_forcing

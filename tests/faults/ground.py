@@ -18,8 +18,8 @@ from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.store import Artifact, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
-from pipeline.core.records import Engine
 from pipeline.loading import open_backend
 from pipeline.run import chain as chain_module
 from pipeline.run.chain import Chain

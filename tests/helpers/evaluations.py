@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.core.records import Engine, Progress, Sample
+from pipeline.core.engine import Engine
+from pipeline.core.records import Progress, Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate import MeasuredRound, evaluate_round, join_rounds

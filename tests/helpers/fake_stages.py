@@ -23,7 +23,7 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
-from pipeline.dry import ahead
+from pipeline.dry import command as dry
 from pipeline.run import building, inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
@@ -144,7 +144,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         fake = SimpleNamespace(calibration_texts=function, quantize=function, export=function)
         monkeypatch.setitem(sys.modules, f"stages.quantize.{name}", fake)
     monkeypatch.setitem(sys.modules, "stages.evaluate", FakeEvaluation())
-    for module in (building, inputs, ahead):
+    for module in (building, inputs, dry):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
     monkeypatch.setattr(building, "open_backend", FakeBackend)
 

@@ -89,20 +89,14 @@ def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
 def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:
-    """By the command that the sweep ended with, as it is pasted, and as a dry run says."""
+    """By the command that the sweep ended with, as it is pasted."""
     work, sweep = swept
     (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
     assert Path(program).name == "python", "or its path, where a shell finds another one"
-    before = {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))}
     assert arguments[:2] == ["-m", "pipeline"]
-    rehearsed = command([*arguments[2:], "dry=true"], work.parent)
-    assert rehearsed.returncode == 0, rehearsed.stderr
-    assert {path: path.stat().st_mtime_ns for path in (work, *work.rglob("*"))} == before
-
     result = command(arguments[2:], work.parent)
     assert result.returncode == 0, result.stderr
-    assert rehearsed.stdout.splitlines()[0] in result.stdout
     assert summary(work)["champion"] == "fp8"
     assert "-m pipeline stage=verify bundle=" in result.stdout
     assert "not int4_tensor: FAIL" in result.stdout

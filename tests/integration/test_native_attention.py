@@ -11,11 +11,11 @@ from onnx_fixtures import BY_NAME, POLICIES, fmt, make_bundle, make_engine, shar
 
 from benchmarks.cpu_cases import AttentionCase, Heads
 from pipeline.artifacts.digest import tree_files
-from pipeline.core.backends import OnnxRuntimeConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import CODES, Code
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.onnx.backend import OnnxBackend
+from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler

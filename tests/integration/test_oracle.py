@@ -8,9 +8,9 @@ import torch
 from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
+from pipeline.core.engine import Engine
 from pipeline.core.formats import CODES, Code
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
-from pipeline.core.records import OnePassEngine
 from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
 
@@ -247,7 +247,7 @@ def test_generation_is_greedy_and_stops(model: Any, texts: list[list[int]]) -> N
     stop = answers[1][4]
     assert engine.generate(prompts[1:], 6, stop) == [answers[1][: answers[1].index(stop)]]
     assert engine.memory().live_tokens == 0
-    assert isinstance(engine, OnePassEngine)
+    assert engine.can(Engine.forced)
 
 
 def test_calls_that_make_no_sense_are_refused(model: Any) -> None:

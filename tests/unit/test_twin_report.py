@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config import CONF
 from pipeline.config.compose import to_config
-from pipeline.core.backends import PlanConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.run.chain import Chain
 from pipeline.verdict.report import REPORT_FILE
+from stages.engines.tensorrt.config import PlanConfig
 
 DIGEST = "d" * 64
 

@@ -5,9 +5,9 @@ from typing import Any
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import refuse_sliding_layers
 from pipeline.checkpoint.exports import describe_format, holder
-from pipeline.core.backends import SglangConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.sglang.config import SglangConfig
 from stages.engines.sglang.interpreter import INSTALL_HINT, probe
 
 CHOICES = "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"

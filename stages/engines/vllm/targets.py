@@ -3,10 +3,10 @@
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
 from pipeline.checkpoint.exports import describe_format, holder
-from pipeline.core.backends import VllmConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
+from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.interpreter import Interpreter, probe
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.records import PREFILL_CHUNK, Engine
 from pipeline.verdict.coverage import Cell, Coverage, Exercised
 from stages.evaluate.distances.metrics import context_bin
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -32,7 +32,7 @@ class Trace:
 
     def prefilled(self, engine: Engine, tokens: int) -> None:
         """Note a prefill, or a later part of one."""
-        self.chunk_borders += max(0, tokens - 1) // getattr(engine, "prefill_chunk", PREFILL_CHUNK)
+        self.chunk_borders += max(0, tokens - 1) // engine.prefill_chunk
 
     def arrays(self) -> Arrays:
         """Return it as it is saved."""

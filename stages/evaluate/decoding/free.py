@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
-from pipeline.core.records import Engine, Progress, RequestEngine, no_progress
+from pipeline.core.records import Progress, no_progress
 from pipeline.verdict.coverage import FreeAnswers
 from stages.engines.base import Logits
 from stages.evaluate.decoding.batches import Greedy
@@ -78,14 +79,13 @@ def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> t
 
 def _tie(engine: Engine, logits_BV: Logits) -> Logits:
     """Return how far behind the largest logit another one of each row may be and change places with it by rounding, (B)."""
-    step: float = getattr(engine, "logit_step", 0.0)
-    largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), step * np.abs(logits_BV).max(axis=1))
+    largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
     return largest
 
 
 def _forced(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
     """Return the logits (len(tokens), V) of decoding the tokens after the whole prompt, one by one."""
-    if isinstance(engine, RequestEngine):
+    if engine.can(Engine.forced_together):
         return engine.forced([*prompt, *tokens], len(prompt))
     (handle,), _ = engine.prefill([prompt])
     try:

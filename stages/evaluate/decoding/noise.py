@@ -4,7 +4,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core.records import Engine, OnePassEngine, Progress, RequestEngine
+from pipeline.core.engine import Engine
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import NoiseFloor
 from stages.evaluate.decoding.batches import Greedy
@@ -103,8 +104,8 @@ def noise_floor(
     if not indices:
         return NoiseFloor(samples=0, fidelity=None, answer_flips=0), []
     subset = [encoded[i] for i in indices]
-    in_requests = isinstance(engine, RequestEngine)
-    batched = isinstance(engine, OnePassEngine) and not in_requests
+    in_requests = engine.can(Engine.forced_together)
+    batched = engine.can(Engine.forced) and not in_requests
     results = run_samples(
         engine,
         subset,

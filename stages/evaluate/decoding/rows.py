@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.core.records import Engine
+from pipeline.core.engine import Engine
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
