@@ -26,8 +26,9 @@ from pipeline.core.scales import SCALES_FILE
 from pipeline.core.strict import StrictModel
 from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, sign_files
+from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"
@@ -52,6 +53,13 @@ def answers_input(number: int) -> str:
 def round_input(number: int) -> str:
     """Name the input of an evaluation that is the candidate's round of this number."""
     return f"round_{number}"
+
+
+def measured_role(name: str) -> Role | None:
+    """Return whose engine an input of an evaluation was measured on; None for an input that was not measured."""
+    if name == "once" or name.startswith("round_"):
+        return "engine"
+    return "baseline" if name in ("encoded", "baseline_once") or name.startswith("answers") else None
 
 
 # An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.

@@ -228,11 +228,12 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
     noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
     config, names = requested_workloads(evidence), {row.id for row in rows}
     with required_libraries():
-        from stages.evaluate import load_samples, open_tokenizer
         from stages.evaluate.again import decode_again, difference
+        from stages.evaluate.inputs.samples import load_samples
+        from stages.evaluate.inputs.tokens import BundleTokenizer
 
         samples = [sample for sample in load_samples(config) if sample.id in names]
-        tokenizer = open_tokenizer(engine)
+        tokenizer = BundleTokenizer(engine)
         found = decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
         problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
@@ -243,7 +244,7 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
     """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
-            from stages.evaluate import samples_digest
+            from stages.evaluate.inputs.tokens import samples_digest
 
             return samples_digest(config, engine)
     except REFUSALS:

@@ -63,7 +63,11 @@ def _size(numbers: set[int], sizes: Counter[int]) -> int:
     return sum(sizes[number] for number in numbers)
 
 
-def planned_shares(rounds: Sequence[Sequence[Sample]]) -> list[float]:
-    """Return the share of all samples that each round ends at, which is what the looks of the gates go by."""
-    total = sum(map(len, rounds))
-    return [ended / total for ended in accumulate(map(len, rounds))]
+def planned_shares(numbers: Sequence[int]) -> list[float]:
+    """Return the share of all samples that each round ends at, which is what the looks of the gates go by.
+
+    Args:
+        numbers: The round of each sample, from 1.
+    """
+    sizes = Counter(numbers)
+    return [ended / len(numbers) for ended in accumulate(sizes[number] for number in sorted(sizes))]
