@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoint.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
@@ -252,7 +252,7 @@ def _kv_algorithm(policy: KVPolicy, kind: ExportKind) -> str | None:
         raise ExportMismatch(
             f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"
         )
-    return KV_ALGORITHMS.get(describe_format(policy.key))
+    return algorithm(policy.key)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
