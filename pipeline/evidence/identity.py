@@ -27,8 +27,9 @@ from pipeline.core.scales import SCALES_FILE
 from pipeline.core.strict import StrictModel
 from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, sign_files
+from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"

@@ -55,9 +55,6 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
 STATIC: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_channel")
 """Granularities of static scales from coarse to fine. The maximum of a coarse one is the maximum of its parts."""
 
-_FLOAT_BITS: dict[str, tuple[int, int]] = {"fp8_e4m3": (4, 3)}
-"""Floating-point codes that ModelOpt knows per tensor or axis: exponent and mantissa bits. It refuses E5M2."""
-
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
     "none": [],
@@ -132,7 +129,7 @@ def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Gr
             if form.scale == "calibrated":
                 places = by_rotation.setdefault(form.rotation, {})
                 place = layer, name.base
-                needed = "per_tensor" if form.in_blocks else form.granularity
+                needed = form.static_granularity or form.granularity
                 places[place] = max(places.get(place, "per_tensor"), needed, key=STATIC.index)
     return by_rotation
 
@@ -173,7 +170,7 @@ def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> 
         settings = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": arguments}
         return CacheQuantizer(settings, None, (), rotated=False)
     axis = AXES[form.granularity]
-    attributes: Attributes = {"num_bits": _FLOAT_BITS.get(form.dtype, form.code.bits), "axis": axis}
+    attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": axis}
     if form.code.kind == "integer":
         # Without narrow_range a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
         attributes["narrow_range"] = True
@@ -190,8 +187,7 @@ def native(form: Format) -> bool:
 
     It has no asymmetric formats: its `bias` is no zero point, the codes stay symmetric.
     """
-    known = form.code.kind == "integer" or form.dtype in _FLOAT_BITS
-    return known and form.symmetric and form.granularity in AXES
+    return form.code.modelopt_bits is not None and form.symmetric and form.granularity in AXES
 
 
 def expressed_by(form: Format, *, backend: bool) -> str:

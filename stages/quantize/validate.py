@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.exports import KV_ALGORITHMS, TENSORRT_LLM_KV, UNIFIED_HF_KV, describe_format, export_refusal
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
@@ -222,4 +222,4 @@ def _kv_algorithm(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         raise ExportMismatch(
             f"kv policy {policy.name} has no official export ({reason}); any kv_cache_quant_algo would mislabel it"
         )
-    return KV_ALGORITHMS.get(describe_format(policy.key))
+    return algorithm(policy.key)

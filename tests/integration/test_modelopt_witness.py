@@ -27,8 +27,9 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.exports import NVFP4, UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
+from pipeline.formats.oracle import Static, Stored
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
+from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate.distances.distance import REST_MASS
 from stages.evaluate.distances.scores import BaselineHeads
@@ -41,7 +40,7 @@ def samples(per_class: int = 80) -> list[Sample]:
 
 
 SAMPLES = samples()
-GATES = Gates.model_validate(yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8")))
+GATES = Gates()
 
 
 def quiet(label: str, done: int, total: int) -> None:

@@ -1,11 +1,7 @@
-"""vLLM's own 4-bit formats as its release 0.32.0 defines them, number by number: tests/real_vllm holds them to its code.
+"""The arithmetic in torch, number by number as vLLM 0.32.0 has it (vllm/v1/attention/ops/int4_per_token_head.py).
 
-turboquant: the values of turboquant_k8v4 (vllm/v1/attention/ops/triton_turboquant_store.py). token_head: int4_per_token_head
-(vllm/v1/attention/ops/int4_per_token_head.py). vLLM puts neighbouring channels into a byte, where kvgate puts channels i and
-D / 2 + i: the codes are the same, not their places.
-
-Shapes: ..., D head_dim. All arithmetic is float32, as in vLLM on inputs of float32. On a GPU vLLM's divisions are a unit or two
-in the last place off, and its int4_per_token_head rounds rotated vectors to the 16 bits of the model.
+vLLM puts neighbouring channels into a byte, where kvgate puts channels i and D / 2 + i. On a GPU vLLM rounds rotated vectors
+to the 16 bits of the model. tests/real_vllm holds this to vLLM's code.
 """
 
 from functools import cache
@@ -13,23 +9,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.core.formats import SMALLEST_TURBOQUANT_SCALE
+from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, pack, unpack
+from pipeline.formats.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEAD
 
-LEVELS = 15
-SMALLEST_TOKEN_HEAD_SCALE = 1e-6
 SEED = 0x9E3779B9
 """Of the signs that vectors are multiplied with before they are rotated."""
 
 
-def turboquant(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes 0 to 15 (..., D) float32, and scales and minima (..., 1) float16.
+class TokenHead(Arithmetic):
+    """INT4 from minimum to maximum of a rotated token and head. The rotation is part of it."""
 
-    Codes are those of the unrounded scale and minimum, half a step up; `towards_zero` leaves the half out.
-    """
-    low, high = x.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / LEVELS).clamp(min=SMALLEST_TURBOQUANT_SCALE)
-    codes = ((x - low) / scale + (0.0 if towards_zero else 0.5)).trunc().clamp(0, LEVELS)
-    return codes, scale.half(), low.half()
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
+        codes, scale = token_head(x, towards_zero=options.towards_zero)
+        return Stored(pack(codes - 8, 4), scale, None)
+
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
+        assert stored.scale is not None
+        return token_head_values(unpack(stored.codes, 4) + 8, stored.scale)
 
 
 def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
@@ -37,12 +33,13 @@ def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor
 
     A zero is a whole number of codes, 0 to 15: numbers that all have one sign keep no more than the codes that are left.
     """
+    levels = VLLM_TOKEN_HEAD.levels
     x = _sums(x * signs(x.shape[-1]))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / LEVELS).clamp(min=SMALLEST_TOKEN_HEAD_SCALE)
-    zero = _half_away(-low / scale).clamp(0, LEVELS)
+    scale = ((high - low) / levels).clamp(min=SMALLEST_SCALE)
+    zero = _half_away(-low / scale).clamp(0, levels)
     steps = x * (1.0 / scale) + zero
-    codes = (steps.trunc() if towards_zero else _half_away(steps)).clamp(0, LEVELS)
+    codes = (steps.trunc() if towards_zero else _half_away(steps)).clamp(0, levels)
     bits = (scale.view(torch.int32) & -16) | zero.int()
     return codes, bits.view(torch.float32)
 
@@ -81,3 +78,6 @@ def _sums(x: Tensor) -> Tensor:
 def _half_away(x: Tensor) -> Tensor:
     """The nearest whole number, halves away from zero."""
     return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()
+
+
+ORACLE = TokenHead(VLLM_TOKEN_HEAD)
