@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.dry.ahead import check_store
@@ -19,7 +18,6 @@ from pipeline.registry.reaching import SQLITE, copy_store, named
 from pipeline.registry.tracking import locate
 from pipeline.run.job import Run
 from pipeline.run.planning import recommend_policy, show_capacity
-from pipeline.run.served import open_chain
 from pipeline.run.serving import check_finished, listed_candidates, monitor, move_champion, route, verify
 from pipeline.terminal import console
 from pipeline.upkeep.stages import prune, show_status
@@ -54,7 +52,7 @@ def _say(line: str) -> None:
 
 
 def _run(config: Config) -> Run:
-    return Run(config, open_chain(config, Store(config.work / "artifacts")), "", False, config.kv.name)
+    return Run(config, label=config.kv.name)
 
 
 def _move(config: Config) -> None:
@@ -107,5 +105,4 @@ def _copied(config: Config) -> Iterator[_Rehearsal | None]:
         copy = copy_store(location, Path(scratch))
         if copy is None:
             raise UserError(f"stage={config.stage}: {named(location)} is not there yet; run stage=evaluate first")
-        plain = _run(config)
-        yield _Rehearsal(config, plain.chain, "", False, plain.label, copy=MlflowStore(copy))
+        yield _Rehearsal(config, label=config.kv.name, copy=MlflowStore(copy))

@@ -55,7 +55,7 @@ def happened(jobs: Plan) -> Made:
         asked: list[Asked] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Chain, "_get", _noting(asked))
-            run(config, "sweep", jobs.sweeping, [])
+            run(config, "sweep", sweeping=jobs.sweeping)
         made.append(asked)
     return made
 

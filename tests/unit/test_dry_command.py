@@ -169,7 +169,7 @@ def test_without_mlflow_a_run_and_its_dry_run_say_that_it_is_missing(used: Path,
     assert foretell(jobs) == 4
     assert "needs mlflow, which is not installed here" in capsys.readouterr().err
     with pytest.raises(MissingRequirement, match="needs mlflow, which is not installed here"):
-        run(jobs.jobs[0], "20260101-000000-1-a", False, [])
+        run(jobs.jobs[0], "20260101-000000-1-a")
 
 
 def test_more_threads_than_processors_are_said(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
