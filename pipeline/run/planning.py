@@ -27,7 +27,6 @@ from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
-from pipeline.registry.reaching import SQLITE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -150,7 +149,7 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
+    if location.file is not None and not location.file.is_file():
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
