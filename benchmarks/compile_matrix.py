@@ -27,7 +27,7 @@ from plugins.kv_attention.layout import CacheLayout
 TARGETS = (80, 89, 90, 100)
 HEAD_DIM, GROUP, QUERY_DTYPE = 128, 8, "bfloat16"
 RESOURCES = ("registers", "spills", "shared_bytes", "warps")
-DECODE_FIELDS = (*RESOURCES, "tile_tokens", "programs", "cycles_per_token_head")
+DECODE_FIELDS = (*RESOURCES, "tile_tokens", "programs")
 CONTEXT_FIELDS = (*RESOURCES, "tile_tokens", "programs", "block_rows")
 
 
@@ -89,7 +89,7 @@ def content(rows: list[dict[str, Any]], file: Path | None) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the rows as a table."""
     out = Table(title=f"kernels at D {HEAD_DIM}, G {GROUP}, compiled by Triton {triton.__version__}")
-    names = ("sm", "kernel", "policy", "ptxas", "warps", "registers", "spills", "shared_bytes", "cycles_per_token_head")
+    names = ("sm", "kernel", "policy", "ptxas", "warps", "registers", "spills", "shared_bytes")
     for name in names:
         out.add_column(name, justify="left" if name in ("kernel", "policy") else "right")
     for row in rows:

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import benchlib
 from benchmarks.recording import ROOT, log, results_record, write_json
-from pipeline.core.records import Engine
+from pipeline.core.engine import Engine
 from stages.engines.onnx.engine import load_engine
 from stages.engines.oracle.engine import OracleEngine
 

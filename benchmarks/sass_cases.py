@@ -8,21 +8,11 @@ from plugins.kv_attention.aot import CompiledKernel, compile_context, compile_de
 from plugins.kv_attention.kernels.context_variants import NARROW, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import Variant, decode_variant
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
-from plugins.kv_attention.sass import Instruction, LoopCost, disassemble, loop_cost, main_loop
-from plugins.kv_attention.scoreboard import cycles_per_iteration
+from plugins.kv_attention.sass import kernel_loop
 
 KV_HEADS = 8
 GROUPS = (1, 4, 8, 16)
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
-
-SMS = 132
-SM_HZ = 1.76e9
-SM_BYTES_PER_S = 0.85 * 4.3e12 / SMS
-"""Bandwidth of one of an H200's SMs: 85 % of the 4.3 TB/s that a copy reaches."""
-
-LATENCIES = (1000, 1300, 1600, 2300)
-"""Cycles that a load from DRAM is assumed to take under load. The last is what NVIDIA's figure for Hopper means by Little's
-law: more than 32 KiB must be under way in each SM to saturate 3.35 TB/s (GTC 2025, S72683)."""
 
 CONTEXT_GROUP = 8
 """Query heads of a KV head that context_partial is compiled for."""
@@ -85,46 +75,17 @@ def kernel_row(policy: str, layout: CacheLayout, group: int, query_dtype: str, s
     """Compile a variant of decode_partial and return its figures."""
     arguments: dict[str, Any] = {"group": group, "query_dtype": query_dtype, "scaling": layout.head_dim**-0.5, "sm": sm}
     kernel, variant = compile_decode(layout, **arguments), decode_variant(layout, **arguments)
-    tokens = variant.constants["T"]
-    body = main_loop(disassemble(kernel.cubin))
-    cost = loop_cost(body, num_warps=kernel.num_warps, tokens=tokens)
-    read = variant.resident * tokens * _token_bytes(layout)
-    return _figures(policy, layout, query_dtype, kernel, variant, cost) | {
-        "uncounted": cost.uncounted,
-        "cycles_per_token_head": round(cost.bound, 3),
-        "cycles_by_pipe": {pipe: round(cycles, 3) for pipe, cycles in cost.cycles.items()},
-        "bytes_per_token_head": _token_bytes(layout),
-        "budget_cycles": round(_token_bytes(layout) / SM_BYTES_PER_S * SM_HZ, 2),
-        "ceiling_tb_per_s": _ceilings(read, body, kernel, variant),
-    }
+    figures = _figures(policy, layout, query_dtype, kernel, variant)
+    return figures | {"bytes_per_token_head": layout.token_bytes // layout.kv_heads}
 
 
 def context_row(policy: str, layout: CacheLayout, group: int, work: str, query_dtype: str, sm: int) -> dict[str, Any]:
-    """Compile a variant of context_partial and return its figures. work: of WORK, what its blocks of query rows are for.
-
-    Its loop shares a tile's cost among the N query rows of a block, so that its cycles are those of a (token, KV head, block).
-    """
+    """Compile a variant of context_partial and return its figures. work: of WORK, what its blocks of query rows are for."""
     arguments: dict[str, Any] = {"group": group, "rows": WORK[work], "query_dtype": query_dtype, "sm": sm}
     arguments["scaling"] = layout.head_dim**-0.5
     kernel, variant = compile_context(layout, **arguments), context_variant(layout, **arguments)
-    tokens, columns = variant.constants["T"], variant.constants["N"]
-    body = main_loop(disassemble(kernel.cubin))
-    cost = loop_cost(body, num_warps=kernel.num_warps, tokens=tokens)
-    flop = 4 * layout.head_dim * columns
-    row = _figures(policy, layout, query_dtype, kernel, variant, cost)
-    row |= {
-        "work": work,
-        "block_rows": columns,
-        "uncounted": cost.uncounted,
-        "cycles_per_token_head_block": round(cost.bound, 2),
-        "cycles_by_pipe": {pipe: round(cycles, 2) for pipe, cycles in cost.cycles.items()},
-    }
-    if not cost.uncounted:
-        row["pipes_tflop_per_s"] = round(flop / cost.bound * SM_HZ * SMS / 1e12)
-    if work == "drafts":
-        row["bytes_per_token_head"] = _token_bytes(layout)
-        row["ceiling_tb_per_s"] = _ceilings(variant.resident * tokens * _token_bytes(layout), body, kernel, variant)
-    return row
+    figures = _figures(policy, layout, query_dtype, kernel, variant)
+    return figures | {"work": work, "block_rows": variant.constants["N"]}
 
 
 def join_row(policy: str, layout: CacheLayout, query_dtype: str, sm: int) -> dict[str, Any]:
@@ -143,11 +104,9 @@ def resources(kernel: CompiledKernel) -> dict[str, Any]:
     }
 
 
-def _figures(
-    policy: str, layout: CacheLayout, query_dtype: str, kernel: CompiledKernel, variant: Variant, cost: LoopCost
-) -> dict[str, Any]:
+def _figures(policy: str, layout: CacheLayout, query_dtype: str, kernel: CompiledKernel, variant: Variant) -> dict[str, Any]:
     """The figures that both attention kernels have."""
-    tokens = variant.constants["T"]
+    loop, tokens = kernel_loop(kernel.cubin), variant.constants["T"]
     codes = layout.key.code_bytes(layout.head_dim) + layout.value.code_bytes(layout.head_dim)
     return {
         "policy": policy,
@@ -159,27 +118,7 @@ def _figures(
         "stages": variant.num_stages,
         "programs": variant.resident,
         "tile_tokens": tokens,
-        "loop_instructions": cost.instructions,
-        "loads": cost.loads,
-        "narrow_loads": cost.streamed_bytes(kernel.num_warps) < tokens * codes,
-    }
-
-
-def _token_bytes(layout: CacheLayout) -> int:
-    """Bytes of a token and KV head."""
-    return layout.token_bytes // layout.kv_heads
-
-
-def _ceilings(read: int, body: Sequence[Instruction], kernel: CompiledKernel, variant: Variant) -> dict[str, float]:
-    """The bandwidth in TB/s by latency, where the programs of an SM read so many bytes in an iteration."""
-    return {
-        str(latency): round(
-            read
-            * SM_HZ
-            * SMS
-            / 1e12
-            / cycles_per_iteration(body, programs=variant.resident, num_warps=kernel.num_warps, latency=latency),
-            2,
-        )
-        for latency in LATENCIES
+        "loop_instructions": loop.instructions,
+        "loads": loop.loads,
+        "narrow_loads": loop.streamed_bytes(kernel.num_warps) < tokens * codes,
     }

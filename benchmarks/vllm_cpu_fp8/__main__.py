@@ -25,7 +25,6 @@ from benchmarks.documentation import MODEL, Tokens, all_tokens, converted, start
 from benchmarks.recording import ROOT, log, results_record, write_json
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.backends import VllmConfig
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
@@ -34,6 +33,7 @@ from stages.engines.oracle.cache import LayerStorage
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.relatives import TowardsZero
 from stages.engines.vllm.backend import VllmBackend
+from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.engine import VllmEngine, load_engine
 from stages.evaluate.distances.distance import kl_of_rows
 

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
+from pipeline.core.backends import backend_configs
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, MemoryReport, Sample
+from pipeline.core.records import MemoryReport, Sample
 
 THREADS = "OMP_NUM_THREADS"
-THREADED = ("onnxruntime", "torch")
-"""Backends that are told how many threads of this machine they may use."""
 
 
 class LoadedEngine:
@@ -77,9 +77,8 @@ class LoadedEngine:
     def close(self) -> None:
         """Free its memory, end its process where it has one, and remove what `champion` downloaded for it."""
         engine, self._engine = self._engine, None
-        end = getattr(engine, "close", None)  # of backends that run in an interpreter of their own
-        if end is not None:
-            end()
+        if engine is not None:
+            engine.close()
         if self.downloaded is not None:
             self.downloaded.cleanup()
 
@@ -146,17 +145,18 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     record = read_bundle(directory)
     name = record.get("backend")
     values: dict[str, object] = {"stage": "build", "backend": name}
-    if threads is not None or name in THREADED:
+    described = backend_configs().get(str(name))
+    if threads is not None or (described is not None and described.in_process):
         values["backend.threads"] = threads if threads is not None else _threads_asked_for()
     config = compose({**values, **overrides})
     with required_libraries():
-        from stages.evaluate import open_tokenizer
+        from stages.evaluate.inputs.tokens import BundleTokenizer
 
         backend = open_loader(config.backend)
         if not isinstance(backend, Backend):
             raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
         return LoadedEngine(
-            backend.load(directory), open_tokenizer(directory), directory, str(name), _longest(directory, record)
+            backend.load(directory), BundleTokenizer(directory), directory, str(name), _longest(directory, record)
         )
 
 

@@ -1,6 +1,6 @@
 """What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
-A backend is made from its configuration (`pipeline.core.backends`) by `open_backend(config)` of that module. Making one is
+A backend is made from its configuration by `open_backend(config)` of that module. Making one is
 cheap: methods import the libraries that they need themselves. `pipeline.artifacts.server` is for backends that build nothing.
 """
 
@@ -8,14 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import CheckpointInfo
-from pipeline.core.backends import BackendConfig, OnnxRuntimeConfig
+from pipeline.core.backends import BackendConfig
+from pipeline.core.engine import Engine
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
@@ -80,6 +81,9 @@ class Loader(ABC):
 
     libraries: ClassVar[tuple[str, ...]]
     """Distributions whose versions are part of the key of what is judged, and of an evaluation's."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @property
     @abstractmethod
@@ -156,7 +160,7 @@ class Backend(Loader):
             MissingRequirement: when this machine cannot run it.
         """
 
-    def onnx_equivalent(self) -> OnnxRuntimeConfig | None:
+    def onnx_equivalent(self) -> BackendConfig | None:
         """Return the ONNX Runtime backend that runs the same graphs on any CPU; None where there are no such graphs."""
         return None
 

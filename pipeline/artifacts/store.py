@@ -27,12 +27,9 @@ from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tr
 from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
 from pipeline.artifacts.locks import locked, locked_at_once, shared
-from pipeline.artifacts.memory import forget_peak, peak_bytes
 from pipeline.core.errors import MissingRequirement, UserError
 
 MANIFEST = ".manifest.json"
-PEAK = "peak_bytes"
-"""Key of a manifest: the most resident memory of the process while it made the artifact. Older ones lack it."""
 SCHEMA = 1
 STORE_VERSION = 1
 """Of the form of a store: where its artifacts are, and what a manifest says. A store without the file is of version 1."""
@@ -84,9 +81,6 @@ class Recipe:
     """Distributions whose versions are part of the key."""
     measures_time: bool = False
     """Whether the hardware's identity is part of the key."""
-    independent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Files and folders of the artifact -> names of `config` and `inputs` that their bytes do not depend on. It is no part of
-    the key: a dry run foresees by it what another artifact has in common with this one."""
     parts: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +139,6 @@ class Store:
             else:
                 scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
             try:
-                forget_peak()
                 fill(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
                 if target.exists():  # it failed its verification
@@ -203,8 +196,7 @@ class Store:
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
-        took = {"seconds": seconds, PEAK: peak_bytes()}
-        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, **took}
+        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
         scratch.chmod(0o755)  # mkdtemp makes it private to this user
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,9 +31,12 @@ from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
+from pipeline.verdict.gates import Gates
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
+
+ConfigStore.instance().store("default", Gates().model_dump(mode="json"), group="gates")
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -1,12 +1,14 @@
 """The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
 
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeline.checkpoint.places import checkpoint_label
-from pipeline.core.backends import BackendConfig
+from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import PathText, StrictModel, absolute
@@ -17,7 +19,7 @@ from pipeline.registry.tracking import Tracking
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 from pipeline.trust.keys import SigningConfig
 from pipeline.trust.settings import PromoteConfig
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
 Stage = Literal[
     "quantize",
@@ -36,6 +38,11 @@ Stage = Literal[
     "prune",
 ]
 
+
+if TYPE_CHECKING:
+    AnyBackend = BackendConfig
+else:
+    AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
 
 JUDGING = ("evaluate", "all")
 """Stages that judge an engine."""
@@ -100,7 +107,7 @@ class Config(StrictModel):
     weights: WeightsConfig
     quantize: QuantizeConfig
     kv: KVPolicy
-    backend: BackendConfig
+    backend: AnyBackend
     calibration: CalibrationConfig
     workloads: WorkloadsConfig
     gates: Gates

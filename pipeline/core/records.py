@@ -1,12 +1,12 @@
-"""Records that stages exchange, and the protocols of engines."""
+"""Records that stages exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.kv import Side
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,96 +75,6 @@ class MemoryReport:
     """Pages that are not free; 0 where an engine doesn't show it."""
 
 
-class Engine(Protocol):
-    """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size)."""
-
-    policy: KVPolicy
-    shape: KVShape
-    vocab_size: int
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Start one sequence for each prompt and return their handles with the logits of each prompt's last token.
-
-        The logits of a prompt of at most PREFILL_CHUNK tokens do not read the quantized cache.
-        """
-        ...
-
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append one token to each sequence and return its logits, computed from the quantized cache."""
-        ...
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        stop_token: int | None,
-        *,
-        max_sequences: int | None = None,
-        ended: Callable[[int], None] = lambda _: None,
-    ) -> list[list[int]]:
-        """Greedy continuations without the stop token, of at most `max_sequences` at once; None for all prompts at once.
-
-        `ended` is called with how many have ended.
-        """
-        ...
-
-    def release(self, sequences: Sequence[int]) -> None:
-        """Free the sequences' pages."""
-        ...
-
-    def memory(self) -> MemoryReport: ...
-
-    def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the key scales that decoding reads, or the stored keys where there are none: the canary's fault."""
-        ...
-
-
-@runtime_checkable
-class OnePassEngine(Engine, Protocol):
-    """An engine that computes the forced decode of a whole sequence in one pass."""
-
-    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
-        """Return the logits of forced decode, (len(tokens) - first, vocab_size). No sequence stays in the engine.
-
-        Row r is what `decode` returns for tokens[first + r] after `prefill` of tokens[:first], at least one token, and
-        `decode` of the tokens between.
-        """
-        ...
-
-
-@runtime_checkable
-class SharingEngine(Engine, Protocol):
-    """An engine whose sequences can share what they have in common."""
-
-    max_sequences: int | None
-    """Most sequences that may live at once; None where only memory limits them."""
-
-    def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
-        ...
-
-    def extend(self, sequence: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
-        ...
-
-
-@runtime_checkable
-class CorruptibleEngine(Engine, Protocol):
-    """An engine that can be given small faults: the rungs of the canary's ladder."""
-
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """Multiply the scales that decoding reads keys or values with, or what is stored where there are none.
-
-        It is those of one layer and one of its KV heads, or of all; a layer whose heads share a scale takes all of them. The
-        inverse factor takes it back.
-        """
-        ...
-
-    def repeat_page(self) -> None:
-        """Let the second page of every live sequence hold what its first one does, as a page that was not written would."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredCopy:
     """One copy of consecutive tokens of one side of one layer, as it lies in an engine's memory.
@@ -187,50 +97,6 @@ class StoredCopy:
     """First and one past the last position of tokens that were evicted: theirs are zeros."""
 
 
-@runtime_checkable
-class ReadableEngine(Engine, Protocol):
-    """An engine that shows what it stored."""
-
-    prefill_chunk: int
-    """Tokens of one prefill run."""
-
-    def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return the copies of every layer that a sequence's pages hold. The exact tokens' own buffers are no part of it."""
-        ...
-
-
-@runtime_checkable
-class RequestEngine(OnePassEngine, Protocol):
-    """An engine that serves whole requests: what it decodes together is requests, not steps."""
-
-    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[npt.NDArray[np.float32]]:
-        """Return what `forced` returns of each (tokens, first), of requests that are in flight at once."""
-        ...
-
-
-@runtime_checkable
-class ReadableRequests(RequestEngine, Protocol):
-    """An engine that shows what it stored of its requests."""
-
-    prefill_chunk: int
-
-    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return what the cache held of a request of the last `forced_together`, as `ReadableEngine.stored`.
-
-        Empty where the engine cannot tell how its cache lies in memory.
-        """
-        ...
-
-
-@runtime_checkable
-class ReusingEngine(RequestEngine, Protocol):
-    """An engine that serves with prefixes that earlier requests left in its cache."""
-
-    def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[npt.NDArray[np.float32]]:
-        """Return what `forced` returns of each (tokens, first), with every prefix taken from the cache."""
-        ...
-
-
 @dataclass(frozen=True)
 class LayerDelivery:
     """Static scales of one layer: those that a checkpoint carries, and those that the loaded engine uses."""
@@ -238,25 +104,6 @@ class LayerDelivery:
     carried: dict[Side, tuple[float, ...]]
     """A side that has none is absent."""
     used: dict[Side, tuple[float, ...]]
-
-
-@runtime_checkable
-class DeliveredScales(Engine, Protocol):
-    """An engine of another library, which loads the scales of its checkpoint by itself."""
-
-    def delivery(self) -> Sequence[LayerDelivery]:
-        """Return the scales of every layer."""
-        ...
-
-
-@runtime_checkable
-class BoundedEngine(Engine, Protocol):
-    """An engine that was built for so many tokens and sequences and no more."""
-
-    max_tokens: int
-    """Most tokens of a sequence."""
-    max_batch: int
-    """Most sequences of a decode step."""
 
 
 @dataclass(frozen=True)
@@ -269,27 +116,3 @@ class LoadTimes:
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
     """Memory of the cache at the last decode step."""
-
-
-@runtime_checkable
-class ThreadedEngine(Engine, Protocol):
-    """An engine that computes on a CPU, with as many threads as it was told."""
-
-    threads: int
-
-
-@runtime_checkable
-class AttentionEngine(Engine, Protocol):
-    """An engine whose decode attention can be computed in several ways."""
-
-    attention: str
-    """The one that is."""
-
-
-@runtime_checkable
-class TimedEngine(Engine, Protocol):
-    """An engine that serves whole requests, so that its steps cannot be timed from outside."""
-
-    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the times of `steps` decode steps after the first token of every prompt."""
-        ...

@@ -1,17 +1,23 @@
-"""The chain of artifacts over a store of what would be: the same methods ask for the same recipes, and nothing is made."""
+"""The chain of artifacts over a store that makes nothing: what is there is found, what is not is stood in for.
 
-from collections.abc import Sequence
+The key of an artifact holds the digests of its inputs, which nobody knows before the inputs are made. A stand-in's digests are
+words in their place, the same words wherever the same recipe is met again: the second job of a sweep reuses artifacts of the
+first one.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.backend import Fill
-from pipeline.artifacts.digest import json_digest
-from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.artifacts.digest import files_digest, json_digest
+from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.backends import OpenAIConfig
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.dry.store import UNKNOWN, ForeseenStore, is_known
+from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.chain import Chain
 from pipeline.run.served import ServedChain
@@ -21,99 +27,108 @@ from pipeline.verdict.report import load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
 
 
-class ForeseenChain(Chain):
-    """The artifacts of one configuration, as far as they can be known before they are made."""
+class _Words(dict[str, str]):
+    """The files of an artifact that is not there: each has a word in place of its digest."""
 
-    store: ForeseenStore
-    certain_rounds: int | None = None
-    """How many rounds of samples are asked in any case; None where the store says how many."""
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def __missing__(self, name: str) -> str:
+        return json_digest([self._key, name])
+
+
+@dataclass(frozen=True)
+class StandIn(Artifact):
+    """Stands in for an artifact that is not in the store."""
+
+    folder: Callable[[str], str]
+    """Returns what stands for the digest of a folder."""
+
+    def digest_under(self, folder: str) -> str:
+        return self.folder(folder)
+
+
+def is_there(*artifacts: Artifact) -> bool:
+    """Return whether artifacts are in the store."""
+    return not any(isinstance(artifact, StandIn) for artifact in artifacts)
+
+
+class DryStore(Store):
+    """A store from which nothing is made: `get` returns an artifact that is there and intact, else a stand-in."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.job = 1
+        """Number of the job that asks."""
+        self.maker: dict[str, int] = {}
+        """Key of a stand-in -> the first job that asks for it."""
+
+    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
+        found = self.verified(recipe)
+        if found is not None:
+            return found
+        self.maker.setdefault(recipe.key, self.job)
+        path, key = self.path(recipe), recipe.key
+        return StandIn(
+            path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0, folder=lambda name: self._folder(recipe, name)
+        )
+
+    def _folder(self, recipe: Recipe, folder: str) -> str:
+        """Return the digest of a folder, which no policy changes: weights are the same under each."""
+        wanted = _without_policy(recipe.parts)
+        alike = (one for _, one in self.manifests(recipe.stage) if _without_policy(one["parts"]) == wanted)
+        known = next(alike, None)
+        return files_digest(known["files"], folder) if known is not None else json_digest([wanted, folder])
+
+
+def _without_policy(parts: dict[str, Any]) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(json.dumps(parts))  # as a manifest holds them
+    stored["config"].pop("kv", None)
+    return stored
+
+
+class DryChain(Chain):
+    """The artifacts of one configuration, as far as they are known before they are made."""
+
+    store: DryStore
     verdict: Verdict | None = None
-    """Where the evaluation is there."""
+    """Of an evaluation that is there."""
 
-    def foresee(self) -> None:
-        """Ask for all that the configured stage makes."""
+    def ask(self) -> None:
+        """Ask for all that the configured stage makes; the identity only where it is known of what."""
         if self.config.stage == "tune":
             search(self)
             return
-        made = self.made_by(self.config.stage)
-        if self.config.stage not in JUDGING:
-            return
-        evaluation = made[0]
-        if is_known(evaluation):
+        evaluation = self.made_by(self.config.stage)[0]
+        if self.config.stage in JUDGING and is_there(evaluation):
             report, rows = load_report(evaluation.path), load_rows(evaluation.path)
             self.verdict = decide(report, rows, self.config.gates)
-            if all(is_known(stage.artifact) for stage in self.finished):  # an identity holds the manifests of all
+            if is_there(*(stage.artifact for stage in self.finished)):
                 self.identity(self.config.kv, report, self.verdict)
-                return
-        about = json_digest([self.config.gates.model_dump(mode="json"), [stage.artifact.key for stage in self.finished]])
-        self.make(self._identity_recipe(f"{UNKNOWN}{about}", evaluation), lambda *_: None, self.config.kv)
-
-    def is_certain(self, recipe: Recipe) -> bool:
-        """Whether an artifact is asked for in any case: later rounds are, where the gates want them."""
-        number = recipe.config.get("round")
-        return self.certain_rounds is None or not isinstance(number, int) or number <= self.certain_rounds
 
     @cached_property
     def checkpoint_digest(self) -> str:
-        if not self.checkpoint.is_dir():  # of a GGUF that is not converted yet
-            return self._unconverted.digest
-        if self.checkpoint not in self.store.models:
-            self.store.models[self.checkpoint] = super().checkpoint_digest
-        return self.store.models[self.checkpoint]
+        return super().checkpoint_digest if self.checkpoint.is_dir() else self.finished[0].artifact.digest
 
     @property
     def shape(self) -> KVShape:
-        return super().shape if self.checkpoint.is_dir() else inspect_gguf(self.given).info.shape
+        if self.checkpoint.is_dir():
+            return super().shape
+        return inspect_gguf(locate_checkpoint(self.config.model.path)).info.shape
 
-    @property
-    def given(self) -> Path:
-        """What `model.path` names: a directory or a GGUF."""
-        return locate_checkpoint(self.config.model.path)
-
-    @property
-    def subject(self) -> str:
-        """The digest of what all artifacts go back to: the checkpoint."""
-        return self.checkpoint_digest
-
-    def answers(self, number: int) -> int:
-        """Return how many samples of a round have an answer that is looked at."""
-        return sum(sample.check != "none" for sample in self._rounds[number - 1])
-
-    @property
-    def _unconverted(self) -> Artifact:
-        return next(stage.artifact for stage in self.finished if stage.artifact.stage == "checkpoint")
-
-    def onnx_report(self, policy: KVPolicy) -> str | None:
-        """Return None: what is missing is said, and what could be done instead needs a bundle."""
-
-    def check_alike(self, policy: KVPolicy) -> None:
-        """Check nothing: what is not made has nothing to compare."""
-
-    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
-        """Whether the gates want no round after those that ran; they want all, as far as is known, of what did not run."""
-        if all(map(is_known, (engine, baseline, *(one for pair in measured for one in pair)))):
-            return super()._is_decided(measured, engine, baseline)
-        if self.certain_rounds is None:
-            self.certain_rounds = len(measured)
-        return False
+    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
+        """Whether the gates want no further round: after rounds that are not there, every round may be wanted."""
+        return is_there(*made.values()) and super()._is_decided(made)
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:  # noqa: ARG002
-        return self.store.get(recipe, lambda _: None, resumable=resumable)
+        return self.store.get(recipe, lambda _: None)
 
 
-class ForeseenServedChain(ForeseenChain, ServedChain):
+class DryServedChain(DryChain, ServedChain):
     """The same where engines are servers: they are asked what they are."""
 
-    @property
-    def subject(self) -> str:
-        """The digest of the tokenizer: of the model nothing else is seen."""
-        return self.tokenizer_digest
 
-    @cached_property
-    def tokenizer_digest(self) -> str:
-        return super().tokenizer_digest if self.checkpoint.is_dir() else self._unconverted.digest_under("tokenizer")
-
-
-def open_foreseen(config: Config, store: ForeseenStore) -> ForeseenChain:
-    """Return the chain of a configuration over a store of what would be."""
-    return (ForeseenServedChain if isinstance(config.backend, OpenAIConfig) else ForeseenChain)(config, store)
+def open_dry_chain(config: Config, store: DryStore) -> DryChain:
+    """Return the chain of a configuration over a store that makes nothing."""
+    return (DryChain if config.backend.builds else DryServedChain)(config, store)

@@ -1,30 +1,24 @@
-"""`dry=true`: every job of the command line is looked at, and nothing is written.
+"""`dry=true`: what each job of a command line would make or reuse, and what it would fail on. Nothing is written."""
 
-A table says what the jobs would make and reuse, with expected times and bytes. Notes follow, and a line for each problem on
-which the command would fail, at its beginning or in the middle of its work.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 
-import psutil
 from rich.markup import escape
 
-from pipeline.artifacts.workdir import free_bytes
 from pipeline.config.compose import Plan, named
-from pipeline.config.config import JUDGING, MAKING
+from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
-from pipeline.dry.ahead import check_disk, check_peak, checks_ahead, notes
-from pipeline.dry.chain import ForeseenChain, open_foreseen
-from pipeline.dry.costs import Costs
-from pipeline.dry.rehearsal import rehearse
-from pipeline.dry.rows import rows_of
-from pipeline.dry.store import ForeseenStore
-from pipeline.loading import required_libraries
+from pipeline.dry.chain import DryChain, DryStore, is_there, open_dry_chain
+from pipeline.loading import open_loader, required_libraries
 from pipeline.registry.proof import PASS
-from pipeline.run.inputs import checks
+from pipeline.registry.reaching import check_reachable
+from pipeline.registry.tracking import locate
+from pipeline.run.inputs import TRACKED, checks
 from pipeline.terminal import console
-from pipeline.terminal.dry import Row, print_rows, print_sum, size, total
+from pipeline.terminal.grids import Column, Grid, Row
+
+COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
 
 
 @dataclass
@@ -34,25 +28,20 @@ class Problems:
     found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """Exit code and line -> the jobs that have it."""
 
-    def look(self, job: int, look: Callable[[], object]) -> int:
+    def look(self, job: int, check: Callable[[], object]) -> int:
         """Note what a check raises, and return its exit code, 0 where it raises nothing. A defect of ours is raised."""
         try:
             with required_libraries():
-                look()
+                check()
         except Exception as error:
             code = exit_code(error)
             if code == DEFECT:
                 raise
             for line in describe(error).splitlines():
                 jobs = self.found.setdefault((code, line), [])
-                if job not in jobs:
-                    jobs.append(job)
+                jobs += [job] if job not in jobs else []
             return code
         return 0
-
-    def look_at_all(self, job: int, looks: Iterable[Callable[[], object]]) -> set[int]:
-        """Note what several checks raise, and return their exit codes."""
-        return {self.look(job, look) for look in looks} - {0}
 
     def report(self, sweeping: bool) -> int:
         """Print a line for each problem, and return the exit code."""
@@ -63,59 +52,71 @@ class Problems:
 
 
 def foretell(planned: Plan) -> int:
-    """Print what the jobs would do.
+    """Print what the jobs would make, reuse and fail on.
 
     Returns:
         The exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
     """
-    problems, chains, rows = Problems(), list[ForeseenChain](), list[Row]()
-    store = ForeseenStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
-    costs = Costs(store.past)
+    problems, rows, verdicts = Problems(), list[Row](), dict[str, str]()
+    store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
     for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
-        if config.stage in MAKING:
-            name = " ".join([config.kv.name, *named(overrides, planned.swept)])
-            number = f"job {store.job}: " if planned.sweeping else ""
-            console.say(f"{number}[bold]{config.stage} {escape(name)}[/] of {escape(config.model.path)}")
-        codes = problems.look_at_all(store.job, checks(config))
-        if EXIT_CODES[UserError] in codes:
-            continue
+        label = " ".join([config.kv.name, *named(overrides, planned.swept)])
+        codes = {problems.look(store.job, check) for check in (*checks(config), *_checks_ahead(config))}
         if config.stage not in MAKING:
-            problems.look(store.job, lambda config=config: rehearse(config, planned.sweeping))  # type: ignore[misc]
-            continue
-        chain = open_foreseen(config, store)
-        problems.look(store.job, chain.foresee)
-        problems.look_at_all(store.job, checks_ahead(config))
-        rows += rows_of(chain, costs, store.job)
-        chains.append(chain)
+            console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
+        elif EXIT_CODES[UserError] not in codes:
+            number = f"job {store.job}: " if planned.sweeping else ""
+            console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
+            chain = open_dry_chain(config, store)
+            problems.look(store.job, chain.ask)
+            rows += _rows(chain)
+            if chain.verdict is not None:
+                verdicts[label] = chain.verdict.status
     if rows:
-        _print(chains, rows)
-        problems.look_at_all(len(planned.jobs), (lambda: check_disk(planned.jobs[0], rows), lambda: check_peak(rows)))
-    _judge(problems, chains, planned)
+        _print(rows)
+    for label, status in verdicts.items():
+        console.say(f"{escape(label)} is judged already: {status}")
+    if len(verdicts) == len(planned.jobs) and PASS not in verdicts.values():
+        (label, status), *_ = verdicts.items()
+        no = "no candidate of the sweep passed" if planned.sweeping else f"{label} is not good enough: {status}"
+        problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))
     code = problems.report(planned.sweeping)
     console.say("dry=true: nothing was written")
     return code
 
 
-def _print(chains: list[ForeseenChain], rows: list[Row]) -> None:
-    print_rows(rows)
-    print_sum(rows)
-    available = psutil.virtual_memory().available
-    console.say(
-        f"free on the disk of workdir: {size(free_bytes(chains[0].config.work))}; memory available now: {size(available)}"
-    )
-    if total(rows, "peak").most > available:
-        console.say("peak memory: that is more than is available now")
-    for line in dict.fromkeys(line for chain in chains for line in notes(chain.config)):
-        console.say(escape(line))
+def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield the checks of what a job meets after its inputs: a GPU that is not here, a tracking store that does not open."""
+    if config.stage in JUDGING:
+        yield open_loader(config.backend).check_runs
+    if config.tracking.enabled and config.stage in TRACKED:
+        yield lambda: _check_tracking(config)
 
 
-def _judge(problems: Problems, chains: list[ForeseenChain], planned: Plan) -> None:
-    """Note the gates' no where it is certain: of engines whose evaluation is there."""
-    judged = [chain for chain in chains if chain.config.stage in JUDGING]
-    said = [(chain.config.kv.name, chain.verdict.status) for chain in judged if chain.verdict is not None]
-    for name, status in said:
-        console.say(f"{name} is judged already: {status}")
-    if len(said) < len(planned.jobs) or not said or any(status == PASS for _, status in said):
-        return
-    problem = "no candidate of the sweep passed" if planned.sweeping else f"{said[0][0]} is not good enough: {said[0][1]}"
-    problems.found[EXIT_CODES[GateRefusal], problem] = list(range(1, len(planned.jobs) + 1))
+def _check_tracking(config: Config) -> None:
+    location = locate(config.tracking, config.work, config.model.label)
+    if location.file is None or location.file.is_file():
+        check_reachable(location)
+
+
+def _rows(chain: DryChain) -> Iterator[Row]:
+    """Yield a row for each artifact of a job, in the order in which it is asked for."""
+    for stage in chain.finished:
+        job, artifact = chain.store.job, stage.artifact
+        maker = chain.store.maker.get(artifact.key, job)
+        if is_there(artifact) or maker != job:
+            word = "reused" if is_there(artifact) else f"made by job {maker}"
+            yield Row(stage.title, (job, word, ""), style="dim")
+        else:
+            took = [manifest["seconds"] for _, manifest in chain.store.manifests(artifact.stage)]
+            yield Row(stage.title, (job, "made", median(took) if took else None))
+
+
+def _print(rows: list[Row]) -> None:
+    console.show("dry", Grid("", "artifact", COLUMNS, rows))
+    times = [row.values[2] for row in rows if row.values[1] == "made"]
+    known = [seconds for seconds in times if isinstance(seconds, float)]
+    console.say(f"{len(rows) - len(times)} reused, {len(times)} made, rounds of samples only as far as the gates want them")
+    if times:
+        total = f"{sum(known):,.0f} s, each the median of earlier artifacts of its stage here" if known else "unknown"
+        console.say(f"time: {total}" + (f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""))

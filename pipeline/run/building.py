@@ -113,14 +113,8 @@ class BuildChain:
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the quantized checkpoint: weights, and the cache's static scales."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
-        recipe = Recipe(
-            "quantize",
-            ("stages.quantize.run",),
-            self._recipe_config(policy),
-            inputs,
-            (*TORCH, "nvidia-modelopt"),
-            independent=self._independent_of_calibration(policy),
-        )
+        libraries = (*TORCH, "nvidia-modelopt")
+        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.run import quantize
@@ -155,15 +149,6 @@ class BuildChain:
         max_length, seed = self.config.calibration.max_length, self.config.seed
         device, weights = self.config.quantize.device, self.config.weights.format
         return {"weights": weights, "kv": policy.model_dump(), "max_length": max_length, "seed": seed, "device": device}
-
-    def _independent_of_calibration(self, policy: KVPolicy) -> dict[str, tuple[str, ...]]:
-        """Return what of a quantized checkpoint is the same for every policy, and what no text is run for."""
-        calibration = ("calibration", "max_length", "seed", "device")
-        weights = calibration if self.config.weights.format == "none" else ()
-        independent: dict[str, tuple[str, ...]] = {"checkpoint": ("kv", *weights)}
-        if not any(form.scale == "calibrated" for _, form in policy.formats):
-            independent[SCALES_FILE] = ("weights", *calibration)
-        return independent
 
     def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
         """Return the same with the texts, as arguments of the stages."""

@@ -14,7 +14,6 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
@@ -43,9 +42,6 @@ MOST_TEXT_BYTES = 1 << 30
 
 GENERATED_TOKENS = 8192
 """No generated sample has as many."""
-
-ON_THIS_MACHINE = ("onnxruntime", "torch")
-"""Backends whose caches lie in this machine's memory, unless it has a GPU."""
 
 PLANNING = ("capacity", "recommend")
 """Stages that read a model's shapes alone."""
@@ -105,7 +101,7 @@ def _check_model(config: Config) -> None:
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
-            from stages.evaluate import check_lengths
+            from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
 
@@ -137,7 +133,7 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
             f"workloads.load.context_tokens={load.context_tokens}: with warmup_steps and new_tokens a sequence has {tokens:,} "
             f"tokens, {limited}: {tokens - limit:,} too many; lower it"
         )
-    if config.backend.name in ON_THIS_MACHINE:
+    if config.backend.in_process:
         check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
 
 
@@ -167,14 +163,14 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
         texts_from_file(config.calibration.file, config.calibration.samples)
     speculation = config.workloads.speculation
-    if speculation is not None and isinstance(config.backend, OpenAIConfig):
+    if speculation is not None and not config.backend.builds:
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
     given = config.workloads.file is not None or config.workloads.bfcl is not None
     if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
-    from stages.evaluate import load_samples
+    from stages.evaluate.inputs.samples import load_samples
 
     samples = load_samples(config.workloads)
     config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
@@ -246,7 +242,7 @@ def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
         listed = inspect_gguf(path).vocabulary
         unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
         return {token: number for number, token in enumerate(listed.tokens)}, unused
-    from stages.evaluate import vocabulary
+    from stages.evaluate.inputs.tokens import vocabulary
 
     try:
         return vocabulary(path), set()

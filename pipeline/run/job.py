@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from pipeline.verdict.report import EvaluationReport, SampleRow
     from pipeline.verdict.thresholds import Verdict
 
-OPENED_IN_SECONDS = ("onnxruntime", "torch")
-"""Backends of which a promotion opens engines."""
-
 
 @dataclass
 class Run:
@@ -85,7 +82,7 @@ class Run:
         from pipeline.loading import open_backend
 
         backend = self.config.backend
-        if backend.name != evidence.identity.backend or backend.name not in OPENED_IN_SECONDS:
+        if backend.name != evidence.identity.backend or not backend.in_process:
             return []
         try:
             return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)

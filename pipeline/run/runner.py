@@ -77,13 +77,13 @@ def tune(run: Run) -> None:
 
 def upkeep(run: Run) -> None:
     """Say what a work directory holds, or remove what nothing of it needs."""
-    from pipeline.evidence.identity import read_identity
-    from pipeline.upkeep.stages import prune, show_status
+    from pipeline.upkeep.prune import prune
+    from pipeline.upkeep.status import show_status
 
     if run.config.stage == "prune":
-        prune(run.config, read_identity)
+        prune(run.config)
     else:
-        show_status(run.config, read_identity, as_json=run.as_json)
+        show_status(run.config, as_json=run.as_json)
 
 
 STAGES: dict[str, Callable[[Run], Candidate | None]] = {

@@ -16,11 +16,10 @@ Both are compared with others by `python -m benchmarks.gate_characteristics`. Wi
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from pipeline.statistics.bounds import Array
@@ -56,8 +55,9 @@ class Look:
     """The cumulative share of the planned samples at every planned look; the last is 1."""
 
     @property
-    def is_last(self) -> bool:
-        return self.number == len(self.shares)
+    def last(self) -> "Look":
+        """The last look of the same plan."""
+        return replace(self, number=len(self.shares))
 
     @property
     def place(self) -> str:
@@ -137,6 +137,8 @@ def nominal_levels(shares: tuple[float, ...], alpha: float, spending: Spending) 
 
 def _boundary(paths: _Paths, share: float, wanted: float) -> float:
     """Return the boundary that the paths cross at a look with the probability `wanted`."""
+    from scipy.optimize import brentq  # half a second, for which a status would wait
+
     farthest = FARTHEST * math.sqrt(share)
     if wanted <= paths.crossing(share, farthest):
         return math.inf

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
-from pipeline.core.backends import OnnxRuntimeConfig, TorchConfig
+from pipeline.core.backends import InProcessConfig
 from pipeline.planning.labels import written
 from pipeline.terminal.planning_tables import command_line
+from pipeline.verdict.gates import Gates
 
 _given: list[tuple[str, ...]] = []
 """The arguments of the command that this process is; empty in a program, and in a launcher's worker."""
@@ -48,9 +49,9 @@ def carried(config: Config, *groups: str) -> list[str]:
 @cache
 def defaults() -> dict[str, Any]:
     """Return what a command without arguments has, of the keys that are not of a stage's own group."""
-    files = {"model": "model/tiny", "tracking": "tracking/mlflow", "gates": "gates/default"}
+    files = {"model": "model/tiny", "tracking": "tracking/mlflow"}
     loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
-    return {**_load("config.yaml"), **loaded}
+    return {**_load("config.yaml"), **loaded, "gates": Gates().model_dump(mode="json")}
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -95,7 +96,8 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 def promoting(config: Config, *changes: str) -> str:
     """Return the command that promotes what a command judged: by its gates, and with its backend."""
     backend = config.backend
-    opened = [f"backend={backend.name}"] if isinstance(backend, TorchConfig) else []
-    if isinstance(backend, TorchConfig | OnnxRuntimeConfig) and backend.threads is not None:
-        opened.append(f"backend.threads={backend.threads}")
+    opened: list[str] = []
+    if isinstance(backend, InProcessConfig):
+        chosen = {"backend": backend.name} not in defaults()["defaults"]
+        opened = [f"backend={backend.name}"] * chosen + [f"backend.threads={backend.threads}"]
     return standing(config, "promote", *opened, *changes, groups=("gates",))

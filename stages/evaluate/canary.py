@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import CorruptibleEngine, Engine, Progress
+from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
-from stages.evaluate.decoding.noise import first_of_each_workload, labelled
-from stages.evaluate.decoding.rows import make_rows, run_samples
-from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.decoding.noise import first_of_each_workload
+from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
+from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
@@ -25,14 +25,14 @@ class SmallFault:
     """A rung of the ladder: how it is planted in an engine, and taken back."""
 
     name: str
-    plant: Callable[[CorruptibleEngine], None]
-    take_back: Callable[[CorruptibleEngine], None]
+    plant: Callable[[Engine], None]
+    take_back: Callable[[Engine], None]
 
 
 def canary(
     engine: Engine,
     encoded: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     config: WorkloadsConfig,
     progress: Progress,
     twin: Twin | None = None,
@@ -49,7 +49,7 @@ def canary(
     """
     # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
     longest = sorted(encoded, key=lambda item: -len(item.prompt))
-    ladder = _ladder(engine, longest, heads, progress, twin) if isinstance(engine, CorruptibleEngine) else []
+    ladder = _ladder(engine, longest, heads, progress, twin) if engine.can(Engine.corrupt_scale) else []
     subset = longest[: len(first_of_each_workload(encoded, config.canary_samples))]
     progress = labelled(progress, "canary: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
@@ -63,7 +63,7 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
     """
     layer = shape.layers // 2
     key = policy.sides(layer)[Side.KEY]
-    shared = key.granularity == "per_tensor" or key.in_blocks
+    shared = key.static_granularity == "per_tensor"
     place, head = (f"in layer {layer}", None) if shared else (f"in one head of layer {layer}", 0)
 
     def scaled(name: str, side: Side, factor: float, head: int | None) -> SmallFault:
@@ -81,9 +81,9 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 
 
 def _ladder(
-    engine: CorruptibleEngine,
+    engine: Engine,
     longest: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     progress: Progress,
     twin: Twin | None,
 ) -> list[Rung]:
@@ -107,7 +107,7 @@ def _ladder(
 def _decoded(
     engine: Engine,
     subset: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     corrupt: Callable[[], None],
     progress: Progress,
     beside: Comparison | None = None,
@@ -121,11 +121,8 @@ def _decoded(
         heads,
         len(subset),  # one batch: there is one prefill, and the corruption comes after it
         progress,
-        greedy=None,
         after_prefill=corrupt,
         one_pass=one_pass,
         observe=(lambda _: None) if beside is None else beside.take,
     )
-    no_answers = [None] * len(subset)
-    statistics: list[StepStatistics] = [result.statistics for result in results]
-    return make_rows(subset, statistics, no_answers, no_answers)
+    return unjudged_rows(subset, results)

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import GateRefusal
-from pipeline.core.records import DeliveredScales, Engine
 from pipeline.verdict.delivery import ScaleChange, describe_changes, scale_changes
 from pipeline.verdict.thresholds import ScaleChangeKind
 
@@ -14,7 +14,7 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
     Raises:
         GateRefusal: naming those that `gates.allow_scale_changes` does not accept.
     """
-    if not isinstance(engine, DeliveredScales):
+    if not engine.can(Engine.delivery):
         return None
     policy = engine.policy
     static = {

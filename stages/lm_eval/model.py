@@ -25,8 +25,9 @@ from tqdm import tqdm
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
-from pipeline.core.records import Engine, RequestEngine, Sample
+from pipeline.core.records import Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading import open_backend
 from stages.checkpoints import load_tokenizer
@@ -229,7 +230,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         answers: list[list[int]] = [[] for _ in prompts]
         while waiting or live:
             rows: dict[int, Any] = {}
-            places = 0 if live and isinstance(self.engine, RequestEngine) else self.batch_size - len(live)
+            places = 0 if live and self.engine.can(Engine.forced_together) else self.batch_size - len(live)
             joining = [waiting.popleft() for _ in range(min(places, len(waiting)))]
             if joining:
                 # The last token of a prompt is decoded. A prompt of one token has nothing else that could be prefilled.

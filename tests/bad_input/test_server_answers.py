@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from bad_input.makers import TINY
 from bad_input.test_readers import LEAVES, VALUES
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import REFUSALS
 from pipeline.core.kv import FP16_POLICY
 from stages.engines.openai import client as client_module
 from stages.engines.openai.client import Client
+from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.engine import COMPLETIONS, OpenAIEngine, ServerRecord
 from stages.engines.openai.protocol import FINGERPRINT
 from stages.engines.openai.server import ask, write_server

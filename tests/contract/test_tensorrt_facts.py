@@ -30,7 +30,7 @@ RTX_ONLY = {
     "IRuntimeConfig.set_runtime_cache",
 }
 """What the code uses of TensorRT for RTX alone."""
-PLUGINS_ONLY = {"INetworkDefinition.add_plugin", "NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
+PLUGINS_ONLY = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
 """What it uses of TensorRT alone, besides the package tensorrt.plugin."""
 
 
@@ -88,7 +88,6 @@ def test_every_call_fits_a_signature_of_every_release(library: Name, version: st
 def test_a_call_with_another_argument_would_not_fit() -> None:
     recorded = RECORDED["tensorrt"]["11.4.0.106"]
     assert not any(binds(each, 1, frozenset()) for each in signatures(recorded["IExecutionContext.set_device_memory"]))
-    assert not any(binds(each, 1, frozenset({"jit"})) for each in signatures(recorded["INetworkDefinition.add_plugin"]))
 
 
 @pytest.mark.parametrize(("library", "version"), RELEASES)

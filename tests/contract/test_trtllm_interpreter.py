@@ -13,10 +13,10 @@ from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.backends import TrtllmConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL
+from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.interpreter import WORKER, probe
 from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from faults import page, record
 from faults.fault import POLICIES, EngineName, Fault
 from faults.ground import BACKENDS, Ground, Judgement
-from faults.library import BY_NAME, FAULTS
-from faults.mutation import ALONE, name_of
+from faults.library import ALONE, BY_NAME, FAULTS, name_of
 from faults.record import Outcome
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest
 from pipeline.config.compose import plan
@@ -53,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.page:
         judge(options)
-    page.write(record.load(options.json), record.load(record.BEFORE))
+    page.PAGE.write_text(page.text(record.load(options.json)), encoding="utf-8")
 
 
 def _jobs() -> list[Job]:

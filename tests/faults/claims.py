@@ -65,20 +65,9 @@ def baseline_saturates(engine: Any) -> None:
     on_write(engine, "key_pool", edit)
 
 
-def values_of_a_head_lost(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values[:, 1] = 0
-
-    on_write(engine, "value_pool", edit, [2])
-
-
 KIND = "claims"
 
 FAULTS = [
-    Fault("float16_as_int8", KIND, "stores float16, claims int8, reports what it allocates", "int8", another_bundle,
-          holds="fp16"),
-    Fault("float16_as_fp8k_int4v", KIND, "stores float16, claims fp8k_int4v, and its memory too", "fp8k_int4v",
-          memory_as_claimed, holds="fp16"),
     Fault("float16_as_int4_tensor", KIND, "stores float16, claims int4_tensor, and its memory too: ranks first", "int4_tensor",
           memory_as_claimed, holds="fp16"),
     Fault("int8_as_fp8", KIND, "stores INT8 with scales a token, claims calibrated FP8, and its memory too", "fp8",
@@ -93,10 +82,6 @@ FAULTS = [
           shared=True),
     Fault("shared_rope_one_late", KIND, "both engines rotate decoded tokens one position late", "int8", rotated_one_late,
           shared=True),
-    Fault("shared_head_lost", KIND, "both engines lose one head's values in one layer", "int8", values_of_a_head_lost,
-          shared=True),
     Fault("baseline_saturates", KIND, "the baseline's own keys saturate; the candidate's do not", "int8", baseline_saturates,
           shared=True),
-    Fault("shared_page_end_graph", KIND, "both lose the last token of every page, on the other attention", "fp8",
-          unwritten(63), engine="graph", shared=True),
 ]  # fmt: skip

@@ -24,34 +24,6 @@ def truncated(engine: Any) -> None:
         on_write(engine, array, edit)
 
 
-def truncated_values(engine: Any) -> None:
-    """INT4 values: both numbers of a byte lose a step towards zero."""
-
-    def edit(values: Array, _: Writing) -> None:
-        high, low = _unpacked(values)
-        toward = _halves(values)
-        values[...] = _packed(high - np.where(toward, np.sign(high), 0), low - np.where(toward, 0, np.sign(low)))
-
-    on_write(engine, "value_pool", edit)
-
-
-def low_bit_lost(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values.view(np.uint8)[...] &= 0xFE
-
-    for array in KEYS_AND_VALUES:
-        on_write(engine, array, edit)
-
-
-def twice(engine: Any) -> None:
-    """Through INT4 first: eight bits that only fifteen levels reach."""
-
-    def edit(values: Array, _: Writing) -> None:
-        values[...] = np.clip(np.round(values / 18.0) * 18, -127, 127)
-
-    on_write(engine, "value_pool", edit)
-
-
 def clipped(engine: Any) -> None:
     def edit(values: Array, _: Writing) -> None:
         np.clip(values, -112, 112, out=values)
@@ -84,24 +56,6 @@ def subnormals_flushed(engine: Any) -> None:
         on_write(engine, array, edit)
 
 
-def sign_lost(engine: Any) -> None:
-    """-7 becomes 7, as -8 would in four unsigned bits."""
-
-    def edit(values: Array, _: Writing) -> None:
-        high, low = _unpacked(values)
-        values[...] = _packed(np.where(high == -7, 7, high), np.where(low == -7, 7, low))
-
-    on_write(engine, "value_pool", edit)
-
-
-def nibbles_swapped(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        high, low = _unpacked(values)
-        values[...] = _packed(low, high)
-
-    on_write(engine, "value_pool", edit)
-
-
 def nibbles_swapped_at_odd_tokens(engine: Any) -> None:
     def edit(values: Array, writing: Writing) -> None:
         high, low = _unpacked(values)
@@ -109,20 +63,6 @@ def nibbles_swapped_at_odd_tokens(engine: Any) -> None:
         values[...] = np.where(odd, _packed(low, high), values)
 
     on_write(engine, "value_pool", edit, [3])
-
-
-def offset_binary(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values.view(np.uint8)[...] ^= 0x80
-
-    on_write(engine, "value_pool", edit, [0])
-
-
-def zero_ignored(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values[...] = 0
-
-    on_write(engine, "value_zero_pool", edit)
 
 
 def zero_of_the_other_head(engine: Any) -> None:
@@ -172,21 +112,12 @@ KIND = "codes"
 
 FAULTS = [
     Fault("truncated", KIND, "codes rounded towards zero: a cast in place of a rounding", "int8", truncated),
-    Fault("truncated_int4", KIND, "the same of four bits", "fp8k_int4v", truncated_values),
-    Fault("mantissa_bit_lost", KIND, "FP8 with two mantissa bits: a truncating conversion", "fp8", low_bit_lost),
-    Fault("quantized_twice", KIND, "values that were INT4 already are stored as INT8", "int8", twice),
     Fault("clipped_at_112", KIND, "codes saturate at 7/8 of their range", "int8", clipped),
     Fault("wraps_around", KIND, "the largest codes wrap around instead of saturating, in one layer", "int8", wrapped),
     Fault("fp8_saturates_at_240", KIND, "E4M3FNUZ's range: 240 instead of 448", "fp8", e4m3_below_240),
     Fault("subnormals_flushed", KIND, "FP8 subnormals become zero", "fp8", subnormals_flushed),
-    Fault("sign_lost", KIND, "the most negative four-bit code loses its sign", "fp8k_int4v", sign_lost),
-    Fault("nibbles_swapped", KIND, "the two codes of a byte in the other order", "fp8k_int4v", nibbles_swapped),
-    Fault("nibbles_swapped_graph", KIND, "the same, read by the graph's own attention", "fp8k_int4v", nibbles_swapped,
-          engine="graph"),
-    Fault("nibbles_swapped_sometimes", KIND, "the same in every other token of one layer: an unaligned vector load",
+    Fault("nibbles_swapped_sometimes", KIND, "a byte's two codes swapped in every other token of one layer",
           "fp8k_int4v", nibbles_swapped_at_odd_tokens),
-    Fault("unsigned_read_as_signed", KIND, "one layer's codes with an offset of 128 read as signed", "int8", offset_binary),
-    Fault("zero_point_ignored", KIND, "asymmetric values read without their zero point", "int8_asym", zero_ignored),
     Fault("zero_point_of_other_head", KIND, "one layer's key zero points in the order of another layout", "int8_asym",
           zero_of_the_other_head, engine="graph"),
     Fault("keys_not_rotated", KIND, "one layer's keys are stored unrotated, its queries are rotated", "int8_hadamard",

@@ -88,12 +88,8 @@ FAULTS = [
           loads=kernel(END_OF_PAGE, HALF + END_OF_PAGE)),
     Fault("new_token_unscaled", KIND, "the new token's score lacks 2 % of the softmax scale", "int8", nothing,
           loads=kernel("score += query[d] * scaling * key[d];", "score += query[d] * scaling * 0.98f * key[d];")),
-    Fault("values_not_rotated_back", KIND, "the sums of rotated values are not rotated back", "int8_hadamard", nothing,
-          loads=kernel("  if (side->rotated) hadamard(partial->values);\n", "")),
     Fault("graph_mask_one_too_many", KIND, "the graph's mask compares with <= in place of <", "int8", nothing, engine="graph",
           loads=graph("PagedAttention", "Less", "LessOrEqual")),
-    Fault("graph_floors_keys", KIND, "keys are rounded down: Floor in place of Round", "int8", nothing, engine="graph",
-          loads=graph("QuantizeKey", "Round", "Floor")),
     Fault("graph_floors_values", KIND, "values are rounded down, in the graphs of the kernel's engine", "fp8k_int4v", nothing,
           loads=graph("QuantizeValue", "Round", "Floor")),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""All faults, by kind."""
+"""All faults, by kind, and for some gates one that only this gate sees."""
 
 from faults import claims, codes, evictions, kernels, oracle, pages, positions, scales, serving
 from faults.fault import Fault
@@ -9,3 +9,15 @@ FAULTS: list[Fault] = [
     for fault in module.FAULTS
 ]
 BY_NAME = {fault.name: fault for fault in FAULTS}
+
+ALONE: dict[str, str] = {
+    "canary": "canary_without_effect",
+    "probe": "rows_above_16",
+    "allocation": "pool_twice_as_large",
+}
+"""Gate -> a fault that gets through without it."""
+
+
+def name_of(gate: str) -> str:
+    """Return the name in the record of what its fault gets without a gate."""
+    return f"without {gate}"

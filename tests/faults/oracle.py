@@ -9,8 +9,8 @@ from torch import Tensor
 
 from faults.fault import Fault
 from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.formats.oracle import Stored
 from stages.engines.oracle.cache import Storage
-from stages.engines.oracle.formats import Stored
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,8 @@ def half_the_pool_reported(engine: Any) -> None:
 KIND = "oracle"
 
 FAULTS = [
-    Fault("torch_key_head_x1_25", KIND, "one head's key scale, in pages and one pass", "int8",
-          reads(Side.KEY, times(0, 1.25), 2), engine="torch"),
     Fault("torch_values_head_x1_1", KIND, "one head's values, in pages and one pass", "fp8k_int4v",
           reads(Side.VALUE, times(1, 1.1), 3), engine="torch"),
-    Fault("torch_bfloat16", KIND, "one layer's keys pass through bfloat16 when they are read", "int8",
-          reads(Side.KEY, lambda x: x.bfloat16().float(), 1), engine="torch"),
     Fault("torch_page_end_unwritten", KIND, "the last token of every page is lost; one pass has no pages", "int8",
           page_end_unwritten, engine="torch"),
     Fault("torch_rows_swapped", KIND, "two rows of a batch read each other's cache", "int8", rows_swapped, engine="torch"),

@@ -141,25 +141,9 @@ def one_slot_too_many(engine: Any) -> None:
     on_input(engine, "decode", "lengths", edit)
 
 
-def newest_missing(engine: Any) -> None:
-    def edit(lengths: Array, _: Sequence[int]) -> None:
-        lengths -= lengths > 1
-
-    on_input(engine, "decode", "lengths", edit)
-
-
 def newest_missing_at_page_starts(engine: Any) -> None:
     def edit(lengths: Array, _: Sequence[int]) -> None:
         lengths -= (lengths % PAGE_TOKENS == 1) & (lengths > PAGE_TOKENS)
-
-    on_input(engine, "decode", "lengths", edit)
-
-
-def partial_page_dropped(engine: Any) -> None:
-    """Only full pages are read: the remainder of a prompt is lost until its page is full."""
-
-    def edit(lengths: Array, _: Sequence[int]) -> None:
-        lengths[...] = np.where(lengths > PAGE_TOKENS, lengths // PAGE_TOKENS * PAGE_TOKENS, lengths)
 
     on_input(engine, "decode", "lengths", edit)
 
@@ -182,33 +166,19 @@ KIND = "pages"
 FAULTS = [
     Fault("page_end_unwritten", KIND, "the last token of every page is lost: an off-by-one of the append's mask", "fp8",
           unwritten(PAGE_TOKENS - 1)),
-    Fault("page_end_unwritten_graph", KIND, "the same, read by the graph's own attention", "int8",
-          unwritten(PAGE_TOKENS - 1), engine="graph"),
-    Fault("page_end_values_of_a_head", KIND, "the same of the values of one head", "fp8k_int4v",
-          unwritten(PAGE_TOKENS - 1, ["value_pool"], slice(1, 2))),
-    Fault("page_start_unwritten", KIND, "the first token of every page is lost: the first prompt tokens damaged", "int8",
-          unwritten(0)),
-    Fault("newest_missing", KIND, "the newest token of the cache is not attended to", "fp8", newest_missing),
-    Fault("newest_missing_at_page_starts", KIND, "the same, where it is the first of its page", "fp8",
+    Fault("newest_missing_at_page_starts", KIND, "the newest token is not attended to where it is the first of its page", "fp8",
           newest_missing_at_page_starts),
     Fault("one_slot_too_many", KIND, "one slot behind the newest token is read", "int8", one_slot_too_many),
-    Fault("partial_page_dropped", KIND, "only full pages are read: the remainder of a prompt is lost", "fp8",
-          partial_page_dropped),
-    Fault("stale_page", KIND, "the last full page is still the one that was there before", "fp8",
-          page_of(last_full_page_is_the_first)),
-    Fault("stale_page_one_step_in_ten", KIND, "the same in one step of ten: a race between append and read", "fp8",
+    Fault("stale_page_one_step_in_ten", KIND, "another last full page in one step of ten: a race with the append", "fp8",
           stale_now_and_then),
     Fault("recycled_page", KIND, "one head of one layer reads the newest page's old content", "int8", recycled),
-    Fault("page_of_another_request", KIND, "a page of another request, in one request of twenty", "fp8", of_one_request_in(20)),
-    Fault("page_of_another_request_rarely", KIND, "the same in one request of 200", "fp8", of_one_request_in(200), rare=True),
+    Fault("page_of_another_request_rarely", KIND, "another request's page, in one request of 200", "fp8",
+          of_one_request_in(200), rare=True),
     Fault("page_number_in_a_byte", KIND, "page numbers above 255 wrap around", "int8", number_in_a_byte, rare=True),
-    Fault("context_beyond_512", KIND, "tokens beyond 512 are read from the first page: a table of fixed width", "fp8",
-          beyond(512)),
-    Fault("context_beyond_1024", KIND, "the same beyond 1,024, which no sample reaches", "fp8", beyond(1024)),
+    Fault("context_beyond_1024", KIND, "beyond 1,024 tokens the first page is read: a table of fixed width", "fp8",
+          beyond(1024)),
     Fault("pages_uncounted", KIND, "pages of a prefix are freed while others read them: a lost reference count", "int8",
           uncounted),
     Fault("copy_on_write_missing", KIND, "a fork writes into its origin's page", "int8", shared_last_page),
-    Fault("copy_on_write_missing_graph", KIND, "the same on the other attention", "fp8k_int4v", shared_last_page,
-          engine="graph"),
     Fault("pool_grows_without_last_page", KIND, "a page is lost when the pool is reallocated", "int8", grown_without_the_last),
 ]  # fmt: skip

@@ -59,13 +59,6 @@ def capped(engine: Any) -> None:
     on_input(engine, "decode", "position_ids", edit)
 
 
-def second_chunk_from_zero(engine: Any) -> None:
-    def edit(positions: Array, _: Sequence[int]) -> None:
-        positions -= np.where(positions[:, :1] >= PREFILL_CHUNK, positions[:, :1], 0)
-
-    on_input(engine, "prefill", "position_ids", edit)
-
-
 def chunk_border_lost(engine: Any) -> None:
     def edit(values: Array, writing: Writing) -> None:
         lost = (writing.positions % PREFILL_CHUNK == PREFILL_CHUNK - 1)[:, None, :, None]
@@ -97,14 +90,6 @@ def beyond_decoded(limit: int) -> Any:
     return plant
 
 
-def sinks_zeroed(engine: Any) -> None:
-    def edit(values: Array, writing: Writing) -> None:
-        lost = (writing.positions < engine.policy.sink_tokens)[:, None, :, None]
-        values[...] = np.where(lost, 0, values)
-
-    on_write(engine, "value_exact", edit)
-
-
 def exact_is_quantized(engine: Any) -> None:
     """What the policy calls exact went through the codes before."""
 
@@ -133,20 +118,6 @@ def recent_one_slot_off(engine: Any) -> None:
     pool._exact_places = faulty
 
 
-def sinks_overwritten(engine: Any) -> None:
-    """The ring of recent tokens has one slot too many, which is the last sink's."""
-    pool, places = engine.pool, engine.pool._exact_places
-    sink = engine.policy.sink_tokens
-
-    def faulty(rows: Any, positions: Array, ends: Array) -> Any:
-        listed = places(rows, positions, ends)
-        tokens, buffers, slots = listed[-1]
-        listed[-1] = (tokens, buffers, np.where(slots == sink, sink - 1, slots))
-        return listed
-
-    pool._exact_places = faulty
-
-
 def window_one_page_short(engine: Any) -> None:
     """The window holds a page less than the policy says."""
     policy = engine.pool.policy
@@ -170,16 +141,10 @@ FAULTS = [
     Fault("rope_after_fork", KIND, "a forked sequence's tokens are rotated one position early", "fp8", after_fork),
     Fault("rope_after_prefix", KIND, "what follows a shared prefix is rotated from its last full page on", "fp8", after_extend),
     Fault("rope_beyond_1024", KIND, "a rotation table of 1,024 rows", "fp8", capped),
-    Fault("second_chunk_from_zero", KIND, "the second chunk of a long prompt is rotated from 0 on", "fp8",
-          second_chunk_from_zero),
     Fault("chunk_border_lost", KIND, "the last token of a prefill chunk is not stored", "int8", chunk_border_lost),
     Fault("after_192_decoded", KIND, "nothing is stored once a sequence has decoded 192 tokens", "int8", beyond_decoded(192)),
-    Fault("after_24_decoded", KIND, "the same after 24", "int8", beyond_decoded(24)),
-    Fault("sinks_zeroed", KIND, "the exact copies of the first tokens are zero", "int8_sinks", sinks_zeroed),
     Fault("sinks_quantized", KIND, "sinks and recent tokens are exact by name only", "int8_sinks", exact_is_quantized),
     Fault("recent_one_slot_off", KIND, "the ring of recent tokens is written one slot off", "int8_sinks", recent_one_slot_off),
-    Fault("sinks_overwritten", KIND, "the ring of recent tokens runs into the last sink", "int8_sinks", sinks_overwritten,
-          engine="graph"),
     Fault("window_one_page_short", KIND, "the window ends a page too early", "fp8_windowed", window_one_page_short),
     Fault("window_scale_of_the_layer_before", KIND, "the window's copies are read with another layer's scale", "fp8_windowed",
           window_unscaled),

@@ -22,14 +22,6 @@ def rows_from(first: int) -> Any:
     return plant
 
 
-def last_of_odd_batches(engine: Any) -> None:
-    def edit(table: Array, _: Sequence[int]) -> None:
-        if len(table) % 2 and len(table) > 2:
-            table[-1] = table[0]
-
-    on_input(engine, "decode", "page_table", edit)
-
-
 def padded(engine: Any) -> None:
     """Shorter rows attend to the padding of a ragged batch: every row has the longest one's length."""
     on_input(engine, "decode", "lengths", lambda lengths, _: lengths.fill(lengths.max()))
@@ -58,21 +50,6 @@ def buffers_not_forked(engine: Any) -> None:
     engine.pool.fork = faulty
 
 
-def fork_loses_a_token(engine: Any) -> None:
-    fork = engine.pool.fork
-
-    def faulty(handle: int) -> int:
-        child: int = fork(handle)
-        sequence = engine.pool.sequences[child]
-        page, slot = sequence.pages[-1], (sequence.length - 1) % 64
-        if sequence.length % 64:
-            for layer in range(engine.shape.layers):
-                engine.pool.arrays[f"value_pool.{layer}"][page, :, slot] = 0
-        return child
-
-    engine.pool.fork = faulty
-
-
 def prefix_token_skipped(engine: Any) -> None:
     """The first token after a shared prefix is left out where another one follows."""
     extend = engine.extend
@@ -96,14 +73,6 @@ def generate_otherwise(engine: Any) -> None:
     engine.generate = faulty
 
 
-def generate_skips(engine: Any) -> None:
-    """`generate` leaves out every ninth token that it decoded: detokenized in chunks."""
-    generate = engine.generate
-    engine.generate = lambda *given, **options: [
-        [t for i, t in enumerate(tokens) if i % 9 != 8] for tokens in generate(*given, **options)
-    ]
-
-
 def nan_rarely(engine: Any) -> None:
     """One head of one sequence is NaN in one step of 2,000."""
     due = every(2000)
@@ -124,17 +93,6 @@ def late_request(engine: Any) -> None:
                 values[row, 0] = 0
 
     on_write(engine, "value_pool", edit, [2])
-
-
-def late_thousandth(engine: Any) -> None:
-    """From the 1,000th sequence on everything is read from one page."""
-
-    def edit(table: Array, handles: Sequence[int]) -> None:
-        for row, handle in enumerate(handles):
-            if handle >= 1000:
-                table[row] = table[row, 0]
-
-    on_input(engine, "decode", "page_table", edit)
 
 
 def zeros_rarely(engine: Any) -> None:
@@ -172,22 +130,15 @@ KIND = "serving"
 FAULTS = [
     Fault("rows_above_16", KIND, "rows of a batch from 16 on read other rows' pages: a grid of fixed size", "fp8",
           rows_from(16)),
-    Fault("rows_above_12", KIND, "the same from 12 on", "fp8", rows_from(12)),
-    Fault("last_row_of_odd_batches", KIND, "the last row of an odd batch reads the first one's pages", "fp8",
-          last_of_odd_batches),
     Fault("padding_attended", KIND, "shorter rows of a ragged batch attend to padding", "int8", padded),
     Fault("logits_swapped", KIND, "two rows get each other's logits in batches of 13", "int8", logits_swapped),
     Fault("fork_without_buffers", KIND, "a fork does not take sinks and recent tokens with it", "int8_sinks",
           buffers_not_forked),
-    Fault("fork_loses_a_token", KIND, "a fork lacks its origin's last token", "int8", fork_loses_a_token),
     Fault("prefix_token_skipped", KIND, "the first token after a shared prefix is skipped", "fp8", prefix_token_skipped),
     Fault("generate_another_scale", KIND, "generate runs another kernel than decode, with another scale", "fp8",
           generate_otherwise),
-    Fault("generate_loses_tokens", KIND, "generate returns fewer tokens than it decoded", "int8", generate_skips),
     Fault("nan_rarely", KIND, "logits are NaN in one step of 2,000", "fp8", nan_rarely, rare=True),
     Fault("zeros_rarely", KIND, "one layer's values are zero in one step of 500", "int8", zeros_rarely, rare=True),
     Fault("from_request_150_on", KIND, "one head's values are lost from the 150th request on", "int8", late_request, rare=True),
-    Fault("from_request_1000_on", KIND, "everything is read from one page from the 1,000th request on", "fp8",
-          late_thousandth, rare=True),
     Fault("first_40_steps", KIND, "the first 40 decode steps read keys of half the size", "fp8", warmed_up),
 ]  # fmt: skip

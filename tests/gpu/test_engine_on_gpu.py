@@ -16,15 +16,16 @@ from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
 from benchmarks import benchlib
-from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import OnePassEngine, Sample
+from pipeline.core.records import Sample
 from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.oracle.build import build_bundle
+from stages.engines.oracle.config import TorchConfig
 from stages.engines.oracle.engine import OracleEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers
@@ -192,7 +193,7 @@ def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict
 def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_pass(bundles: dict[str, Path]) -> None:
     engine = open_backend(TorchConfig(name="torch", device="auto", threads=1)).load(bundles["fp8k_int4v"])
     assert isinstance(engine, KernelEngine)
-    assert not isinstance(engine, OnePassEngine)
+    assert not engine.can(Engine.forced)
     answers = engine.generate([[5, 6, 7], [8] * 90], 5, None)
     assert [len(answer) for answer in answers] == [5, 5]
     assert engine.memory().live_tokens == 0

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.records import Engine, MemoryReport, Sample, SharingEngine
+from pipeline.core.records import MemoryReport, Sample
 
 VOCAB = 128
 EOS = 0
@@ -33,7 +34,7 @@ class CharTokenizer:
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(Engine):
     """An engine that answers each known prompt with a fixed text, but for the faults that are switched on."""
 
     answers: dict[tuple[int, ...], tuple[int, ...]]
@@ -75,7 +76,7 @@ class FakeEngine:
                 logits[token] += 12.0 * self.key_scale
         return logits.astype(np.float32)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
         handles = []
         for prompt in prompts:
             handle = len(self.prefilled)
@@ -86,8 +87,7 @@ class FakeEngine:
         # A prefill logit must never be scored: 1e9 would show in every statistic.
         return handles, np.full((len(prompts), VOCAB), 1e9, dtype=np.float32)
 
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        assert len(set(sequences)) == len(sequences) == len(tokens)
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         self.widths.append(len(sequences))
         for handle, token in zip(sequences, tokens, strict=True):
             self._live[handle].append(token)
@@ -116,9 +116,8 @@ class FakeEngine:
             ended(len(answers))
         return answers
 
-    def release(self, sequences: Sequence[int]) -> None:
-        for handle in sequences:
-            del self._live[handle]
+    def _release(self, sequence: int) -> None:
+        del self._live[sequence]
 
     def memory(self) -> MemoryReport:
         live = sum(len(tokens) for tokens in self._live.values())
@@ -162,9 +161,7 @@ class SharingFake(FakeEngine):
 def sharing_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> SharingFake:
     """Build an engine as `fake_engine` does, which can fork."""
     plain = fake_engine(samples, wrong)
-    engine = SharingFake(plain.answers, plain.wrong, **options)  # type: ignore[arg-type]
-    _: SharingEngine = engine  # mypy checks the protocol
-    return engine
+    return SharingFake(plain.answers, plain.wrong, **options)  # type: ignore[arg-type]
 
 
 def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> FakeEngine:
@@ -172,6 +169,4 @@ def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options:
     tokenizer = CharTokenizer()
     prompts = {sample.id: tuple(tokenizer.prompt_ids(sample)) for sample in samples}
     answers = {prompts[s.id]: (*tokenizer.text_ids(s.reference), EOS) for s in samples}
-    engine = FakeEngine(answers, frozenset(prompts[name] for name in wrong), **options)  # type: ignore[arg-type]
-    _: Engine = engine  # mypy checks the protocol
-    return engine
+    return FakeEngine(answers, frozenset(prompts[name] for name in wrong), **options)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import TensorHandle
 
 Register = npt.NDArray[Any]
 
@@ -102,39 +102,6 @@ def create_inline_asm(
         results.append(TensorHandle(np.ascontiguousarray(rows).view(element).reshape(shape), dtype.scalar))
     assert next(results_iterator, None) is None
     return Results(results)
-
-
-def create_fp_to_fp(_: object, x: TensorHandle, to: tl.dtype, __: object) -> TensorHandle:
-    """Replacement of create_fp_to_fp, which rounds wrongly: cvt.rn.satfinite.e4m3x2.f32, whose NaN is 0x7F."""
-    assert (x.dtype.scalar, to.scalar) == (tl.float32, tl.float8e4nv)
-    codes = np.clip(x.data, -448.0, 448.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return TensorHandle(np.where(np.isnan(x.data), np.uint8(0x7F), codes), to.scalar)
-
-
-def cast_impl(_: object, x: TensorHandle, to: tl.dtype) -> TensorHandle:
-    """Replacement of cast_impl, which truncates to bfloat16: cvt.rn.bf16.f32 rounds to even. Finite only."""
-    source, target = x.dtype.scalar, to.scalar
-    if source == tl.bfloat16:
-        assert target == tl.float32
-        return TensorHandle(_widened(x.data), target)
-    if target == tl.bfloat16:
-        bits = np.ascontiguousarray(x.data.astype(np.float32)).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-        return TensorHandle(rounded.astype(np.uint16), target)
-    return TensorHandle(x.data.astype(_get_np_dtype(to)), target)
-
-
-def create_dot(_: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, __: object, ___: object) -> TensorHandle:
-    """Replacement of create_dot, which takes bfloat16 for integers. Products are exact in float32."""
-    assert a.dtype.scalar == b.dtype.scalar
-    assert d.dtype.scalar == tl.float32
-    left, right = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32) for x in (a, b))
-    return TensorHandle(left @ right + d.data, tl.float32)
-
-
-def _widened(bits: Register) -> Register:
-    """Return the float32 numbers of bfloat16 bits."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _run(asm: str, registers: dict[str, Register], count: int) -> None:

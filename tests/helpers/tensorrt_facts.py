@@ -39,7 +39,6 @@ SOURCES: dict[str, dict[str, str]] = {
     "stages/engines/tensorrt/plan.py": {"config": "IBuilderConfig"},
     "stages/engines/tensorrt/session.py": {"config": "IRuntimeConfig"},
     "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": ""},
-    "stages/selftest/probes.py": {"config": "IBuilderConfig"},
     "plugins/kv_attention/tensorrt_plugin.py": {},
 }
 """Files that call TensorRT, and where a name there means another class than RECEIVERS says ("": none of TensorRT)."""

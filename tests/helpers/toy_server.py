@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.engines.base import OnePassBase
+from pipeline.core.engine import Engine
 
 MODEL = "toy"
 BLOCK = 16
@@ -21,7 +21,7 @@ BLOCK = 16
 class Toy:
     """What a server is made of, and how it misbehaves."""
 
-    engine: OnePassBase
+    engine: Engine
     tokenizer: Any
     mode: str = "sound"
     key: str | None = None

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pipeline.core.backends import TrtllmConfig
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 from stages.engines.trtllm.backend import TrtllmBackend
+from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,9 @@ from typing import Any
 
 from trtllm_exports import LAYERS, conf
 
-from pipeline.core.backends import VllmConfig
 from pipeline.core.kv import KVPolicy
 from stages.engines.vllm.backend import VllmBackend
+from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.engine import VllmEngine, load_engine
 
 KEY_SCALE, VALUE_SCALE = 0.04, 0.02

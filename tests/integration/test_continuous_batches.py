@@ -9,9 +9,10 @@ import pytest
 import torch
 from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_checkpoint, shared_decoder
 
+from pipeline.core.engine import Continuation, Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
-from stages.engines.base import Continuation, EngineBase, Logits
+from stages.engines.base import Logits
 
 torch.set_num_threads(1)
 
@@ -25,7 +26,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_decoder(tmp_path_factory, "float32")
 
 
-def watched(engine: EngineBase) -> dict[tuple[int, ...], bytes]:
+def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
     """Return the bytes of the logits after every history that an engine continues from now on."""
     rows, advance = {}, engine._advance
 
@@ -38,7 +39,7 @@ def watched(engine: EngineBase) -> dict[tuple[int, ...], bytes]:
     return rows
 
 
-def alone(engine: EngineBase) -> list[list[int]]:
+def alone(engine: Engine) -> list[list[int]]:
     return [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 

@@ -15,11 +15,12 @@ from onnx_fixtures import static_scales
 from transfers import counted_transfers
 
 from benchmarks import benchlib
+from pipeline.core.engine import Continuation
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from plugins.kv_attention import context, launch
-from stages.engines.base import Continuation, Logits
+from stages.engines.base import Logits
 from stages.engines.cuda import engine as engine_module
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.passes import DecodePass, PrefillPass

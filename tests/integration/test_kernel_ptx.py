@@ -1,8 +1,4 @@
-"""The GPU's code paths, run by an emulator: the inline PTX of the decode kernels, and the append's conversion to float8.
-
-With the emulator, the kernels run in the interpreter as they are compiled for a GPU. bf16 has no inline PTX, but the
-interpreter has no bf16 arithmetic either: the emulator rounds by integer arithmetic and multiplies in float32.
-"""
+"""The inline PTX of the decode kernels, run by an emulator for every byte: the interpreter runs plain arithmetic instead."""
 
 from typing import Any
 
@@ -10,15 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, Case, differing, planned, poison, side
-from ptx_emulator import cast_impl, create_dot, create_fp_to_fp, create_inline_asm
+from kernel_cases import DEVICE
+from ptx_emulator import create_inline_asm
 from triton.runtime.interpreter import InterpreterBuilder
 
-from plugins.kv_attention import launch, reference
-from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.kernels.codes import decode, decode_words
 from plugins.kv_attention.kernels.nvfp4 import decode_blocks
-from plugins.kv_attention.layout import CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -107,66 +100,3 @@ def test_every_code_of_nvfp4_times_every_scale_is_exact(ptx: bool, fp8: bool) ->
     )  # (low or high, even or odd)
     expected = (values * factors.permute(1, 2, 3, 0)[:, :, :, None] / 16384).permute(3, 4, 0, 1, 2).reshape(16, 32, 16)
     assert torch.equal(out.double(), expected)
-
-
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("fp8_e4m3 token", "int4 64"),
-        ("int8 head", "fp8_e4m3 tensor"),
-        ("fp16", "int8 token"),
-        ("fp8_e4m3 tensor", "nvfp4 16"),
-    ],
-)
-def test_the_kernels_as_compiled_attend_as_the_reference(
-    key: str, value: str, sm: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: sm)
-    case = Case(CacheLayout(2, 128, side(key), side(value), 2, 5), [130, 3], group=8, dtype=torch.float16)
-    plan = planned(case.layout, case.tables["lengths"], programs=2)
-    out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
-    )
-    expected = case.expected(0.1)
-    assert (out.float() - expected).norm() < 2e-3 * expected.norm()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "dtype", "tolerance"),
-    [
-        # The query and the weights have two terms each; a single term of 8 bits would cost 1e-3.
-        ("bf16", "bf16", torch.float32, 1e-4),
-        ("bf16", "int4 32", torch.float16, 2e-3),
-        ("fp8_e4m3 token", "bf16", torch.bfloat16, 3e-3),
-    ],
-)
-def test_bfloat16_as_a_gpu_computes_it_attends_as_the_reference(
-    key: str, value: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "compute_capability", lambda _: 90)
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    case = Case(CacheLayout(2, 128, side(key), side(value)), [130, 3], group=8, dtype=dtype)
-    plan = planned(case.layout, case.tables["lengths"], programs=2)
-    out = launch.decode_attention(
-        case.layout, case.query, case.key_new, case.value_new, case.cache, plan=plan, scaling=0.1, **case.tables
-    )
-    expected = case.expected(0.1)
-    assert (out.float() - expected).norm() < tolerance * expected.norm()
-
-
-def test_the_append_stores_the_same_bits_where_the_hardware_converts_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every float16, as keys with a static scale of 1 and as values with dynamic scales."""
-    monkeypatch.setattr(launch, "compute_capability", lambda _: 90)
-    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
-    monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)
-    layout = CacheLayout(64, 128, side("fp8_e4m3 tensor"), side("fp8_e4m3 token"))
-    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(8, 64, 128)
-    cache = {name: poison(spec) for name, spec in layout.pools(8).items()} | {"key_scale": torch.ones(1)}
-    expected = {name: tensor.clone() for name, tensor in cache.items()}
-    tables = {"page_table": torch.arange(8).int()[:, None], "lengths": torch.full((8,), 9, dtype=torch.int32)}
-    reference.append(layout, x, x, expected, **tables)
-    launch.append(layout, x[None], x[None], {name: tensor[None] for name, tensor in cache.items()}, **tables)
-    for name, tensor in expected.items():
-        assert not differing(cache[name], tensor).any(), name

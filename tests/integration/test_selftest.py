@@ -1,24 +1,22 @@
-"""`python -m stages.selftest`: a verdict a line, whatever happens to the process of a check."""
+"""`python -m stages.selftest`: a verdict a line, whatever happens to the process of a check, and what its checks fail."""
 
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-import tensorrt_stubs_builder as builder
-from tensorrt_stubs_builder import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape, Window
-from stages.engines.tensorrt.library import Library
+from pipeline.core.kv import KVPolicy
 from stages.selftest import __main__ as selftest
-from stages.selftest.checks import CHECKS, judge
-from stages.selftest.probes import FAR_SHARED, declare_far_shared
+from stages.selftest import checks
+from stages.selftest.checks import CHECKS, CheckFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,35 +29,28 @@ def test_without_a_gpu_no_check_can_run(monkeypatch: pytest.MonkeyPatch, capsys:
     assert all(line.startswith("CANNOT RUN") and "no NVIDIA GPU with a driver here" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "code"),
-    [(["PASS"], 0), (["PASS", "CANNOT RUN"], 4), (["CANNOT RUN", "FAIL", "PASS"], 3)],
-)
-def test_the_worst_verdict_is_the_exit_code(
-    verdicts: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("codes", "code"), [([0], 0), ([0, 4], 4), ([4, 3, 0], 3)])
+def test_the_worst_verdict_is_the_exit_code(codes: list[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "gpus", lambda: [{"name": "NVIDIA L40S"}])
-    verdict_of = dict(zip(CHECKS, verdicts + ["PASS"] * len(CHECKS), strict=False))
-    assert selftest.run_all(lambda name: (verdict_of[name], f"reason of {name}")) == code
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:11].strip() for line in lines] == list(verdict_of.values())
-    assert lines[0].endswith("reason of plugin load")
+    left = iter([*codes, *[0] * len(CHECKS)])
+    monkeypatch.setattr(selftest, "run_process", lambda _: (next(left), "a reason"))
+    assert selftest.main([]) == code
 
 
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("print('building'); print('it works')", ("PASS", "it works")),
-        ("print('it does not'); exit(3)", ("FAIL", "it does not")),
-        ("print('nothing here'); exit(4)", ("CANNOT RUN", "nothing here")),
-        ("import os; os.abort()", ("FAIL", "the process was killed by signal 6")),
-        ("exit(1)", ("FAIL", "the process ended with exit code 1")),
-        ("exit(0)", ("FAIL", "the process ended with exit code 0")),
-        ("import time; time.sleep(60)", ("FAIL", "no verdict after 2 s")),
+        ("print('building'); print('it works')", (0, "it works")),
+        ("print('it does not'); exit(3)", (3, "it does not")),
+        ("print('nothing here'); exit(4)", (4, "nothing here")),
+        ("import os; os.abort()", (3, "the process was killed by signal 6")),
+        ("exit(1)", (3, "the process ended with exit code 1")),
+        ("exit(0)", (3, "the process ended with exit code 0")),
+        ("import time; time.sleep(60)", (3, "no verdict after 2 s")),
     ],
     ids=["pass", "fail", "cannot_run", "crash", "defect", "silence", "hang"],
 )
-def test_a_check_has_a_process_of_its_own(program: str, expected: tuple[str, str]) -> None:
+def test_a_check_has_a_process_of_its_own(program: str, expected: tuple[int, str]) -> None:
     assert selftest.run_process([sys.executable, "-c", program], seconds=2) == expected
 
 
@@ -70,61 +61,26 @@ def test_a_check_without_tensorrt_says_how_to_get_it() -> None:
     assert "pip install 'tensorrt-cu13>=10.14" in done.stdout.splitlines()[-1]
 
 
-def test_what_a_library_throws_is_a_failure_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("opened", "error", "code"),
+    [
+        (True, UserError("kv=fp9: no such option"), 4),
+        (False, UserError("TensorRT cannot load it"), 3),
+        (False, RuntimeError("CUDA error: an illegal memory access"), 3),
+    ],
+    ids=["wrong option", "refused later", "thrown"],
+)
+def test_what_tensorrt_throws_is_a_failure_and_only_a_wrong_option_is_not(
+    opened: bool, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access")
+    def broken(*_: object, **__: object) -> Any:
+        raise error
 
-    monkeypatch.setattr(selftest, "load", lambda _: None)
-    monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=broken))
-    assert selftest.main(["--check", "launch"]) == 3
+    monkeypatch.setattr(checks, "Bench", broken if opened else lambda *_: SimpleNamespace(engine=broken))
+    assert selftest.main(["--check", "launch"]) == code
     output = capsys.readouterr()
-    assert output.out.splitlines()[-1] == "RuntimeError: CUDA error: an illegal memory access"
-    assert "Traceback" in output.err
-
-
-class _Machine:
-    """A bench without a machine, whose engine raises `error`."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def engine(self, **_: object) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize("when", ["opened", "used"])
-def test_what_tensorrt_refuses_is_a_failure_and_only_a_wrong_option_is_not(
-    when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def bench(*_: object) -> Any:
-        error = UserError(f"it was {when}: TensorRT cannot load it")
-        if when == "opened":
-            raise error
-        return _Machine(error)
-
-    monkeypatch.setattr(selftest, "load", lambda _: None)
-    monkeypatch.setitem(sys.modules, "stages.selftest.bench", SimpleNamespace(GpuBench=bench))
-    assert selftest.main(["--check", "launch"]) == {"opened": 4, "used": 3}[when]
-    assert f"it was {when}: TensorRT cannot load it" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.selftest.bench import GpuBench  # not above: the process with NVIDIA's package imports this file
-
-    int8, fp16 = Format(dtype="int8", granularity="per_token", scale="dynamic"), Format(dtype="fp16")
-    policy = KVPolicy(name="windowed", key=int8, value=int8, window=Window(tokens=64, key=fp16))
-    monkeypatch.setattr("stages.selftest.bench.register", lambda: None)
-    info = SimpleNamespace(shape=KVShape(2, 2, 64), q_heads=4)
-    monkeypatch.setattr(GpuBench, "record", SimpleNamespace(model=info))
-    bench = object.__new__(GpuBench)
-    bench.config = SimpleNamespace(kv=policy)  # type: ignore[assignment]
-    verdict, reason = judge("append in place", lambda: bench)
-    assert verdict == "CANNOT RUN"
-    assert reason.startswith(
-        "kv=windowed: the plugin does not hold this policy (kv.window.tokens=64: the CUDA kernels read one copy"
-    )
+    assert str(error) in output.out.splitlines()[-1]
+    assert ("Traceback" in output.err) == (code == 3)
 
 
 @pytest.mark.parametrize(
@@ -134,30 +90,84 @@ def test_an_append_of_a_policy_that_the_plugin_does_not_hold_cannot_run(monkeypa
 def test_a_model_or_policy_that_is_none_cannot_run(
     option: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(selftest, "load", lambda _: None)
-    monkeypatch.setattr("stages.selftest.bench.load", lambda _: None)
+    monkeypatch.setattr(checks, "load", lambda _: None)
     assert selftest.main(["--check", "launch", *option]) == 4
     assert message in capsys.readouterr().out.splitlines()[-1]
 
 
-def far_shared_plan(size: int) -> Any:
-    """In the process that has NVIDIA's package: the probe's declaration, and what a builder makes of it."""
-    import tensorrt as trt
+class Engine:
+    """Logits that depend on all tokens of a sequence and on the scale of the keys, but for an engine's faults."""
 
-    declare_far_shared(Library("tensorrt", trt, SimpleNamespace(lines=[])), size)
-    return builder.build("kvgate_check::far_shared", {"x": Tensor("FLOAT", (32,))}, {})
+    vocab_size = 16
+
+    def __init__(self, noise: float, captured: bool, faults: Sequence[str]) -> None:
+        self.noise, self.captured, self.faults = noise, captured, faults
+        self.scale = 1.0
+        self.sequences: list[list[int]] = []
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], npt.NDArray[np.float32]]:
+        self.sequences += [list(prompt) for prompt in prompts]
+        handles = list(range(len(self.sequences) - len(prompts), len(self.sequences)))
+        return handles, np.stack([self.logits(handle) for handle in handles])
+
+    def decode(self, handles: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        for handle, token in zip(handles, tokens, strict=True):
+            self.sequences[handle].append(token)
+        return np.stack([self.logits(handle) for handle in handles])
+
+    def logits(self, handle: int) -> npt.NDArray[np.float32]:
+        seed = np.random.default_rng(self.sequences[handle]).normal(size=self.vocab_size).astype(np.float32)
+        out = seed * (1.0 if "blind" in self.faults else self.scale) * (1 + self.noise)
+        out[0] = np.nan if "nan" in self.faults else out[0]
+        return out + (1e-3 if self.captured and "replay" in self.faults else 0)
+
+    def stored(self, handle: int) -> list[dict[str, Any]]:
+        codes = np.ones((2, len(self.sequences[handle]), 4), np.uint8)
+        codes[:, -1] = 0 if "lost" in self.faults else 1
+        return [{"key": SimpleNamespace(codes=codes)}]
+
+    def session(self, _: str) -> Any:
+        return SimpleNamespace(replayed_shapes=int(self.captured and "uncaptured" not in self.faults))
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        self.scale *= factor
 
 
-def test_the_shared_memory_probe_is_a_plugin_whose_kernel_assembles() -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(builder.prepare).result(timeout=120)
-        plan = pool.submit(far_shared_plan, 64 * 1024).result(timeout=120)
-    assert plan.outputs == [("FLOAT", ((32, 32, 32),))]
-    assert (plan.shared_bytes, plan.extras) == ((65536,) * 3, [(65536 - 128,) * 3])
-    assert plan.parameters == ["u64", "u32", "u64"]
-    from plugins.kv_attention.aot import assemble
+def bench(*faults: str) -> Any:
+    """A machine on which everything works, but for its faults."""
+    fp8 = Format(dtype="fp8_e4m3", granularity="per_token", scale="dynamic")
+    return SimpleNamespace(
+        policy=KVPolicy(name="some", key=fp8, value=fp8),
+        registered=lambda: {"kv::decode_partial": True, "kv::decode_reduce": "operations" not in faults},
+        record=SimpleNamespace(plugins={}),
+        engine=lambda *, cuda_graphs: Engine(2.0 if "noise" in faults else 1e-3, cuda_graphs, faults),
+        oracle=lambda: Engine(0.0, False, ()),
+        binding=lambda _: ("UINT8" if "binding" in faults else "FP8", "Row major linear FP8 format (kLINEAR)"),
+    )
 
-    cubin, registers, spilled = assemble(FAR_SHARED, 80)
-    assert cubin
-    assert registers > 0
-    assert spilled == 0
+
+@pytest.mark.parametrize(
+    ("check", "fault", "reason"),
+    [
+        (checks.plugin_load, "operations", "1 of 2 operations are not in TensorRT's registry, first kv::decode_reduce"),
+        (checks.launch, "nan", "logits of 3 of 3 sequences are not finite"),
+        (checks.fp8_bindings, "binding", "key_pool.0 is bound as UINT8"),
+        (checks.append_in_place, "lost", "keys of layer 0: 1 of 73 tokens are not in the pool, first token 72"),
+        (checks.logits_against_oracle, "noise", r"mean KL to the oracle is \S+ nats a token, above 0.01"),
+        (checks.logits_against_oracle, "blind", "the logits are not the cache's"),
+        (checks.logits_against_oracle, "nan", "mean KL to the oracle is nan"),
+        (checks.cuda_graph, "uncaptured", "no decode step was captured"),
+        (checks.cuda_graph, "replay", "replayed steps give other logits"),
+    ],
+)
+def test_a_check_passes_a_machine_that_works_and_fails_a_faulty_one_with_the_reason(
+    check: Callable[[Any], str], fault: str, reason: str
+) -> None:
+    assert check(bench())
+    with pytest.raises(CheckFailure, match=reason):
+        check(bench(fault))
+
+
+def test_a_plan_without_plugin_nodes_fails() -> None:
+    with pytest.raises(CheckFailure, match="no plugin node"):
+        checks.run_time_load(bench())

@@ -1,7 +1,6 @@
 """The engine over TensorRT plans: its pages, shapes and bindings, with TensorRT's runtime replaced by ONNX Runtime."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Plan
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession, Step
-from stages.selftest.bench import GpuBench
+from stages.selftest.checks import shape_changes
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -274,11 +273,7 @@ def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
 
     monkeypatch.setattr(PlanSession, "tensor", watched)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr(GpuBench, "record", pair.record)
-    bench = object.__new__(GpuBench)
-    bench.config = SimpleNamespace(kv=pair.policy)  # type: ignore[assignment]
-    bench.__dict__["_engine"] = engine
-    bench.change_shape(4)
+    shape_changes(engine, pair.record, pair.policy)(4)
     assert [context.runs for context in fakes["decode"].contexts] == [4]
     assert streams
     assert set(streams) == {1}

@@ -56,7 +56,7 @@ FP8 = Case("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
 INT8 = Case("int8 per_token", "int8 per_token", 128, 8, "bfloat16", 90)
 NVFP4 = Case("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
 TARGETED = (HEADLINE, FP8, INT8, NVFP4)
-"""Formats of bytes that are held to a bandwidth."""
+"""Formats of bytes, whose loop waits for no load to a register."""
 CHOSEN = (
     *TARGETED,
     Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
@@ -99,12 +99,10 @@ CASES = (*CHOSEN, *sample(6))
 
 PROGRAM = """
 import json
-from benchmarks.sass_calibration import calibrate
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import decode_variant
-from plugins.kv_attention.sass import disassemble, loop_cost, main_loop
-from plugins.kv_attention.scoreboard import cycles_per_iteration
-from tests.long.test_kernel_compile import CASES, HEADLINE, TARGETED
+from plugins.kv_attention.sass import kernel_loop
+from tests.long.test_kernel_compile import CASES, HEADLINE
 
 def described(kernel, **more):
     return {"name": kernel.name, "ptx": kernel.ptx, "cubin": len(kernel.cubin), "shared_bytes": kernel.shared_bytes,
@@ -115,13 +113,9 @@ for case in CASES:
     arguments = dict(group=case.group, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm)
     kernel = aot.compile_decode(case.layout, **arguments)
     variant = decode_variant(case.layout, **arguments)
-    tokens, warps = variant.constants["T"], kernel.num_warps
-    body = main_loop(disassemble(kernel.cubin))
-    cost = loop_cost(body, num_warps=warps, tokens=tokens)
-    latencies = (1000, 1300, 1600) if case in TARGETED else ()
-    iteration = [cycles_per_iteration(body, programs=variant.resident, num_warps=warps, latency=n) for n in latencies]
-    decode.append(described(kernel, tokens=tokens, streamed_bytes=cost.streamed_bytes(warps), cycles=cost.bound,
-        loads=cost.loads, resident=variant.resident, sm_shared=variant.sm_shared, iteration=iteration))
+    loop = kernel_loop(kernel.cubin)
+    decode.append(described(kernel, tokens=variant.constants["T"], streamed_bytes=loop.streamed_bytes(kernel.num_warps),
+        loads=loop.loads, resident=variant.resident, sm_shared=variant.sm_shared))
 exact = next(case for case in CASES if sum(case.exact)).layout
 others = {
     "plan": described(aot.compile_plan(sink_tokens=0, recent_tokens=0, sm=90)),
@@ -131,7 +125,7 @@ others = {
     "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
     "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
 }
-print(json.dumps({"decode": decode, "others": others, "calibration": calibrate()}))
+print(json.dumps({"decode": decode, "others": others}))
 """
 
 
@@ -168,7 +162,7 @@ def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None
 def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_the_codes(compiled: dict[str, Any], number: int) -> None:
     case, kernel = CASES[number], compiled["decode"][number]
     absent = {f"{name}_scale" for name, stored in (("key", case.layout.key), ("value", case.layout.value)) if stored.exact}
-    absent |= set() if case.layout.value.in_blocks else {"value_block_scale"}
+    absent |= set() if case.layout.value.layer_scale else {"value_block_scale"}
     inputs = [name for name in DECODE_INPUTS if name not in absent]
     exact = EXACT_INPUTS if case.layout.exact_tokens else ()
     assert_a_plain_launch_runs(kernel, [*inputs, *TABLES, *exact, "table_width", "partial_acc", "partial_ml"])
@@ -178,20 +172,7 @@ def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_the_codes
 
 @pytest.mark.parametrize("case", TARGETED, ids=str)
 def test_formats_of_bytes_wait_for_no_load_in_turn(compiled: dict[str, Any], case: Case) -> None:
-    """The model's bandwidth on an H200 is above that of its memory, and falls little where loads take longer."""
-    kernel = compiled["decode"][CASES.index(case)]
-    assert {name.split(".")[0] for name in kernel["loads"]} == {"LDGSTS"}
-    read = kernel["resident"] * kernel["tokens"] * case.layout.token_bytes / case.layout.kv_heads
-    fast, usual, slow = (read / cycles * 1.76e9 * 132 for cycles in kernel["iteration"])
-    assert usual >= (5e12 if case == NVFP4 else 5.5e12)
-    assert slow >= 0.9 * fast
-
-
-def test_the_model_gives_published_speeds_with_latencies_of_an_h100(compiled: dict[str, Any]) -> None:
-    """The two speeds are of one kernel and differ by a factor of 7, because one fills the GPU and the other does not."""
-    before, after = compiled["calibration"]
-    assert after["published_tb_per_s"] > 6 * before["published_tb_per_s"]
-    assert 600 < before["latency"] < after["latency"] < 1300
+    assert {name.split(".")[0] for name in compiled["decode"][CASES.index(case)]["loads"]} == {"LDGSTS"}
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
@@ -199,10 +180,6 @@ def test_the_programs_that_work_is_divided_for_fit_an_sm(compiled: dict[str, Any
     kernel = compiled["decode"][number]
     allocated = 1024 + -(-kernel["shared_bytes"] // 128) * 128
     assert kernel["resident"] * allocated <= kernel["sm_shared"]
-
-
-def test_fp8_keys_with_int4_values_take_at_most_7_cycles_a_token_and_head(compiled: dict[str, Any]) -> None:
-    assert 1 < compiled["decode"][CASES.index(HEADLINE)]["cycles"] <= 7
 
 
 @pytest.mark.parametrize("name", ["plan", "plan_exact"])

@@ -16,11 +16,10 @@ from onnx_fixtures import static_scales
 from torch import Tensor
 
 from benchmarks import benchlib
+from pipeline.core.engine import Continuation, Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import OnePassEngine
 from plugins.kv_attention import launch
-from stages.engines.base import Continuation
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
@@ -339,7 +338,7 @@ def test_where_memory_is_too_small_for_twice_the_pages_there_are_as_many_as_are_
 
 
 def test_forced_decode_goes_through_the_kernels_step_by_step(model: Any) -> None:
-    assert not isinstance(make_engine(model, BY_NAME["fp8"]), OnePassEngine)
+    assert not make_engine(model, BY_NAME["fp8"]).can(Engine.forced)
 
 
 def test_calls_that_make_no_sense_are_refused(model: Any) -> None:

@@ -1,35 +1,29 @@
-"""dry=true as a command: it writes nothing, lists every problem of every job, and ends with the code that is certain."""
+"""dry=true writes nothing, says what each job makes and reuses, lists every problem, and ends with the code that is certain."""
 
 import json
 import os
-import shutil
-import sys
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
-import psutil
 import pytest
-from dry_runs import happened
 from fake_stages import FakeBackend, use_fake_stages
 
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.dry import ahead
 from pipeline.dry.command import foretell
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
+from pipeline.run.chain import Chain
 from pipeline.run.runner import run
-from pipeline.terminal import console
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
-TUNING = ["stage=tune", "tune.policies=[fp16,fp8]"]
 OF_STAGES: dict[str, list[str]] = {
     "verify": ["bundle={identity}"],
     "route": ["routing.file={routes}"],
     "monitor": ["monitor.snapshot={snapshot}"],
-    "tune": TUNING,
+    "tune": ["tune.policies=[fp16,fp8]"],
 }
 """Arguments that a stage cannot do without."""
 
@@ -43,6 +37,30 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
     return plan([f"workdir={work}", "dry=true", *BRIEF, *arguments], multirun=sweeping)
 
 
+def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
+    """Run the jobs, and return which artifacts they asked for: number of the job, title, whether it was reused."""
+    found = []
+    get = Chain._get
+    for number, config in enumerate(jobs.jobs, start=1):
+
+        def noted(self: Chain, recipe: Any, fill: Any, title: str, resumable: bool, number: int = number) -> Any:
+            artifact = get(self, recipe, fill, title, resumable)
+            found.append((number, title, artifact.reused))
+            return artifact
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Chain, "_get", noted)
+            run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
+    return found
+
+
+def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str, bool]]:
+    """The rows of the table that a dry run prints, as `run_all` returns them."""
+    foretell(jobs)
+    rows = re.findall(r"^ *(\S.*?) +(\d) (reused|made by job \d|made)\b(?!,)", capsys.readouterr().out, re.MULTILINE)
+    return [(int(job), title, word != "made") for title, job, word in rows]
+
+
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A work directory after a sweep, with an empty registry, and files for the stages that take some."""
@@ -50,7 +68,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         use_fake_stages(patch)
         work = folder / "work"
-        happened(plan([f"workdir={work}", *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
+        run_all(plan([f"workdir={work}", *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
         MlflowStore(locate(planned(work, "tracking=mlflow").jobs[0].tracking, work, "tiny"))
     (folder / "routes.yaml").write_text("default: {policy: fp8}\n")
     snapshot = {"schema_version": 1, "taken_at": "now", "classes": {"default": {"version": "1"}}}
@@ -60,11 +78,8 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below a folder: when it was written, and the bytes of files."""
-    found = {}
-    for path in (folder, *sorted(folder.rglob("*"))):
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (path.lstat().st_mtime_ns, content)
-    return found
+    paths = (folder, *sorted(folder.rglob("*")))
+    return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
 @pytest.mark.parametrize("stage", get_args(Stage))
@@ -79,15 +94,27 @@ def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.Capture
     assert "nothing was written" in capsys.readouterr().out
 
 
-def test_a_sweep_in_a_new_work_directory_leaves_it_unmade(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = planned(tmp_path / "work", "kv=fp8,int8", "tracking=mlflow", sweeping=True)
-    assert foretell(jobs) == 0
-    assert list(tmp_path.iterdir()) == []
-    said = capsys.readouterr().out
-    assert "job 2: all int8" in said
-    assert "made by job 1" in said
-    assert "time: unknown" in said
-    assert "nothing tells" in said
+def test_what_a_sweep_makes_and_reuses_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = tmp_path / "work"
+    for overrides in (["kv=fp8,int8"], ["kv=fp8,int8"], ["kv=int8,int4"], ["kv=int4", "gates.margin=0.2"]):
+        jobs = planned(work, "stage=evaluate", *overrides, sweeping=True)
+        before = work.exists()
+        foretold = said_of(jobs, capsys)
+        assert work.exists() == before
+        made = run_all(jobs)
+        # Second rounds run only where the gates want them, and identities are foreseen where the verdict is.
+        unsure = "2/2", "identity"
+        certain = [[one for one in some if not any(word in one[1] for word in unsure)] for some in (foretold, made)]
+        assert certain[0] == certain[1]
+        rounds = {title for _, title, _ in made if "2/2" in title}
+        assert rounds <= {title for _, title, _ in foretold}
+
+
+def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foretell(planned(used, "stage=evaluate", "kv=int8"))
+    assert re.search(r"time: \d+ s, each the median of earlier artifacts of its stage", capsys.readouterr().out)
+    foretell(planned(used.parent / "new", "stage=evaluate", "kv=int8"))
+    assert "time: unknown; nothing tells of" in capsys.readouterr().out
 
 
 def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(
@@ -129,69 +156,21 @@ def test_the_configurations_of_all_jobs_are_checked_before_one_is_refused(tmp_pa
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["gates.margin", "gates.margin"]
 
 
-def test_an_engine_that_can_be_built_and_not_run_is_found_before_it_is_built(
+def test_what_is_met_after_the_inputs_is_found_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_gpu(self: FakeBackend) -> None:  # noqa: ARG001
         raise MissingRequirement("this machine has no GPU")
 
     monkeypatch.setattr(FakeBackend, "check_runs", no_gpu)
+    (tmp_path / "mlflow.db").write_text("no database")
     assert foretell(planned(tmp_path / "work", "stage=build")) == 0
     assert foretell(planned(tmp_path / "work", "stage=evaluate")) == 4
-    assert "this machine has no GPU" in capsys.readouterr().err
-
-
-def test_a_store_that_is_none_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mlflow.db").write_text("no database")
-    jobs = planned(tmp_path / "work", "tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}")
-    assert foretell(jobs) == 2
-    assert "is no SQLite database" in capsys.readouterr().err
-
-
-def test_what_the_disk_does_not_hold_in_all_is_a_problem(
-    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert foretell(planned(used, "stage=evaluate", "kv=int8,int4", sweeping=True)) == 4
-    assert "the artifacts of this command take" in capsys.readouterr().err
-
-
-@pytest.fixture
-def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    for module in ("mlflow_store", "mlflow_client"):
-        monkeypatch.delitem(sys.modules, f"pipeline.registry.{module}", raising=False)
-
-
-@pytest.mark.usefixtures("no_mlflow")
-def test_without_mlflow_a_run_and_its_dry_run_say_that_it_is_missing(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = planned(used, "stage=evaluate", "kv=int8", "tracking=mlflow")
-    assert foretell(jobs) == 4
-    assert "needs mlflow, which is not installed here" in capsys.readouterr().err
-    with pytest.raises(MissingRequirement, match="needs mlflow, which is not installed here"):
-        run(jobs.jobs[0], "20260101-000000-1-a")
-
-
-def test_more_threads_than_processors_are_said(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    foretell(planned(used, "stage=evaluate", "kv=int8", "backend.threads=64"))
-    threads = capsys.readouterr().out.count("backend.threads=64: this machine has")
-    assert threads == (1 if (os.cpu_count() or 1) < 64 else 0)
-
-
-def test_more_memory_at_once_than_the_machine_has_is_a_problem_and_more_than_is_free_is_said(
-    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs = planned(used, "stage=evaluate", "kv=int8")
-    assert foretell(jobs) == 0
-    said = capsys.readouterr().out
-    assert "peak memory: " in said
-    assert "memory available now" in said
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**12, available=1000))
-    assert foretell(jobs) == 0
-    assert "peak memory: that is more than is available now" in capsys.readouterr().out
-    monkeypatch.setattr(ahead, "all_memory", lambda: 20_000_000)
-    assert foretell(jobs) == 4
-    assert "making these artifacts takes" in capsys.readouterr().err
+    other = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
+    assert foretell(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
+    said = capsys.readouterr().err
+    assert "this machine has no GPU" in said
+    assert "is not a database" in said
 
 
 def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,30 +179,3 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["stage=promote"], 2, "no candidates of model other"),
-        (["stage=promote", "promote.sweep=20200101-000000-1-ab"], 2, "there is no such sweep"),
-        (["stage=rollback"], 2, "there is no previous champion"),
-        (["stage=rollback", "tracking=none"], 2, "needs the registry"),
-        (["stage=recommend"], 3, "no policy has evidence that covers this use"),
-    ],
-)
-def test_stages_that_move_aliases_are_refused_as_they_would_be(
-    arguments: list[str], code: int, message: str, used: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["model.path=/nowhere/other"] if "promote" in arguments[0] else []
-    assert foretell(planned(used, "tracking=mlflow", *model, *arguments)) == code
-    assert message in capsys.readouterr().err
-
-
-def test_the_table_fits_a_narrow_terminal(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console.out, "_width", 80)
-    with console.out.capture() as captured:
-        foretell(planned(used, "stage=evaluate", "kv=int4_hadamard", "kv.name=a_policy_with_a_long_name_of_its_own"))
-    table = captured.get().partition("─")[2].partition("\n\n")[0]
-    assert "round" in table
-    assert max(len(line.rstrip()) for line in captured.get().splitlines() if "│" in line or "made" in line) <= 80

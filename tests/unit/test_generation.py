@@ -6,17 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import MemoryReport
-from stages.engines.base import EngineBase, Logits, SequenceTable
+from stages.engines.base import Logits, SequenceTable
 
 VOCAB = 32
 PROMPTS = [[1] * 9, [2], [3, 4], [5] * 30, [6, 7, 8], [9], [10, 11]]
 LIMITS = [12, 1, 3, 2, 7, 9, 1]
 
 
-class HistoryEngine(EngineBase):
+class HistoryEngine(Engine):
     """The next token follows from the whole history. It notes who is live at each step."""
 
     def __init__(self) -> None:
@@ -58,9 +59,6 @@ class HistoryEngine(EngineBase):
 
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 0, 0, 0, 0, sum(map(len, self.sequences.values())))
-
-    def corrupt_key_scale(self, factor: float) -> None:
-        raise NotImplementedError
 
 
 def one_by_one(stop: int | None = None) -> list[list[int]]:

@@ -10,13 +10,13 @@ import yaml
 
 from pipeline.artifacts.backend import Backend
 from pipeline.config.compose import plan
-from pipeline.core.backends import TorchConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from pipeline.loading import open_backend
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
+from stages.engines.oracle.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)

@@ -117,7 +117,7 @@ def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_pat
     done = outcome(commands, tmp_path, "stage=capacity", "log=json", begins=True)
     assert done.code == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"capacity", "capacity_shares", "text"} <= {line["result"] for line in results}
+    assert {"capacity", "text"} <= {line["result"] for line in results}
     assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
 
 

@@ -1,19 +1,17 @@
 """The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import digest, memory
+from pipeline.artifacts import digest
 from pipeline.artifacts.files import STORE_FILE
 from pipeline.artifacts.locks import locked_at_once
-from pipeline.artifacts.store import MANIFEST, PEAK, Artifact, Recipe, Store
+from pipeline.artifacts.store import MANIFEST, Recipe, Store
 from pipeline.core.errors import MissingRequirement, UserError
 
 
@@ -90,38 +88,6 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
         store.get(recipe(), fail)
     assert [p for p in (tmp_path / "demo").iterdir() if p.is_dir()] == []
     assert not store.get(recipe(), write_one).reused
-
-
-@pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not say a process's peak memory")
-def test_the_memory_that_an_artifact_took_is_recorded_by_itself_and_changes_no_key(tmp_path: Path) -> None:
-    def taking(count: int) -> Callable[[Path], None]:
-        def make(out: Path) -> None:
-            (out / "bytes").write_text(str(len(bytearray(b"a") * count)))
-
-        return make
-
-    def peak(artifact: Artifact) -> int:
-        found = json.loads((artifact.path / MANIFEST).read_text())[PEAK]
-        assert isinstance(found, int)
-        return found
-
-    store = Store(tmp_path)
-    large, small = store.get(recipe(a=1), taking(200 << 20)), store.get(recipe(a=2), taking(1))
-    assert peak(large) - peak(small) > 100 << 20, "the second begins to count again"
-    assert PEAK not in large.parts
-    assert store.get(recipe(a=1), taking(1)).digest == large.digest, "it is part of no digest"
-
-
-@pytest.mark.parametrize("status", [None, "Name:\tpython\nVmRSS:\t  123 kB\n"])
-def test_where_the_system_does_not_say_it_no_peak_is_recorded(
-    status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if status is not None:
-        (tmp_path / "status").write_text(status)
-    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
-    monkeypatch.setattr(memory, "RESET", tmp_path / "nowhere" / "clear_refs")
-    artifact = Store(tmp_path / "store").get(recipe(a=1), write_one)
-    assert json.loads((artifact.path / MANIFEST).read_text())[PEAK] is None
 
 
 def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Path) -> None:

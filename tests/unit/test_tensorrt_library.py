@@ -10,12 +10,12 @@ import pytest
 from test_import_rules import importers
 
 from pipeline.config.compose import plan
-from pipeline.core.backends import TensorRTConfig, TensorRTRTXConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side, Window
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
+from stages.engines.tensorrt.config import TensorRTConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import GraphRefusal
 from stages.engines.tensorrt.plugin import check_gpu

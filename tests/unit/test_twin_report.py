@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config import CONF
 from pipeline.config.compose import to_config
-from pipeline.core.backends import PlanConfig
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.run.chain import Chain
 from pipeline.verdict.report import REPORT_FILE
+from stages.engines.tensorrt.config import PlanConfig
 
 DIGEST = "d" * 64
 
@@ -28,7 +28,7 @@ class _Chain(Chain):
         recipe = Recipe("build", ("pipeline.core.kv",), {"kv": policy.name}, {})
         return replace(self.make(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
 
-    def baseline(self, number: int = 1) -> Artifact:  # noqa: ARG002
+    def engine(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
         raise MissingRequirement("no GPU")
 
 

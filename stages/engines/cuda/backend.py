@@ -6,10 +6,9 @@ them differs.
 
 from pathlib import Path
 
-from pipeline.artifacts.backend import Backend, Job
-from pipeline.core.backends import TorchConfig
+from pipeline.artifacts.backend import Job
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.records import Engine
 from stages.engines.oracle.backend import OracleBackend
 
 
@@ -69,5 +68,4 @@ class CudaBackend(OracleBackend):
         return resolve_device(self.config.device).type == "cuda"
 
 
-def open_backend(config: TorchConfig) -> Backend:
-    return CudaBackend(config)
+open_backend = CudaBackend

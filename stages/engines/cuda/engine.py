@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.core.engine import Continuation, Engine
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import LOGIT_STEP, Continuation, EngineBase, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
@@ -50,8 +51,8 @@ def load_engine(
     )
 
 
-class KernelEngine(EngineBase):
-    """pipeline.core.records.Engine over the attention kernels.
+class KernelEngine(Engine):
+    """An engine over the attention kernels.
 
     It has no `forced` on purpose: forced decode of a whole sequence at once would bypass the kernels. Step by step it runs
     through the kernels that are judged.
@@ -155,16 +156,11 @@ class KernelEngine(EngineBase):
         """Return what a sequence's pages hold, and the static scales that attention reads it with."""
         return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
 
-    def corrupt_key_scale(self, factor: float) -> None:
-        self.corrupt_scale(Side.KEY, factor)
-
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
         with torch.inference_mode():
             self.cache.corrupt_scale(side, factor, layer, head)
 
     def repeat_page(self) -> None:
-        """See pipeline.core.records.CorruptibleEngine."""
         with torch.inference_mode():
             self.cache.repeat_page()
 

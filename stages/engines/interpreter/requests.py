@@ -1,4 +1,4 @@
-"""pipeline.core.records.RequestEngine over a worker that serves requests and not steps.
+"""An engine over a worker that serves requests and not steps.
 
 A request is a prompt, tokens that are forced, and tokens that are generated freely; its logits are those of decoding, from the
 cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens that were decoded
@@ -18,9 +18,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipeline.core.engine import Continuation, Engine, check_tokens
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import LoadTimes, MemoryReport
-from stages.engines.base import Continuation, Logits, OnePassBase, SequenceTable, check_tokens
+from stages.engines.base import Logits, SequenceTable
 from stages.engines.interpreter.process import A, Worker, WorkerError
 from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
 
@@ -41,16 +42,18 @@ class _Sequence:
     """Row r: logits after `decoded` and `ahead[:r]`."""
 
 
-class RequestEngineBase(OnePassBase):
+class RequestEngine(Engine):
     """An engine over one worker, but for how its model is opened and what it may be asked.
 
     The library takes most of the memory for its cache, so that only one engine of a process runs at a time: a request of
     another engine ends this one's worker, and this one's next request starts it again.
     """
 
+    max_tokens: int
+    max_batch: int
     _static_scale_bytes = 0
     """Of all layers, as the library stores them."""
-    _running: ClassVar["weakref.ref[RequestEngineBase] | None"] = None
+    _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
     def __init__(
         self, policy: KVPolicy, shape: KVShape, vocab_size: int, *, max_tokens: int, max_batch: int, timeout_s: int
@@ -82,7 +85,7 @@ class RequestEngineBase(OnePassBase):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """As EngineBase's, but prompts start together where all before them have ended: a request that joins is alone."""
+        """As Engine's, but prompts start together where all before them have ended: a request that joins is alone."""
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
             super()._answer(group, stop_token, max_sequences, partial(_after, begin, on_end))
@@ -105,13 +108,12 @@ class RequestEngineBase(OnePassBase):
             state.ahead, state.rows = generated[len(state.decoded) :], rows
         return np.stack([state.rows[0] for state in states if state.rows is not None])
 
-    def _forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """As `forced`, in one request."""
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        self._check_forced(tokens, first)
         ((_, rows),) = self._run([whole(tokens, first)])
         return rows
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return what `forced` returns of each (tokens, first); the library has these requests in flight at once."""
         for tokens, first in requests:
             self._check_forced(tokens, first)
         return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
@@ -196,11 +198,11 @@ class RequestEngineBase(OnePassBase):
 
     def _only_one(self) -> Worker:
         """End the engine that runs, and open this one's worker."""
-        running = RequestEngineBase._running() if RequestEngineBase._running is not None else None
+        running = RequestEngine._running() if RequestEngine._running is not None else None
         if running is not None:
             running.close()
         worker = self._open()
-        RequestEngineBase._running = weakref.ref(self)
+        RequestEngine._running = weakref.ref(self)
         return worker
 
 

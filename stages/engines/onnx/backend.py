@@ -4,9 +4,10 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
 from pipeline.artifacts.store import Recipe
-from pipeline.core.backends import OnnxRuntimeConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
 from stages.engines.onnx.refusals import refuse_bfloat16, refuse_zeros_in_scales
 from stages.engines.paged.eviction import refuse_heavy_tokens
@@ -19,8 +20,7 @@ class OnnxBackend(Backend):
     engine_module = "stages.engines.onnx.engine"
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy")
 
-    def __init__(self, config: OnnxRuntimeConfig) -> None:
-        self.config = config
+    config: OnnxRuntimeConfig
 
     def check_inputs(self, job: Job) -> None:
         """Accept all policies but those with H2O's eviction or zeros in scales, and every checkpoint, but not attention=native
@@ -85,5 +85,4 @@ class OnnxBackend(Backend):
         return "graph" if compiler is None else f"native kernel {kernel_digest(compiler)[:16]}"
 
 
-def open_backend(config: OnnxRuntimeConfig) -> Backend:
-    return OnnxBackend(config)
+open_backend = OnnxBackend

@@ -7,21 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.engine import check_tokens
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
-from stages.engines.base import ChunkedEngine, Logits, Mode, check_tokens, not_finite
+from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.paged.prefixes import PrefixCache
 
 
 class PagedEngine(ChunkedEngine):
-    """pipeline.core.records.Engine, but for the execution of a graph, which is the subclass's."""
+    """An engine but for the execution of a graph, which is the subclass's."""
 
-    max_sequences: int | None = None
-    """See pipeline.core.records.SharingEngine."""
     prefixes: PrefixCache | None = None
     """The beginnings of prompts that are kept for later ones; None keeps none."""
 
@@ -109,7 +108,7 @@ class PagedEngine(ChunkedEngine):
             return StoredCopy(
                 first,
                 codes,
-                None if scale is None else scale[1] if self.policy.sides(layer)[side].in_blocks else scale[1].view(np.float16),
+                None if scale is None else scale[1].view(self.policy.sides(layer)[side].code.scale_storage.numpy),
                 None if zero is None else zero[1].view(np.float16),
                 None if static_scale is None else self._host(static_scale)[0],
                 None if static_zero is None else self._host(static_zero)[0],
@@ -125,11 +124,7 @@ class PagedEngine(ChunkedEngine):
     def memory(self) -> MemoryReport:
         return self.pool.memory(sum(values.nbytes for values in self._constants.values()))
 
-    def corrupt_key_scale(self, factor: float) -> None:
-        self.corrupt_scale(Side.KEY, factor)
-
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
         by_head = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
         by_head[:, slice(None) if head is None else head] = factor
         for number in range(self.shape.layers) if layer is None else (layer,):
@@ -144,7 +139,6 @@ class PagedEngine(ChunkedEngine):
                         self._faults[target] = self._faults.get(target, np.float32(1)) * by_head
 
     def repeat_page(self) -> None:
-        """See pipeline.core.records.CorruptibleEngine."""
         self.pool.repeat_page()
 
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.server import ServedEngine, Server, ServerRole
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.openai.config import OpenAIConfig
 
 SETTINGS: dict[ServerRole, str] = {"candidate": "url", "baseline": "baseline_url", "canary": "canary_url"}
 
@@ -19,8 +19,7 @@ class OpenAIServer(Server):
     server_module = "stages.engines.openai.server"
     libraries = ("requests",)
 
-    def __init__(self, config: OpenAIConfig) -> None:
-        self.config = config
+    config: OpenAIConfig
 
     @property
     def engine_module(self) -> str:
@@ -75,5 +74,4 @@ class OpenAIServer(Server):
         return key
 
 
-def open_backend(config: OpenAIConfig) -> Server:
-    return OpenAIServer(config)
+open_backend = OpenAIServer

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.server import ServedTimes, Shown
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.engines.bundle import BundleRecord, open_record, read_record
 from stages.engines.openai.client import Client, Refused
+from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.protocol import FINGERPRINT, Completion, token_id
 
 BACKEND = "openai"

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.backends import OpenAIConfig
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.checkpoints import load_tokenizer
 from stages.engines.bundle import write_bundle
 from stages.engines.openai.client import Client, Refused
+from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.engine import BACKEND, COMPLETIONS, OpenAIEngine, ServerRecord, open_client
 from stages.engines.openai.protocol import FINGERPRINT, ModelCard, ModelList, cache_config
 

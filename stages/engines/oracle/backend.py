@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
-from pipeline.core.backends import TorchConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.oracle.config import TorchConfig
 
 
 class OracleBackend(Backend):
@@ -15,8 +16,7 @@ class OracleBackend(Backend):
     engine_module = "stages.engines.oracle.engine"
     libraries = TORCH
 
-    def __init__(self, config: TorchConfig) -> None:
-        self.config = config
+    config: TorchConfig
 
     def check_inputs(self, job: Job) -> None:
         """Accept every policy and checkpoint: the oracle runs them all."""
@@ -40,5 +40,4 @@ class OracleBackend(Backend):
         return load_engine(bundle, threads=self.config.threads)
 
 
-def open_backend(config: TorchConfig) -> Backend:
-    return OracleBackend(config)
+open_backend = OracleBackend

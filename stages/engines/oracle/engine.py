@@ -11,7 +11,7 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
-from stages.engines.base import ChunkedEngine, Logits, OnePassBase, SequenceTable, check_positive
+from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
 from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Sources, Span, View, check_finite, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
@@ -80,11 +80,8 @@ class _OnePassView(BlockView):
         )
 
 
-class OracleEngine(ChunkedEngine, OnePassBase):
-    """pipeline.core.records.OnePassEngine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
-
-    threads: int
-    """Those of torch, where the engine was loaded from a bundle (pipeline.core.records.ThreadedEngine)."""
+class OracleEngine(ChunkedEngine):
+    """An engine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size), chunk)
@@ -92,8 +89,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
         self.reads_itself = False
-        """Whether `forced` reads every token from the cache, the one that attends included and those of a prompt, as engines do
-        that store first and then attend. Only where a whole sequence is computed at once."""
+        """As other engines read that store first and then attend: only where a whole sequence is computed at once."""
         self._gains: dict[tuple[Side, int], Tensor] = {}
         """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
 
@@ -164,7 +160,8 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         logits: Logits = self.model.lm_head(hidden[:, -1]).numpy()
         return logits
 
-    def _forced(self, tokens: Sequence[int], first: int) -> Logits:
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        self._check_forced(tokens, first)
         return self._one_pass(tokens, first, None)
 
     def forced_above(self, tokens: Sequence[int], first: int, known: LayerInput) -> Logits:
@@ -262,11 +259,7 @@ class OracleEngine(ChunkedEngine, OnePassBase):
         """Return what `corrupt_scale` multiplies the pool's numbers by when they are read, (H, 1, 1); None: nothing."""
         return self._gains.get((side, layer))
 
-    def corrupt_key_scale(self, factor: float) -> None:
-        self.corrupt_scale(Side.KEY, factor)
-
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """See pipeline.core.records.CorruptibleEngine: of stored and of later tokens; the codes stay right."""
         by_head = torch.ones(self.shape.kv_heads, 1, 1)
         by_head[slice(None) if head is None else head] = factor
         for number in range(self.shape.layers) if layer is None else (layer,):
@@ -274,7 +267,6 @@ class OracleEngine(ChunkedEngine, OnePassBase):
             self._gains[place] = self._gains.get(place, 1.0) * by_head
 
     def repeat_page(self) -> None:
-        """See pipeline.core.records.CorruptibleEngine."""
         caches: Any  # of one kind or of the other
         for caches in self.sequences.values():
             caches[:] = [cache.repeated() for cache in caches]

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import SharingEngine
 
 
 class PrefixCache:
     """The beginnings that one engine keeps, the least recently used of which go first."""
 
-    def __init__(self, engine: SharingEngine, identity: str, *, chunk: int, most_tokens: int) -> None:
+    def __init__(self, engine: Engine, identity: str, *, chunk: int, most_tokens: int) -> None:
         """Keep nothing yet.
 
         Args:

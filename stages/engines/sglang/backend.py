@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.core.backends import SglangConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.sglang.config import SglangConfig
 
 
 class SglangBackend(Backend):
@@ -15,8 +16,7 @@ class SglangBackend(Backend):
     engine_module = "stages.engines.sglang.engine"
     libraries = ("numpy", "safetensors")
 
-    def __init__(self, config: SglangConfig) -> None:
-        self.config = config
+    config: SglangConfig
 
     @property
     def compute_dtype(self) -> str | None:
@@ -57,5 +57,4 @@ class SglangBackend(Backend):
         return load_engine(bundle, python=self.config.python, timeout_s=self.config.request_timeout_s)
 
 
-def open_backend(config: SglangConfig) -> Backend:
-    return SglangBackend(config)
+open_backend = SglangBackend

@@ -8,11 +8,11 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.backends import SglangConfig
 from pipeline.core.kv import POLICY_FILE, KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
+from stages.engines.sglang.config import SglangConfig
 from stages.engines.sglang.interpreter import READ, probe
 from stages.engines.sglang.targets import cache_dtype, command, server_args
 

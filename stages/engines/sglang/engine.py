@@ -1,4 +1,4 @@
-"""pipeline.core.records.RequestEngine on SGLang."""
+"""The engine of SGLang."""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +8,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.protocol import EmptyAnswer
-from stages.engines.interpreter.requests import RequestEngineBase, open_model
+from stages.engines.interpreter.requests import RequestEngine, open_model
 from stages.engines.sglang.bundle import CHECKPOINT, LIBRARY, SglangBundle, open_bundle
 from stages.engines.sglang.interpreter import Worker, probe
 from stages.engines.sglang.protocol import Facts
@@ -40,8 +40,8 @@ def load_engine(bundle: Path, *, python: str | None, timeout_s: int) -> "SglangE
     return SglangEngine(bundle.absolute(), described, policy, interpreter.python, timeout_s=timeout_s)
 
 
-class SglangEngine(RequestEngineBase):
-    """pipeline.core.records.RequestEngine and TimedEngine."""
+class SglangEngine(RequestEngine):
+    """Requests to SGLang."""
 
     def __init__(self, bundle: Path, described: SglangBundle, policy: KVPolicy, python: str, *, timeout_s: int) -> None:
         super().__init__(

@@ -5,14 +5,12 @@ from typing import Any
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import refuse_sliding_layers
 from pipeline.checkpoint.exports import describe_format, holder
-from pipeline.core.backends import SglangConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.sglang.config import SglangConfig
 from stages.engines.sglang.interpreter import INSTALL_HINT, probe
 
 CHOICES = "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"
-SAME = {"fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-"""A code type whose scale is 1.0 -> the type of SGLang's cache that means the same arithmetic."""
 
 
 def check_inputs(config: SglangConfig, job: Job) -> None:
@@ -42,12 +40,11 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     if len(forms) > 1 or policy.exact_tokens or policy.window is not None or policy.eviction is not None:
         reason = "its cache has one type for all keys and values of all tokens"
     elif policy.key.exact:
-        sixteen = {"fp16": "float16", "bf16": "bfloat16"}[policy.key.dtype]
-        if policy.key.dtype == "fp16" or sixteen == config.dtype:
+        if policy.key.dtype == "fp16" or policy.key.code.storage.torch == config.dtype:
             return "auto"
         reason = f"a cache that is not quantized is of backend.dtype={config.dtype}"
-    elif policy.key.dtype in SAME and policy.key.scale == "uncalibrated" and policy.key.granularity == "per_tensor":
-        return SAME[policy.key.dtype]
+    elif policy.key.code.sglang is not None and policy.key.scale == "uncalibrated" and policy.key.rotation == "none":
+        return policy.key.code.sglang
     else:
         reason = f"{forms.pop()} has no equal there, or takes scales, which are not handed over"
     raise UserError(

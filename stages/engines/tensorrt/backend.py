@@ -8,11 +8,13 @@ from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
 from pipeline.checkpoint.description import refuse_sliding_layers
 from pipeline.checkpoint.exports import holder
-from pipeline.core.backends import OnnxRuntimeConfig, PlanConfig, TensorRTConfig, TensorRTRTXConfig
+from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_zeros_in_scales
+from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load
 
 TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
@@ -26,8 +28,8 @@ class PlanBackend(Backend):
     engine_module = "stages.engines.tensorrt.engine"
     libraries = ("onnx", "numpy")
 
-    def __init__(self, config: PlanConfig, library: Name) -> None:
-        self.config, self.library = config, library
+    config: PlanConfig
+    library: Name
 
     @property
     def compute_dtype(self) -> str:
@@ -82,9 +84,13 @@ class RTXBackend(PlanBackend):
 
     build_module = "stages.engines.tensorrt.build"
 
-    def __init__(self, config: TensorRTRTXConfig) -> None:
-        super().__init__(config, "tensorrt_rtx")
-        self.targets = sorted(set(config.compute_capabilities))
+    config: TensorRTRTXConfig
+    library = "tensorrt_rtx"
+
+    @property
+    def targets(self) -> list[int]:
+        """Compute capabilities, each once."""
+        return sorted(set(self.config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
         refuse_partial_caches(job)
@@ -125,8 +131,7 @@ class TensorRTBackend(PlanBackend):
 
     build_module = "stages.engines.tensorrt.plugin"
 
-    def __init__(self, config: TensorRTConfig) -> None:
-        super().__init__(config, "tensorrt")
+    library = "tensorrt"
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
@@ -203,8 +208,5 @@ def triton_version() -> str | None:
         return None
 
 
-def open_backend(config: PlanConfig) -> Backend:
-    if isinstance(config, TensorRTRTXConfig):
-        return RTXBackend(config)
-    assert isinstance(config, TensorRTConfig)
-    return TensorRTBackend(config)
+def open_backend(config: PlanConfig) -> PlanBackend:
+    return {"tensorrt": TensorRTBackend, "tensorrt_rtx": RTXBackend}[config.name](config)

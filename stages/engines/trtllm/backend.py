@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.core.backends import TrtllmConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.trtllm.config import TrtllmConfig
 
 
 class TrtllmBackend(Backend):
@@ -15,8 +16,7 @@ class TrtllmBackend(Backend):
     engine_module = "stages.engines.trtllm.engine"
     libraries = ("numpy",)
 
-    def __init__(self, config: TrtllmConfig) -> None:
-        self.config = config
+    config: TrtllmConfig
 
     @property
     def compute_dtype(self) -> None:
@@ -65,5 +65,4 @@ class TrtllmBackend(Backend):
         )
 
 
-def open_backend(config: TrtllmConfig) -> Backend:
-    return TrtllmBackend(config)
+open_backend = TrtllmBackend

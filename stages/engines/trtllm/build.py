@@ -11,7 +11,6 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.backends import TrtllmConfig
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
@@ -22,6 +21,7 @@ from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.bundle import BACKEND, CHECKPOINT, ENGINE, LIBRARY, LLM_ARGS_FILE, TrtllmBundle
+from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.interpreter import Interpreter, Worker, files_below, probe
 from stages.engines.trtllm.protocol import ValidatedArguments
 from stages.engines.trtllm.targets import TARGETS, TargetName, resolve

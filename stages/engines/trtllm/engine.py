@@ -1,4 +1,4 @@
-"""pipeline.core.records.RequestEngine on TensorRT-LLM."""
+"""The engine of TensorRT-LLM."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,7 @@ from pipeline.core.records import LayerDelivery
 from pipeline.core.scales import KVScales
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.interpreter.protocol import EmptyAnswer
-from stages.engines.interpreter.requests import RequestEngineBase, open_model
+from stages.engines.interpreter.requests import RequestEngine, open_model
 from stages.engines.trtllm.build import compile_engine
 from stages.engines.trtllm.bundle import CHECKPOINT, ENGINE, LIBRARY, TrtllmBundle, open_bundle
 from stages.engines.trtllm.checkpoint import write_faulted
@@ -47,8 +47,8 @@ def load_engine(bundle: Path, *, python: str | None, timeout_s: int, build_timeo
     )
 
 
-class TrtllmEngine(RequestEngineBase):
-    """pipeline.core.records.RequestEngine and TimedEngine: a request forces tokens and continues freely."""
+class TrtllmEngine(RequestEngine):
+    """Requests to TensorRT-LLM."""
 
     def __init__(
         self,

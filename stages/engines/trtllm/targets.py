@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, holder, tensorrt_llm_refusal
-from pipeline.core.backends import TrtllmConfig
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.interpreter import INSTALL_HINT, Interpreter, probe, require_gpus
 
 TargetName = Literal["engine", "pytorch"]

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.core.backends import VllmConfig
+from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Engine, Progress
+from pipeline.core.records import Progress
+from stages.engines.vllm.config import VllmConfig
 
 
 class VllmBackend(Backend):
@@ -15,8 +16,7 @@ class VllmBackend(Backend):
     engine_module = "stages.engines.vllm.engine"
     libraries = ("numpy",)
 
-    def __init__(self, config: VllmConfig) -> None:
-        self.config = config
+    config: VllmConfig
 
     @property
     def compute_dtype(self) -> str | None:
@@ -67,5 +67,4 @@ class VllmBackend(Backend):
         return load_engine(bundle, python=config.python, timeout_s=config.request_timeout_s, threads=config.threads)
 
 
-def open_backend(config: VllmConfig) -> Backend:
-    return VllmBackend(config)
+open_backend = VllmBackend

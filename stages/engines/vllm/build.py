@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.backends import VllmConfig
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
@@ -18,6 +17,7 @@ from stages.engines.interpreter.process import WorkerError
 from stages.engines.vllm import settings
 from stages.engines.vllm.bundle import BACKEND, CHECKPOINT, ENGINE_ARGS_FILE, LIBRARY, VllmBundle
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
+from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.interpreter import Interpreter, Worker, probe
 from stages.engines.vllm.protocol import ValidatedArguments
 from stages.engines.vllm.targets import cache_dtypes, chosen

@@ -1,4 +1,4 @@
-"""pipeline.core.records.RequestEngine on vLLM."""
+"""The engine of vLLM."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from pipeline.core.records import LayerDelivery, LoadTimes, MemoryReport, Stored
 from pipeline.core.scales import KVScales
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation
-from stages.engines.interpreter.requests import RequestEngineBase, open_model, whole
+from stages.engines.interpreter.requests import RequestEngine, open_model, whole
 from stages.engines.vllm import settings
 from stages.engines.vllm.bundle import CHECKPOINT, LIBRARY, VllmBundle, open_bundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
@@ -46,8 +46,8 @@ def load_engine(bundle: Path, *, python: str | None, timeout_s: int, threads: in
     return VllmEngine(bundle.absolute(), described, policy, scales, interpreter, timeout_s=timeout_s, threads=threads)
 
 
-class VllmEngine(RequestEngineBase):
-    """pipeline.core.records.RequestEngine, TimedEngine and the protocols of an engine that shows its scales and codes."""
+class VllmEngine(RequestEngine):
+    """Requests to vLLM, with the scales and codes that it shows of its cache."""
 
     reads_itself = True
     """vLLM writes a token's key and value before it attends, and attends to the cache alone, in prompts as well."""
@@ -79,7 +79,7 @@ class VllmEngine(RequestEngineBase):
         """What the cache held of each request of the last `forced_together`."""
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """As RequestEngine; `stored_request` then shows what the cache held of each."""
+        """`stored_request` then shows what the cache held of each."""
         self._shown = []
         for tokens, first in requests:
             self._check_forced(tokens, first)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.core.backends import VllmConfig
+from stages.engines.vllm.config import VllmConfig
 
 Settings = dict[str, Any]
 

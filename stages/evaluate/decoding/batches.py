@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.records import Engine, SharingEngine
+from pipeline.core.engine import Engine
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -226,8 +226,6 @@ class FreeBatch(Batch):
 
 class SharingBatch(Batch):
     """Prefills what samples of a document share once, and forks a sequence where it leaves the reference."""
-
-    engine: SharingEngine
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)

@@ -11,7 +11,7 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeline.core.records import Engine, OnePassEngine, RequestEngine, SharingEngine
+from pipeline.core.engine import Engine
 from stages.evaluate.decoding.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, most_likely
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -46,11 +46,11 @@ def decode(
         stopping: Asked before samples are admitted: once it says yes, only those in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
-    if one_pass and isinstance(engine, RequestEngine):
+    if one_pass and engine.can(Engine.forced_together):
         events = _in_requests(engine, encoded, indices, batch_size, after_prefill, stopping)
-    elif one_pass and isinstance(engine, OnePassEngine):
+    elif one_pass and engine.can(Engine.forced):
         events = _in_one_pass(engine, encoded, indices, after_prefill, stopping)
-    elif isinstance(engine, SharingEngine) and _has_room(engine, batch_size):
+    elif _has_room(engine, batch_size):
         yield from SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
         return
     else:
@@ -60,16 +60,16 @@ def decode(
 
 def shares(engine: Engine, batch_size: int) -> bool:
     """Whether the prefixes of samples are prefilled once for all of them on this engine."""
-    return not isinstance(engine, OnePassEngine) and isinstance(engine, SharingEngine) and _has_room(engine, batch_size)
+    return not engine.can(Engine.forced) and _has_room(engine, batch_size)
 
 
-def _has_room(engine: SharingEngine, batch_size: int) -> bool:
-    """Whether the engine holds a full batch, a fork of each of its sequences, and a document."""
-    return engine.max_sequences is None or engine.max_sequences > 2 * batch_size
+def _has_room(engine: Engine, batch_size: int) -> bool:
+    """Whether the engine forks, and holds a full batch, a fork of each of its sequences, and a document."""
+    return engine.can(Engine.fork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
 
 
 def _in_one_pass(
-    engine: OnePassEngine,
+    engine: Engine,
     encoded: Sequence[EncodedSample],
     indices: Sequence[int],
     after_prefill: Callable[[], None] | None,
@@ -85,7 +85,7 @@ def _in_one_pass(
 
 
 def _in_requests(
-    engine: RequestEngine,
+    engine: Engine,
     encoded: Sequence[EncodedSample],
     indices: Sequence[int],
     batch_size: int,

@@ -9,16 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import (
-    AttentionEngine,
-    Engine,
-    LoadTimes,
-    Progress,
-    ThreadedEngine,
-    TimedEngine,
-    no_progress,
-)
+from pipeline.core.records import LoadTimes, Progress, no_progress
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.coverage import Allocation
 from pipeline.verdict.report import SystemMetrics
@@ -43,7 +36,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = load.warmup_steps + load.new_tokens
     progress("system metrics", 0, 1)
-    times = engine.timed(prompts, steps) if isinstance(engine, TimedEngine) else _timed(engine, prompts, steps, progress)
+    times = engine.timed(prompts, steps) if engine.can(Engine.timed) else _timed(engine, prompts, steps, progress)
     step_ms, memory = times.step_ms[load.warmup_steps :], times.memory
     p5, p50, p95, p99 = np.percentile(step_ms, [5, 50, 95, 99]).tolist()
     budget = int(load.budget_gib * GIB)
@@ -66,8 +59,8 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         static_scale_bytes=memory.static_scale_bytes,
         budget_gib=load.budget_gib,
         sequence_tokens=load.sequence_tokens,
-        threads=engine.threads if isinstance(engine, ThreadedEngine) else None,
-        attention=engine.attention if isinstance(engine, AttentionEngine) else None,
+        threads=engine.threads,
+        attention=engine.attention,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, load.sequence_tokens),
     )
 

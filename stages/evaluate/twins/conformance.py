@@ -16,16 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
-from pipeline.core.records import (
-    PREFILL_CHUNK,
-    Engine,
-    Progress,
-    ReadableEngine,
-    ReadableRequests,
-    StoredCopy,
-    no_progress,
-)
+from pipeline.core.records import Progress, StoredCopy, no_progress
 from pipeline.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
@@ -78,7 +71,6 @@ class Comparison:
         self.engine, self.twin, self.encoded, self.chosen = engine, twin, encoded, set(chosen)
         self.batch_size, self.limit, self.baseline, self.layers = batch_size, limit, baseline, layers
         self.progress = progress
-        self.reads_itself: bool = getattr(engine, "reads_itself", False)
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
         """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
@@ -99,9 +91,9 @@ class Comparison:
                 request.places.append(None if step.rows is None else (step.rows[row], step.size))
                 last = position + 1 == len(self.encoded[i].reference)
                 looked = last or self._frees_a_page(i, position)
-                if looked and step.sequences is not None and isinstance(self.engine, ReadableEngine):
+                if looked and step.sequences is not None and self.engine.can(Engine.stored):
                     _merge(request.layers, self.engine.stored(step.sequences[row]))
-                elif last and step.request is not None and isinstance(self.engine, ReadableRequests):
+                elif last and step.request is not None and self.engine.can(Engine.stored_request):
                     request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
                 if last:
                     self.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
@@ -158,7 +150,7 @@ class Comparison:
         item = self.encoded[i]
         alone = self._replay(item, []).logits
         kl = finite(kl_of_logits(alone, logits_RV).mean())
-        itself = self.reads_itself
+        itself = self.engine.reads_itself
         explanation = explained(self.twin, item, logits_RV, kl, reads_itself=itself)
         if explanation is None and self.twin.measures and layers:
             explanation = explained_by_codes(
@@ -173,7 +165,7 @@ class Comparison:
         """Replay a request on the twin, or on another oracle."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
-        chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
+        chunk = self.engine.prefill_chunk
         tokens = [*item.prompt, *item.reference[:-1]]
         return (oracle or self.twin.engine).replay(
             tokens,
@@ -181,7 +173,7 @@ class Comparison:
             layers,
             rounding=self.twin.rounding,
             prefill_chunk=chunk,
-            reads_itself=self.reads_itself,
+            reads_itself=self.engine.reads_itself,
         )
 
     @contextmanager

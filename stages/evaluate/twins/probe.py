@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import BoundedEngine, Engine, Progress
+from pipeline.core.records import Progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe, ProbePart
 from pipeline.verdict.record import finite
@@ -57,7 +58,7 @@ def probe(
     """
     started = time.perf_counter()
     allowed = tolerance if tolerance is not None else Tolerance()
-    own_tokens, own_batch = (engine.max_tokens, engine.max_batch) if isinstance(engine, BoundedEngine) else (None, None)
+    own_tokens, own_batch = engine.max_tokens, engine.max_batch
     max_tokens = min(limit for limit in (config.max_tokens, own_tokens, model_tokens(twin)) if limit is not None)
     largest = max(batch_size, config.max_batch) if own_batch is None else own_batch
     sizes = sorted({min(batch_size, largest), min(largest, max(batch_size, config.max_batch))})

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
-from pipeline.core.records import PREFILL_CHUNK, Engine, RequestEngine, SharingEngine
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Allocation
 from stages.engines.base import Logits
@@ -94,13 +94,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.chunk = getattr(self.engine, "prefill_chunk", PREFILL_CHUNK)
-        self.reads_itself = getattr(self.engine, "reads_itself", False)
+        self.chunk, self.reads_itself = self.engine.prefill_chunk, self.engine.reads_itself
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Run the parts, and yield how many of how many have ended, before the first one and after each."""
         parts = [self._context, self._decode, self._batch, self._reuse, self._generate]
-        if isinstance(self.engine, SharingEngine):
+        if self.engine.can(Engine.fork):
             parts.append(self._fork)
         yield 0, len(parts)
         for ended, part in enumerate(parts, start=1):
@@ -144,7 +143,7 @@ class Schedule:
         ]
         waiting = [replace(kinds[kind]) for kind in np.random.default_rng(0).integers(0, KINDS, self.config.requests).tolist()]
         batch = next((size for size in self.batch_sizes if size > 1), 1)
-        if isinstance(self.engine, RequestEngine):
+        if self.engine.can(Engine.forced_together):
             for begin in range(0, len(waiting), batch):
                 self._together(waiting[begin : begin + batch])
             return
@@ -183,7 +182,6 @@ class Schedule:
     def _fork(self) -> None:
         """Forks: both branches go on, the origin goes, its pages are used again, forks are forked and continued by a chunk."""
         engine = self.engine
-        assert isinstance(engine, SharingEngine)
         if engine.max_sequences is not None and engine.max_sequences < 3:
             return
         for length in FORK_LENGTHS:
@@ -217,7 +215,7 @@ class Schedule:
             engine.release([second.handle, branch.handle, later.handle])
         self._fork_of_an_evicting_sequence(engine)
 
-    def _fork_of_an_evicting_sequence(self, engine: SharingEngine) -> None:
+    def _fork_of_an_evicting_sequence(self, engine: Engine) -> None:
         """The origin goes on alone until a page leaves it, a new sequence comes, and the branch still reads that page."""
         lengths = range(PAGE_TOKENS, self.max_tokens - 16)
         first = next((length for length in lengths if engine.policy.evicted_pages(length, engine.shape)), None)
@@ -245,7 +243,6 @@ class Schedule:
         return live
 
     def _forked(self, live: Live) -> int:
-        assert isinstance(self.engine, SharingEngine)
         self.forks += 1
         self.started += 1
         return self.engine.fork(live.handle)
@@ -285,7 +282,7 @@ class Schedule:
 
     def _together(self, lives: Sequence[Live]) -> None:
         """Decode sequences together to their ends, and release them."""
-        if isinstance(self.engine, RequestEngine):
+        if self.engine.can(Engine.forced_together):
             self.started += len(lives)
             answers = self.engine.forced_together([(live.tokens, live.first) for live in lives])
             for row, (live, logits) in enumerate(zip(lives, answers, strict=True)):

@@ -1,0 +1,30 @@
+"""Configuration of backend=torch: the oracle, or the attention kernels."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pipeline.core.backends import InProcessConfig
+
+
+class TorchConfig(InProcessConfig):
+    """The oracle on a CPU; the attention kernels on a GPU."""
+
+    name: Literal["torch"]
+    device: Literal["auto", "cpu", "cuda"]
+    """auto is cuda where torch finds a GPU."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations on a GPU. Keys and values are quantized in float32 whatever it is."""
+
+    @model_validator(mode="after")
+    def _oracle_is_exact(self) -> Self:
+        if self.device == "cpu" and self.compute_dtype != "float32":
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype}: on a CPU backend=torch is the oracle, which computes in float32; set "
+                "backend.device=cuda, or backend.compute_dtype=float32"
+            )
+        return self
+
+    @property
+    def folder(self) -> str:
+        return "oracle" if self.device == "cpu" else "cuda"

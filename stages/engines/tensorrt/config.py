@@ -1,0 +1,57 @@
+"""Configurations of backend=tensorrt and backend=tensorrt_rtx."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pipeline.core.kv import PAGE_TOKENS
+from stages.engines.onnx.config import GraphConfig
+
+
+class PlanConfig(GraphConfig):
+    """TensorRT plans of the ONNX engine's own graphs."""
+
+    name: str
+    max_batch: Annotated[int, Field(ge=1, le=1024)]
+    """Most sequences of a decode step."""
+    max_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    """Most tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
+    cuda_graphs: bool
+    """Whether decode steps are captured once per shape and replayed."""
+
+    @property
+    def context_limit(self) -> int:
+        return self.max_tokens
+
+
+class TensorRTConfig(PlanConfig):
+    """TensorRT: builds on the GPU that will run the plans, with the attention plugin in them."""
+
+    name: Literal["tensorrt"]
+
+
+RTX_TARGETS = (75, 80, 86, 89, 120, 121)
+"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability)."""
+
+
+class TensorRTRTXConfig(PlanConfig):
+    """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
+
+    name: Literal["tensorrt_rtx"]
+    compute_capabilities: Annotated[tuple[int, ...], Field(strict=False)]
+    """GPUs that the plans have code for: 89 is SM 8.9."""
+
+    @field_validator("compute_capabilities", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: object) -> object:
+        if type(value) is int:
+            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": value})
+        return value
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.compute_capabilities or not set(self.compute_capabilities) <= set(RTX_TARGETS):
+            listed = ", ".join(map(str, RTX_TARGETS))
+            raise ValueError(f"compute_capabilities={list(self.compute_capabilities)}: name some of {listed}")
+        return self

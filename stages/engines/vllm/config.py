@@ -1,0 +1,55 @@
+"""Configuration of backend=vllm."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.core.backends import BackendConfig
+from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.strict import PathText
+
+
+class VllmConfig(BackendConfig):
+    """vLLM, in an interpreter of its own: the arguments of `vllm serve`, by their own names."""
+
+    name: Literal["vllm"]
+    python: PathText | None
+    """The Python that has vLLM: a path, or a command on PATH."""
+    request_timeout_s: Annotated[int, Field(ge=1)]
+    """Seconds that loading a model may take, and also each batch of requests."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None
+    """CPU threads of the engine; null leaves it to vLLM, which binds them to all cores."""
+    dtype: Literal["float16", "bfloat16", "float32"]
+    """Type of activations and of a cache that is not quantized."""
+    kv_cache_dtype: str | None
+    """A type of the cache by the release's own name; null is the one that means what the policy says."""
+    block_size: Literal[16, 32, 64, 128, 256]
+    """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of 32."""
+    max_model_len: Annotated[int, Field(ge=PAGE_TOKENS)]
+    """Most tokens of one sequence, prompt and answer together."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)]
+    """Most sequences of a step."""
+    max_num_batched_tokens: Annotated[int, Field(ge=PAGE_TOKENS)]
+    """Most tokens that one step processes, over all its sequences; a longer prompt is prefilled in chunks of so many."""
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    """Of serving. An evaluation runs without it, and compares what a reused prefix gives by itself."""
+    enforce_eager: bool
+    """Whether the model runs as it is, without torch.compile and CUDA graphs."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
+    kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None
+    """Memory of the cache; null is what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
+
+    @model_validator(mode="after")
+    def _a_prompt_fits_a_step(self) -> Self:
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: enable_chunked_prefill=false needs at least "
+                f"max_model_len={self.max_model_len}"
+            )
+        return self
+
+    @property
+    def context_limit(self) -> int:
+        return self.max_model_len
