@@ -13,10 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 
 import numpy as np
-import yaml
 from scipy.signal import fftconvolve
 from scipy.stats import multinomial
 
@@ -24,10 +22,9 @@ from pipeline.statistics import paired as st
 from pipeline.statistics.bounds import Array
 from pipeline.statistics.looks import Spending, nominal_levels, obrien_fleming_spending, square_root_spending
 from pipeline.statistics.paired import Pairs
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "gates" / "default.yaml"
-GATES = Gates.model_validate(yaml.safe_load(CONF.read_text(encoding="utf-8")))
+GATES = Gates()
 WORKLOADS = 4
 NEGLIGIBLE = 1e-12
 """Counts that are less probable are not followed."""

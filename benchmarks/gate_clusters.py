@@ -11,19 +11,16 @@ with probability rho and otherwise sample by sample, or each document has rates 
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from pipeline.statistics import paired as st
 from pipeline.statistics.looks import planned_looks
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "gates" / "default.yaml"
-GATES = Gates.model_validate(yaml.safe_load(CONF.read_text(encoding="utf-8")))
+GATES = Gates()
 SIZES = ((40, 4), (160, 4), (20, 8))
 """Documents, and samples of each."""
 CORRELATIONS = (0.0, 0.06, 0.1, 0.2, 0.3, 0.5)

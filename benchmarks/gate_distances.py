@@ -9,20 +9,17 @@ is the limit: a PASS is wrong there. Documents are drawn from it with replacemen
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
-import yaml
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from benchmarks.gate_shapes import Shape, load
+from pipeline.statistics.bets import OUTLIER
 from pipeline.statistics.bounds import SHARES_FOR_PASS, Array
-from pipeline.verdict.distances import OUTLIER
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "gates" / "default.yaml"
-GATES = Gates.model_validate(yaml.safe_load(CONF.read_text(encoding="utf-8")))
+GATES = Gates()
 SOUND = ("fp8", "int8", "fp8k_int4v")
 RUNS, REPLICATES = 1000, 500
 SEED = 20_261_122

@@ -150,13 +150,13 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         values["backend.threads"] = threads if threads is not None else _threads_asked_for()
     config = compose({**values, **overrides})
     with required_libraries():
-        from stages.evaluate import open_tokenizer
+        from stages.evaluate.inputs.tokens import BundleTokenizer
 
         backend = open_loader(config.backend)
         if not isinstance(backend, Backend):
             raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
         return LoadedEngine(
-            backend.load(directory), open_tokenizer(directory), directory, str(name), _longest(directory, record)
+            backend.load(directory), BundleTokenizer(directory), directory, str(name), _longest(directory, record)
         )
 
 

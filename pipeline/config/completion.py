@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
-from pipeline.core.formats import CODES
 from pipeline.core.strict import PathText
+from pipeline.formats.table import CODES
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--help": (),

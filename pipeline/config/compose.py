@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, get_args
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,8 +29,11 @@ from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
+from pipeline.verdict.gates import Gates
 
 TRACKING_URI = "tracking.uri"
+
+ConfigStore.instance().store("default", Gates().model_dump(mode="json"), group="gates")
 
 
 def to_config(composed: DictConfig) -> Config:

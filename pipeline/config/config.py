@@ -19,7 +19,7 @@ from pipeline.registry.tracking import Tracking
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 from pipeline.trust.keys import SigningConfig
 from pipeline.trust.settings import PromoteConfig
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
 Stage = Literal[
     "quantize",

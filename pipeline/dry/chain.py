@@ -6,7 +6,7 @@ first one.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,10 +117,9 @@ class DryChain(Chain):
             return super().shape
         return inspect_gguf(locate_checkpoint(self.config.model.path)).info.shape
 
-    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
+    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no further round: after rounds that are not there, every round may be wanted."""
-        known = is_there(engine, baseline, *(one for pair in measured for one in pair))
-        return known and super()._is_decided(measured, engine, baseline)
+        return is_there(*made.values()) and super()._is_decided(made)
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:  # noqa: ARG002
         return self.store.get(recipe, lambda _: None)

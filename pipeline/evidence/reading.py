@@ -19,6 +19,7 @@ from pipeline.evidence.identity import (
     Identity,
     Role,
     answers_input,
+    measured_role,
     read_identity,
     round_input,
 )
@@ -29,32 +30,14 @@ from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
-USER_INPUTS = {
-    ("checkpoint", "gguf"),
-    ("calibration", "checkpoint"),
-    ("calibration", "jsonl"),
-    ("quantize", "checkpoint"),
-    ("exports", "checkpoint"),
-    ("baseline", "jsonl"),
-    ("round", "jsonl"),
-    ("evaluate", "jsonl"),
-    ("baseline", "draft"),
-    ("round", "draft"),
-    ("evaluate", "draft"),
-    ("server", "tokenizer"),
-}
-"""(stage, input) that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
+USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft", "tokenizer")
+"""Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, dict[str, Role]] = {
     "quantized": {"calibration": "calibration"},
-    "answers": {"baseline": "baseline"},
     "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
 }
 """Role -> its inputs, and for each the role of the artifact whose digest it must be."""
-
-
-ROUND_ROLES: dict[str, dict[str, Role]] = {"baseline": {"baseline": "baseline"}, "round": {"engine": "engine"}}
-"""Stage of a round -> its inputs, and for each the role of the artifact whose digest it must be, in every round."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +228,7 @@ def _links(identity: Identity) -> list[Finding]:
     findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
-            if (link.parts["stage"], name) not in USER_INPUTS:
+            if name not in USER_INPUTS:
                 known = digest in provided
             else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
                 known = name != "checkpoint" or not converted or digest in converted
@@ -264,15 +247,14 @@ def _links(identity: Identity) -> list[Finding]:
 
 
 def _round_links(identity: Identity) -> list[Finding]:
-    """Check that every round ran the judged engine and its baseline, and compared what the evaluation says it compared."""
+    """Check that what was measured is of the judged engine or its baseline, and that each round was compared with its own."""
     findings = []
     evaluation = identity.link("evaluation")
-    measured = set(evaluation.inputs.values())
     by_digest = {link.digest: link for link in identity.chain}
-    for link in identity.chain:
-        for name, role in ROUND_ROLES.get(link.parts["stage"], {}).items():
-            if link.digest in measured and link.inputs.get(name) != identity.link(role).digest:
-                findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {role}"))
+    for name, digest in evaluation.inputs.items():
+        link, of = by_digest.get(digest), measured_role(name)
+        if link is not None and of is not None and link.inputs.get(of) != identity.link(of).digest:
+            findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {of}"))
     number = 1
     while round_input(number) in evaluation.inputs:
         compared = by_digest.get(evaluation.inputs[round_input(number)])

@@ -2,11 +2,12 @@
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
@@ -22,13 +23,26 @@ from pipeline.run.building import BuildChain, digest_of_model
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport, load_report, load_rows
+from pipeline.verdict.report import REPORT_FILE, EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 from stages.engines.oracle.config import TorchConfig
 
+if TYPE_CHECKING:
+    from stages.evaluate.decoding.stored import Once, Round
+    from stages.evaluate.inputs.tokens import Encoded, Tokenizer
+    from stages.evaluate.joining import Evaluation
+    from stages.evaluate.measure import Subject
+    from stages.evaluate.twins.twin import Twin
 
+
+@dataclass
 class Chain(BuildChain):
     """All artifacts of one configuration."""
+
+    _opened: "_Opened | None" = field(default=None, init=False)
+    """The engine that was asked last."""
+    _read_rounds: "dict[str, Round]" = field(default_factory=dict, init=False)
+    """By key."""
 
     def made_by(self, stage: str) -> tuple[Artifact, ...]:
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
@@ -55,51 +69,96 @@ class Chain(BuildChain):
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
+    @cached_property
+    def encoded_samples(self) -> Artifact:
+        """The tokens of every sample, which the engines of all policies are asked."""
+        bundle = self.engine(FP16_POLICY)
+
+        def fill(out: Path, _: Progress) -> None:
+            from stages.evaluate.inputs.tokens import encode_rounds
+
+            encode_rounds(self._samples, self._tokenizer, self.config.workloads).write(out)
+
+        return self.make(self._recipe("encode", "inputs.tokens", {"baseline": bundle}), fill)
+
     def baseline(self, number: int = 1) -> Artifact:
         """Return the answers and distributions of the FP16-KV engine of the same backend and weights on a round's samples."""
-        bundle, twin = self.bundle(FP16_POLICY), self.twin(FP16_POLICY)
-
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate import measure_baseline
-
-            measure_baseline(
-                self._opener(bundle),
-                self._rounds[number - 1],
-                self._tokenizer(bundle),
-                out,
-                config=self.config.workloads,
-                progress=progress,
-                first=number == 1,
-                open_twin=self._twin_opener(twin),
-            )
-
-        inputs = {"baseline": bundle.digest, "twin": twin.digest}
-        recipe = self._evaluation_recipe("baseline", inputs, number)
-        return self.make(recipe, fill, FP16_POLICY, self._round_note(number), resumable=True)
+        return self._round("baseline", FP16_POLICY, number, None)
 
     def round(self, policy: KVPolicy, number: int) -> Artifact:
         """Return how `policy`'s engine compares with the baseline on a round's samples."""
-        answers, engine, twin = self.baseline(number), self.bundle(policy), self.twin(policy)
+        return self._round("round", policy, number, self.baseline(number))
+
+    def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None) -> Artifact:
+        inputs = {**self._asked(policy, baseline), "encoded": self.encoded_samples}
 
         def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate import evaluate_round
+            from stages.evaluate.measure import measure
 
-            evaluate_round(
-                self._opener(engine),
-                self._rounds[number - 1],
-                self._tokenizer(engine),
-                answers.path,
-                out,
-                config=self.config.workloads,
-                progress=progress,
-                first=number == 1,
-                open_twin=self._twin_opener(twin),
-                allow_scale_changes=self.config.gates.allow_scale_changes,
-            )
+            asked, answers = self._encoded.round(number), None if baseline is None else baseline.path
+            config = self.config.workloads
+            subject = self._subject(policy, number)
+            measure(subject, asked, self._tokenizer, out, config=config, progress=progress, baseline=answers)
 
-        inputs = {"engine": engine.digest, "answers": answers.digest, "twin": twin.digest}
-        recipe = self._evaluation_recipe("round", inputs, number)
-        return self.make(recipe, fill, policy, self._round_note(number), resumable=True)
+        recipe = self._recipe(stage, "measure", inputs, round=number)
+        return self.make(recipe, fill, policy, f" {number}/{len(self._rounds)}", resumable=True)
+
+    def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
+        """Return what is measured of `policy`'s engine a single time.
+
+        Args:
+            policy: The engine's.
+            measured: Its first round.
+            baseline: The baseline's first round; None for the baseline itself.
+        """
+        inputs = {**self._asked(policy, baseline), "encoded": self.encoded_samples, "measured": measured}
+
+        def fill(out: Path, progress: Progress) -> None:
+            answers = None if baseline is None else baseline.path
+            self._measured_once(policy, measured.path, answers, progress).write(out)
+
+        return self.make(self._recipe("once", "once", inputs, kv=policy.model_dump()), fill, policy)
+
+    def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
+        """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
+        engine = {"engine" if baseline is not None else "baseline": self.engine(policy)}
+        answers = {} if baseline is None else {"answers": baseline}
+        return {**engine, **answers, **self._beside(policy)}
+
+    def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
+        """Return the engines that the engine of `policy` is measured beside: its twin."""
+        return {"twin": self.twin(policy)}
+
+    def _subject(self, policy: KVPolicy, number: int) -> "Subject":
+        """Return what is measured in a round: the engine, and in the first round its twin."""
+        from stages.evaluate.measure import Local
+
+        opened = self._open(policy)
+        twin = opened.twin if number == 1 else None
+        return Local(opened.engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
+
+    def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
+        from stages.evaluate.once import once
+
+        opened = self._open(policy)
+        return once(
+            opened.engine,
+            self._encoded.round(1),
+            self._tokenizer,
+            measured,
+            config=self.config.workloads,
+            progress=progress,
+            twin=opened.twin,
+            baseline=baseline,
+            open_engine=opened.load,
+        )
+
+    def _open(self, policy: KVPolicy) -> "_Opened":
+        """Return the engine of `policy`; it takes the place of another one, because two may not fit beside each other."""
+        if self._opened is None or self._opened.policy != policy:
+            self._opened = None
+            self._opened = _Opened(self, policy)
+        return self._opened
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
@@ -135,50 +194,48 @@ class Chain(BuildChain):
         return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        measured = [(self.baseline(1), self.round(policy, 1))]
-        engine, baseline = self.engine(policy), self.engine(FP16_POLICY)
+        made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}
+        answers = made[answers_input(1)] = self.baseline(1)
+        made["baseline_once"] = self.once(FP16_POLICY, answers)
+        made["engine"] = self.engine(policy)
         self.check_alike(policy)
+        candidate = made[round_input(1)] = self.round(policy, 1)
+        made["once"] = self.once(policy, candidate, answers)
         for number in range(2, len(self._rounds) + 1):
-            if self._is_decided(measured, engine, baseline):
+            if self._is_decided(made):
                 break
-            measured.append((self.baseline(number), self.round(policy, number)))
-        inputs = {"engine": engine.digest, "baseline": baseline.digest}
-        for number, (answers, candidate) in enumerate(measured, start=1):
-            inputs |= {answers_input(number): answers.digest, round_input(number): candidate.digest}
+            made[answers_input(number)] = self.baseline(number)
+            made[round_input(number)] = self.round(policy, number)
+        self._opened = None
 
         def fill(out: Path, _: Progress) -> None:
-            self._join(measured, engine, baseline, out)
+            self._joined(made).write(out)
 
-        return self.make(self._evaluation_recipe("evaluate", inputs), fill, policy), engine, baseline
+        return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
 
     def check_alike(self, policy: KVPolicy) -> None:
         """Check that candidate and baseline differ in nothing but the cache."""
         weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
         assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
 
-    def _join(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact, out: Path) -> None:
-        """Write the report on the rounds (baseline, candidate) that ran."""
-        from stages.evaluate import MeasuredRound, join_rounds
+    def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
+        """Return the report on what was made so far, by its name among the inputs of an evaluation."""
+        from stages.evaluate.decoding.stored import Once
+        from stages.evaluate.joining import Engines, join
 
-        join_rounds(
-            [MeasuredRound(answers.path, candidate.path) for answers, candidate in measured],
-            self._samples,
-            self._tokenizer(engine),
-            out,
-            config=self.config.workloads,
-            engine_digest=engine.digest,
-            baseline_digest=baseline.digest,
-            graph_digest=read_bundle(engine.path).get("graph_digest"),
-        )
+        engine, baseline = made["engine"], made["baseline"]
+        ran = takewhile(lambda number: round_input(number) in made, count(1))
+        rounds = [(self._read(made[answers_input(number)]), self._read(made[round_input(number)])) for number in ran]
+        once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
+        engines = Engines(engine.digest, baseline.digest, read_bundle(engine.path).get("graph_digest"))
+        return join(self._encoded, rounds, once, engines, self.config.workloads)
 
-    def _is_decided(self, measured: Sequence[tuple[Artifact, Artifact]], engine: Artifact, baseline: Artifact) -> bool:
+    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran."""
         gates = self.config.gates
-        with TemporaryDirectory() as scratch, console.doing("deciding whether to ask more"):
-            out = Path(scratch)
-            self._join(measured, engine, baseline, out)
-            report = load_report(out)
-            return is_final(decide(report, load_rows(out), gates), report, gates)
+        with console.doing("deciding whether to ask more"):
+            found = self._joined(made)
+            return is_final(decide(found.report, found.rows, gates), found.report, gates)
 
     def identity(self, policy: KVPolicy, report: EvaluationReport, verdict: Verdict) -> Artifact:
         """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
@@ -204,21 +261,20 @@ class Chain(BuildChain):
             content["signer"] = signer
         return Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
 
-    def _evaluation_recipe(self, stage: str, inputs: dict[str, str], number: int | None = None) -> Recipe:
+    def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
+        """Return the recipe of a part of an evaluation, which a module of `stages.evaluate` makes."""
         workloads, backend = self.config.workloads, self.loader
+        digests = {name: artifact.digest for name, artifact in inputs.items()}
         if workloads.file is not None:
-            inputs = {**inputs, "jsonl": file_digest(workloads.file)}
+            digests["jsonl"] = file_digest(workloads.file)
         if self._draft_digest is not None:
-            inputs = {**inputs, "draft": self._draft_digest}
+            digests["draft"] = self._draft_digest
         # The texts of some workloads are those of the Python that runs.
         python = platform.python_version()
-        config: dict[str, object] = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts()}
-        if number is not None:
-            config["round"] = number
-        code = ("stages.evaluate", backend.engine_module)
-        shared = (*TORCH, "numpy", "scipy")
-        libraries = (*backend.libraries, *shared, *backend.run_libraries())
-        return Recipe(stage, code, config, inputs, libraries, measures_time=True)
+        parts = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts(), **config}
+        code = (f"stages.evaluate.{module}", backend.engine_module)
+        libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
+        return Recipe(stage, code, parts, digests, libraries, measures_time=True)
 
     @cached_property
     def _draft_digest(self) -> str | None:
@@ -231,37 +287,58 @@ class Chain(BuildChain):
     @cached_property
     def _samples(self) -> list[Sample]:
         """All samples of the evaluation."""
-        from stages.evaluate import load_samples
+        from stages.evaluate.inputs.samples import load_samples
 
         return load_samples(self.config.workloads)
 
     @cached_property
     def _rounds(self) -> list[list[Sample]]:
         """The samples of each round."""
-        from stages.evaluate import assign_rounds
+        from stages.evaluate.inputs.rounds import assign_rounds
 
         return assign_rounds(self._samples, self.config.workloads.rounds)
 
-    def _round_note(self, number: int) -> str:
-        return f" {number}/{len(self._rounds)}"
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        from stages.evaluate.inputs.tokens import BundleTokenizer
 
-    def _tokenizer(self, bundle: Artifact) -> Any:
-        from stages.evaluate import open_tokenizer
+        return BundleTokenizer(self.engine(FP16_POLICY).path)
 
-        return open_tokenizer(bundle.path)
+    @cached_property
+    def _encoded(self) -> "Encoded":
+        """The tokens of every sample; they are read once a command."""
+        from stages.evaluate.inputs.tokens import read_encoded
 
-    def _opener(self, bundle: Artifact) -> Callable[[], Engine]:
-        """Return a function that loads a new engine from the bundle at every call."""
-        return lambda: self.backend.load(bundle.path)
+        return read_encoded(self.encoded_samples.path)
 
-    def _twin_opener(self, bundle: Artifact) -> Callable[[], Any]:
-        """Return a function that loads the oracle as the twin of this backend's engines."""
-        dtype, measures = self.backend.compute_dtype, self.backend.measures_rounding
+    def _read(self, measured: Artifact) -> "Round":
+        """Return a measured round, which is read once a command."""
+        from stages.evaluate.decoding.stored import read_round
 
-        def open_twin() -> Any:
-            from stages.evaluate import Twin
+        if measured.key not in self._read_rounds:
+            self._read_rounds[measured.key] = read_round(measured.path)
+        return self._read_rounds[measured.key]
 
-            oracle: Any = open_backend(self.twin_config).load(bundle.path)
-            return Twin(oracle, dtype, measures)
 
-        return open_twin
+class _Opened:
+    """An engine that is loaded when it is asked for, and its twin."""
+
+    def __init__(self, chain: Chain, policy: KVPolicy) -> None:
+        self.chain, self.policy = chain, policy
+
+    def load(self) -> Engine:
+        """Load an engine of its own."""
+        return self.chain.backend.load(self.chain.bundle(self.policy).path)
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.load()
+
+    @cached_property
+    def twin(self) -> "Twin":
+        """The oracle under the engine's policy."""
+        from stages.evaluate.twins.twin import Twin
+
+        chain = self.chain
+        oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
+        return Twin(oracle, chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -101,7 +101,7 @@ def _check_model(config: Config) -> None:
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
-            from stages.evaluate import check_lengths
+            from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
 
@@ -170,7 +170,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     given = config.workloads.file is not None or config.workloads.bfcl is not None
     if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
-    from stages.evaluate import load_samples
+    from stages.evaluate.inputs.samples import load_samples
 
     samples = load_samples(config.workloads)
     config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
@@ -242,7 +242,7 @@ def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
         listed = inspect_gguf(path).vocabulary
         unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
         return {token: number for number, token in enumerate(listed.tokens)}, unused
-    from stages.evaluate import vocabulary
+    from stages.evaluate.inputs.tokens import vocabulary
 
     try:
         return vocabulary(path), set()

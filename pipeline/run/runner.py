@@ -18,7 +18,7 @@ from pipeline.artifacts.store import Store, used
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_text
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.loading import required_libraries
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
@@ -37,7 +37,8 @@ from pipeline.terminal.commands import typed, whole
 from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.tables import REPORT
-from pipeline.upkeep.stages import prune, show_status
+from pipeline.upkeep.prune import prune
+from pipeline.upkeep.status import show_status
 from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
@@ -141,8 +142,8 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "tune": lambda run: tune(run.chain),
     "route": route,
     "monitor": monitor,
-    "status": lambda run: show_status(run.config, read_identity, as_json=run.as_json),
-    "prune": lambda run: prune(run.config, read_identity),
+    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "prune": lambda run: prune(run.config),
 }
 
 

@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.server import ServedEngine, Server, ServerRole
@@ -12,6 +13,10 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.evidence.identity import Role
 from pipeline.run.chain import Chain
+
+if TYPE_CHECKING:
+    from stages.evaluate.decoding.stored import Once
+    from stages.evaluate.measure import Subject
 
 
 def open_chain(config: Config, store: Store) -> Chain:
@@ -50,51 +55,29 @@ class ServedChain(Chain):
     def onnx_report(self, policy: KVPolicy) -> str | None:
         """Return None: there are no graphs that could be judged in a server's place."""
 
-    def baseline(self, number: int = 1) -> Artifact:
-        """Return what the server with the 16-bit cache answers to a round's samples, and what it shows."""
-        server = self.engine(FP16_POLICY)
+    def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
+        """Return the record of the corrupted server, which a candidate is measured beside where there is one."""
+        canary = None if policy == FP16_POLICY else self._recorded("canary", policy)
+        return {} if canary is None else {"canary": canary}
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate import measure_server
+    def _subject(self, policy: KVPolicy, number: int) -> "Subject":  # noqa: ARG002
+        from stages.evaluate.servers.served import Remote
 
-            measure_server(
-                self._connected(server),
-                self._rounds[number - 1],
-                self._tokenizer(server),
-                out,
-                config=self.config.workloads,
-                progress=progress,
-                first=number == 1,
-            )
+        return Remote(self._connected(self.engine(policy)), self.config.workloads)
 
-        recipe = self._evaluation_recipe("baseline", {"baseline": server.digest}, number)
-        return self.make(recipe, fill, FP16_POLICY, self._round_note(number), resumable=True)
+    def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
+        from stages.evaluate.servers.served import once_served
 
-    def round(self, policy: KVPolicy, number: int) -> Artifact:
-        """Return how the server compares with the baseline on a round's samples."""
-        answers, server = self.baseline(number), self.engine(policy)
-        canary = self._recorded("canary", policy)
-
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate import compare_server
-
-            compare_server(
-                self._connected(server),
-                self._rounds[number - 1],
-                self._tokenizer(server),
-                answers.path,
-                out,
-                config=self.config.workloads,
-                progress=progress,
-                first=number == 1,
-                canary=None if canary is None else self._connected(canary),
-            )
-
-        inputs = {"engine": server.digest, "answers": answers.digest}
-        if canary is not None:
-            inputs["canary"] = canary.digest
-        recipe = self._evaluation_recipe("round", inputs, number)
-        return self.make(recipe, fill, policy, self._round_note(number), resumable=True)
+        return once_served(
+            self._connected(self.engine(policy)),
+            self._encoded.round(1),
+            self._tokenizer,
+            measured,
+            config=self.config.workloads,
+            progress=progress,
+            baseline=baseline,
+            corrupted=next(map(self._connected, self._beside(policy).values()), None),
+        )
 
     def _recorded(self, role: ServerRole, policy: KVPolicy) -> Artifact | None:
         """Return the record of a server, asked once a job; None where none was given."""

@@ -85,7 +85,7 @@ def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], Mlfl
 
 def _exhibits(candidates: Sequence[Candidate]) -> "list[Exhibit]":
     """Return the candidates with their evidence, as far as that can be read."""
-    from stages.evaluate import load_samples
+    from stages.evaluate.inputs.samples import load_samples
 
     known: dict[str, list[Sample]] = {}
 

@@ -1,1 +1,21 @@
-"""The statistics of the gates: they know numbers and documents, and nothing of reports."""
+"""The statistics of the gates: they know numbers and documents, and nothing of reports.
+
+A module is imported with its first use: neither a configuration error nor a completion waits for NumPy and SciPy.
+"""
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.statistics import bets as bets
+    from pipeline.statistics import bounds as bounds
+    from pipeline.statistics import looks as looks
+    from pipeline.statistics import paired as paired
+    from pipeline.statistics import power as power
+else:
+
+    def __getattr__(name: str) -> object:
+        try:
+            return pkgutil.resolve_name(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(name) from error

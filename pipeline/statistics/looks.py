@@ -16,7 +16,7 @@ Both are compared with others by `python -m benchmarks.gate_characteristics`. Wi
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -56,8 +56,9 @@ class Look:
     """The cumulative share of the planned samples at every planned look; the last is 1."""
 
     @property
-    def is_last(self) -> bool:
-        return self.number == len(self.shares)
+    def last(self) -> "Look":
+        """The last look of the same plan."""
+        return replace(self, number=len(self.shares))
 
     @property
     def place(self) -> str:

@@ -16,6 +16,7 @@ from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
 from pipeline.planning.labels import written
 from pipeline.terminal.planning_tables import command_line
+from pipeline.verdict.gates import Gates
 
 
 def typed() -> list[str]:
@@ -50,9 +51,9 @@ def carried(config: Config, *groups: str) -> list[str]:
 @cache
 def defaults() -> dict[str, Any]:
     """Return what a command without arguments has, of the keys that are not of a stage's own group."""
-    files = {"model": "model/tiny", "tracking": "tracking/mlflow", "gates": "gates/default"}
+    files = {"model": "model/tiny", "tracking": "tracking/mlflow"}
     loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
-    return {**_load("config.yaml"), **loaded}
+    return {**_load("config.yaml"), **loaded, "gates": Gates().model_dump(mode="json")}
 
 
 def _load(name: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, quoted, standing, typed
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.texts import begun
+from pipeline.verdict.gates import GATES
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
@@ -31,15 +32,7 @@ BFCL = "bfcl_"
 """How workloads of BFCL begin."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """By whose bytes policies are compared."""
-DISTANCES = (
-    "max_mean_kl",
-    "max_ruined_share",
-    "max_p999_kl",
-    "min_top10_overlap",
-    "max_ppl_ratio",
-    "max_rms_delta_p",
-    "max_acceptance_loss",
-)
+DISTANCES = {key for gate in GATES if gate.tests is not None for key in gate.lines}
 """Gates that more samples decide, besides those on answers."""
 
 
@@ -124,7 +117,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     open_gates = {check.gate for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"}
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # What distances and rare events take grows with the logarithm of the level, and the next attempt has a smaller one.
-    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & set(DISTANCES) else 1.0
+    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & DISTANCES else 1.0
     counts = _generated(config.workloads.samples, needed, more)
     names = ", ".join(one.name for one in undecided)
     hopeless = [name for name, count in counts.items() if count > MOST_SAMPLES]

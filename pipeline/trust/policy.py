@@ -6,48 +6,41 @@ and promotions and routes keep to it wherever they run.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, create_model
 
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.strict import StrictModel
 from pipeline.trust.keys import Keys, key_id, public_key
+from pipeline.verdict.gates import Decide, Gates
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Gates, Margin, Positive, ScaleChangeKind, Share, Verdict
-
-if TYPE_CHECKING:  # the gates take SciPy, which no configuration error waits for
-    from pipeline.verdict.gates import Decide
+from pipeline.verdict.thresholds import Looser, Margin, Verdict
 
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 PUBLIC_KEY = r"^\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{1,500}-----END PUBLIC KEY-----\s*$"
 
-LEAST = ("min_samples", "min_baseline_accuracy", "min_top10_overlap")
-"""Gates of which a smaller value is looser; of the other numbers a larger one is."""
+BOUNDED: dict[str, Looser] = {
+    name: side for name, field in Gates.model_fields.items() for side in field.metadata if isinstance(side, Looser)
+}
+"""Keys of `gates.*` that a policy may bound -> which of its values are looser than others."""
 
 
-class LoosestGates(StrictModel):
+def _loosest() -> Any:
+    """Return the record of the bounds: every bounded key with the limits that the gate itself has, or null."""
+    fields: dict[str, Any] = {}
+    for name in BOUNDED:
+        field = Gates.model_fields[name]
+        fields[name] = (Annotated[field.annotation, *field.metadata] | None, None)
+    return create_model("_Loosest", __base__=StrictModel, **fields)
+
+
+class LoosestGates(_loosest()):  # type: ignore[misc]  # its fields are the gates' own
     """The loosest value of each key of `gates.*`; one that is null is left to the command line."""
 
-    alpha: Share | None = None
-    margin: Margin | None = None
-    """Also of `gates.margins`, where `margins` does not name the workload."""
     margins: dict[Name, Margin] = Field(default={})
-    min_samples: Count | None = None
-    min_baseline_accuracy: Share | None = None
-    min_top10_overlap: Share | None = None
-    max_mean_kl: Positive | None = None
-    max_ruined_share: Margin | None = None
-    max_p999_kl: Positive | None = None
-    max_ppl_ratio: Positive | None = None
-    max_rms_delta_p: Positive | None = None
-    max_kl_slope: Positive | None = None
-    max_acceptance_loss: Margin | None = None
-    allow_scale_changes: tuple[ScaleChangeKind, ...] | None = None
-
-
-NUMBERS = tuple(name for name in LoosestGates.model_fields if name not in ("margins", "allow_scale_changes"))
+    """By workload; `margin` is that of the others."""
 
 
 class Covered(StrictModel):
@@ -88,11 +81,10 @@ class GatePolicy(StrictModel):
 
     def _compared(self, gates: Gates) -> list[tuple[str, Any, Any]]:
         """Return (key, the gates' value, the loosest one) of every key that this limits."""
-        pairs = [(name, getattr(gates, name), getattr(self.gates, name)) for name in NUMBERS]
+        pairs = [(name, getattr(gates, name), getattr(self.gates, name)) for name in BOUNDED]
         for workload in sorted({*gates.margins, *self.gates.margins}):
             limit = self.gates.margins.get(workload, self.gates.margin)
             pairs.append((f"margins.{workload}", gates.margin_of(workload), limit))
-        pairs.append(("allow_scale_changes", gates.allow_scale_changes, self.gates.allow_scale_changes))
         return [pair for pair in pairs if pair[2] is not None]
 
     def lacking(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> list[str]:
@@ -119,13 +111,11 @@ class GatePolicy(StrictModel):
 
     def loosens(self, before: "GatePolicy") -> list[str]:
         """Say in which keys this is looser than a policy before it."""
-        said = [f"gates.{name}" for name in NUMBERS if _is_looser(name, getattr(self.gates, name), getattr(before.gates, name))]
+        said = [f"gates.{name}" for name in BOUNDED if _is_looser(name, getattr(self.gates, name), getattr(before.gates, name))]
         for workload in sorted({*before.gates.margins, *self.gates.margins}):
             new, old = (one.gates.margins.get(workload, one.gates.margin) for one in (self, before))
             if _is_looser("margin", new, old):
                 said.append(f"gates.margins.{workload}")
-        if _is_looser("allow_scale_changes", self.gates.allow_scale_changes, before.gates.allow_scale_changes):
-            said.append("gates.allow_scale_changes")
         covered, old_covered, keys, old_keys = self.covered, before.covered, self.keys(), before.keys()
         others = {
             "min_samples": _is_looser("min_samples", self.min_samples, before.min_samples),
@@ -141,16 +131,16 @@ def _is_looser(name: str, value: Any, limit: Any) -> bool:
     """Whether a value of a key is looser than a limit; None is no limit at all."""
     if limit is None or value is None:
         return limit is not None
-    if name == "allow_scale_changes":
+    if isinstance(value, tuple):
         return bool(set(value) - set(limit))
-    return bool(value < limit if name in LEAST else value > limit)
+    return bool(value < limit if BOUNDED.get(name) is Looser.SMALLER else value > limit)
 
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-def kept(policy: GatePolicy | None, gates: Gates, decide: "Decide") -> "Decide":
+def kept(policy: GatePolicy | None, gates: Gates, decide: Decide) -> Decide:
     """Return the gates as a policy has them: what it asks for and a report does not show makes a PASS INCONCLUSIVE.
 
     They raise GateRefusal when the thresholds are looser than the policy.

@@ -7,33 +7,26 @@ is killed in the middle leaves only whole artifacts.
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.locks import alone_at_once, holders
-from pipeline.artifacts.store import USE_LOCK
-from pipeline.core.errors import MissingRequirement
-from pipeline.core.redaction import redact_text
-from pipeline.upkeep.disk import (
-    POOL_KIND,
-    SCRATCH_KIND,
-    UNFINISHED,
-    Disk,
-    Piece,
-    by_kind,
-    distinct_bytes,
-    freed_bytes,
-    is_being_made,
-    names_held,
-)
-from pipeline.upkeep.needs import Evidence, Needs
-from pipeline.upkeep.registered import Registered
+from rich.filesize import decimal
+from rich.markup import escape
 
-COMMAND_CHARS = 120
-"""Of a command line that is shown."""
-FIRST = ("baseline", "round", "identity", "evaluate")
+from pipeline.artifacts.files import POOL
+from pipeline.artifacts.locks import alone_at_once, holder
+from pipeline.artifacts.store import USE_LOCK
+from pipeline.config.config import Config
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.terminal import console, next_steps
+from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes
+from pipeline.upkeep.needs import Found, find, needs_of
+
+FIRST = ("baseline", "round", "once", "identity", "evaluate")
 """The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""
 
 
@@ -42,44 +35,68 @@ class Plan:
     """What goes of a store, in this order, and what stays."""
 
     gone: tuple[Piece, ...]
+    freed_bytes: int
+    """Free afterwards; a file that something shares which stays is none of them."""
     stays: dict[str, int]
-    """Who needs something -> how many artifacts they are the first to need."""
+    """Who needs something -> how many pieces they are the first to need."""
     left_behind: tuple[str, ...]
     """Registered versions whose evidence goes."""
 
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that are free afterwards; a file that something shares which stays is none of them."""
-        return freed_bytes(self.gone)
 
-    @property
-    def kinds(self) -> list[tuple[str, list[Piece], int]]:
-        """Kind, pieces, and their bytes, in the order in which they go."""
-        return [(kind, pieces, distinct_bytes(pieces)) for kind, pieces in by_kind(self.gone).items()]
+def prune(config: Config) -> None:
+    """Show what nobody needs, and remove it where `prune.apply` says so.
+
+    Raises:
+        UserError: when what serves is not known: nothing is removed then.
+        MissingRequirement: when another process uses the artifacts, or the tracking store does not answer.
+    """
+    root = config.work / "artifacts"
+    if not root.is_dir():
+        console.say(f"{escape(str(root))}: there are no artifacts")
+        return
+    if config.prune.apply:
+        with alone(root):  # what is needed is read while nobody can change it
+            plan = make_plan(config)
+            remove(root, plan.gone)
+    else:
+        plan = make_plan(config)
+    _print(plan, applied=config.prune.apply)
+    next_steps.show(next_steps.after_prune(config, would_free=not config.prune.apply and bool(plan.gone)))
 
 
-def make_plan(disk: Disk, needs: Needs, evidence: Evidence, registered: Registered) -> Plan:
-    """Return what goes of a store that nobody uses: artifacts without need, scratch, and files that only they link to."""
-    stays: dict[str, int] = {}
-    gone = []
-    for piece in (*disk.artifacts.values(), *disk.unfinished):
-        who = needs.reason(piece)
-        if who is None:
-            gone.append(piece)
-        else:
-            stays[who] = stays.get(who, 0) + 1
+def make_plan(config: Config) -> Plan:
+    """Return what goes of a store, and what stays. Raises UserError where it cannot be known what is needed."""
+    found = find(config)
+    for problem in found.problems:
+        line = str(problem).splitlines()[0]
+        raise type(problem)(f"stage=prune: {line}; repair it or remove it: what it names may be needed")
+    _check_known(config, found)
+    reasons = needs_of(found, config.prune.keep_sweeps).reasons
     order = {kind: number for number, kind in enumerate(FIRST)}
+    gone = [piece for piece in found.pieces if piece.place not in reasons]
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
-    gone += [piece for piece in disk.scratch if not is_being_made(piece)]
-    names = names_held(gone)
-    # A file of the pool has one name of its own.
-    gone += [piece for piece in disk.pool if all(file.links <= names[file.number] + 1 for file in piece.files)]
     places = {piece.place for piece in gone}
-    lost = {digest for digest, (_, held) in evidence.identities.items() if places.issuperset(held)}
+    lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
     behind = [
-        str(version) for model in registered.models for version in model.versions.values() if version.identity_digest in lost
+        f"version {version.number} of {model.name} ({version.engine})"
+        for model in found.models
+        for version in model.versions.values()
+        if version.identity_digest in lost
     ]
-    return Plan(tuple(gone), stays, tuple(behind))
+    return Plan(tuple(gone), freed_bytes(found.root, gone), dict(Counter(reasons.values())), tuple(behind))
+
+
+def _check_known(config: Config, found: Found) -> None:
+    """Refuse to go by a tracking store that never heard of the engines which were registered from here."""
+    known = {version.identity_digest for model in found.models for version in model.versions.values()}
+    candidates = [one for sweep in found.sweeps for one in sweep.summary.candidates if one.registration is not None]
+    for model in sorted({one.model for one in candidates}):
+        if known.isdisjoint(one.identity.digest for one in candidates if one.model == model):
+            raise UserError(
+                f"stage=prune: engines of model {model} were registered from {config.work}, and the tracking store of this "
+                "command knows none of them, so that what serves is not known; leave tracking on, and give their store with "
+                "tracking.uri or MLFLOW_TRACKING_URI"
+            )
 
 
 @contextmanager
@@ -91,34 +108,38 @@ def alone(root: Path) -> Iterator[None]:
     """
     with alone_at_once(root / USE_LOCK) as free:
         if not free:
-            who = in_use_by(root) or f"another process uses the artifacts in {root}"
-            raise MissingRequirement(f"stage=prune: {who}; nothing was removed: wait until it ends, or end it")
+            who = holder(root / USE_LOCK)
+            raise MissingRequirement(
+                f"stage=prune: {who} uses the artifacts in {root}; nothing was removed: wait until it ends, or end it"
+            )
         yield
 
 
-def in_use_by(root: Path) -> str | None:
-    """Say which processes use a store, as far as this system tells; None where it sees none."""
-    named = [f"process {pid} ({_command(pid)})" for pid in holders(root / USE_LOCK) if pid > 0]
-    return f"{', '.join(named)} use{'s' if len(named) < 2 else ''} the artifacts in {root}" if named else None
-
-
-def _command(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "of another user"
-    return redact_text(" ".join(word for word in words if "=" in word))[:COMMAND_CHARS] or Path(words[0]).name
-
-
-def apply(gone: Sequence[Piece]) -> None:
-    """Remove pieces of a store that is held alone, in their order."""
+def remove(root: Path, gone: Sequence[Piece]) -> None:
+    """Remove pieces of a store that is held alone, in their order, and files of its pool that nothing else links to."""
     for piece in gone:
-        if piece.kind == POOL_KIND:
-            piece.path.unlink(missing_ok=True)
-        elif piece.kind in (SCRATCH_KIND, UNFINISHED):  # nobody takes it for an artifact
-            shutil.rmtree(piece.path)
-        else:
+        path = piece.path
+        if piece.is_artifact:
             # the name that the store gives to what is being made, and removes where nobody makes it
-            scratch = piece.path.with_name(f".{piece.path.name}-prune{os.getpid()}")
-            piece.path.rename(scratch)
-            shutil.rmtree(scratch)
+            path = path.rename(path.with_name(f".{path.name}-prune{os.getpid()}"))
+        shutil.rmtree(path)
+    for file in (root / POOL).glob("*"):
+        if file.stat().st_nlink == 1:
+            file.unlink()
+
+
+def _print(plan: Plan, *, applied: bool) -> None:
+    """Print what goes, or went, by kind, and what stays and for whom."""
+    if plan.gone:
+        kinds = dict.fromkeys(piece.kind for piece in plan.gone)
+        of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}
+        rows = [Row(kind, [len(pieces), decimal(distinct_bytes(pieces))]) for kind, pieces in of_kind.items()]
+        columns = [Column("count", "count", ",d"), Column("size", "size", words=True)]
+        console.show("pruned", Grid("Removed" if applied else "Would go", "kind", columns, rows))
+        console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
+    else:
+        console.say("Nothing goes: everything is needed")
+    for who, count in plan.stays.items():
+        console.say(f"stays: {count} for {escape(who)}")
+    for version in plan.left_behind:
+        console.say(f"[yellow]note:[/] {escape(version)} can be promoted no more without being judged again")

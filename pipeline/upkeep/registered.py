@@ -1,26 +1,28 @@
-"""What the tracking store says of the engines of a work directory: versions, aliases, moves. Nothing in it changes."""
+"""What the tracking store says of the engines of a work directory: versions, aliases, moves. Nothing in it changes.
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+A store in SQLite is read without MLflow, which takes seconds to import; MLflow's client asks servers and other databases.
+"""
 
-from pipeline.registry.reaching import SQLITE, check_reachable
+import sqlite3
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from pipeline.core.errors import UserError
+from pipeline.registry.reaching import check_reachable, named
 from pipeline.registry.tracking import Location
 from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
 
-MODEL_PATH = "model.path"
-"""Parameter of a candidate's run: the checkpoint that it was judged on."""
+IDENTITY_TAG = "identity_digest"
 
 
 @dataclass(frozen=True)
 class Version:
     """A version of a registered model."""
 
-    model: str
-    """The registered model's name: `kvgate-tiny`."""
     number: str
-    run_id: str
     tags: Mapping[str, str]
     made: float
     """When it was registered, in seconds since 1970."""
@@ -28,10 +30,12 @@ class Version:
     @property
     def identity_digest(self) -> str:
         """sha256 of the identity.json that it cites."""
-        return self.tags.get("identity_digest", "")
+        return self.tags.get(IDENTITY_TAG, "")
 
-    def __str__(self) -> str:
-        return f"version {self.number} of {self.model} ({self.tags.get('kv', 'no name')})"
+    @property
+    def engine(self) -> str:
+        """Display name of its engine."""
+        return self.tags.get("kv", "no name")
 
 
 @dataclass(frozen=True)
@@ -49,26 +53,17 @@ class Model:
     @property
     def pointed_at(self) -> dict[str, Version]:
         """Alias -> version, as servers read it; where the log of moves has another, that is `ALIAS (log of moves)`."""
-        found = {alias: self.versions[number] for alias, number in self.aliases.items() if number in self.versions}
-        for alias, number in self.history.aliases.items():
-            if number is not None and number != self.aliases.get(alias) and number in self.versions:
-                found[f"{alias} (log of moves)"] = self.versions[number]
-        return found
+        logged = {
+            f"{alias} (log of moves)": number
+            for alias, number in self.history.aliases.items()
+            if number is not None and number != self.aliases.get(alias)
+        }
+        every = {**self.aliases, **logged}
+        return {alias: self.versions[number] for alias, number in every.items() if number in self.versions}
 
 
-@dataclass(frozen=True)
-class Registered:
-    """What a tracking store knows."""
-
-    models: tuple[Model, ...] = ()
-    left_running: tuple[str, ...] = ()
-    """Runs of the experiment that are RUNNING although their process died; the next command that tracks closes them."""
-    checkpoints: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """(model, version) -> `model.path` that it was judged with, of versions that an alias points at."""
-
-
-def read_registered(location: Location, identities: Collection[str]) -> Registered:
-    """Read what a tracking store knows of engines: those of the configured model, and of each model that cites an identity.
+def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
+    """Read the configured registered model, and each model of which a version cites an identity.
 
     Args:
         location: The store. Of a SQLite file that does not exist nothing is read, and none is made.
@@ -77,36 +72,57 @@ def read_registered(location: Location, identities: Collection[str]) -> Register
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
-        return Registered()
-    from pipeline.registry.mlflow_client import Client, MlflowException, asked_once
-    from pipeline.registry.mlflow_runs import left_open
-
+    if location.file is None:
+        return sorted(_from_client(location, identities), key=lambda model: model.name)
+    if not location.file.is_file():
+        return []
     check_reachable(location)
-    with asked_once():
-        client = Client(location)
-        names = {location.model_name}
-        for digest in identities:
-            names |= {str(one.name) for one in client.search_model_versions(f"tags.identity_digest = '{digest}'")}
-        models, checkpoints = [], {}
-        for name in sorted(names):
-            try:
-                model = client.get_registered_model(name)
-            except MlflowException:  # nothing was registered yet
-                continue
-            versions = {
-                str(one.version): Version(name, str(one.version), one.run_id or "", one.tags, one.creation_timestamp / 1000)
-                for one in client.search_model_versions(f"name = '{name}'")
-            }
-            aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, versions, aliases, read_history(model.tags, Keys())))
-            for version in models[-1].pointed_at.values():
-                try:
-                    path = client.get_run(version.run_id).data.params.get(MODEL_PATH)
-                except MlflowException:  # it was deleted
-                    continue
-                if path is not None:
-                    checkpoints[name, version.number] = path
-        experiment = client.get_experiment_by_name(location.experiment)
-        left = tuple(left_open(client, experiment.experiment_id).values()) if experiment is not None else ()
-    return Registered(tuple(models), left, checkpoints)
+    try:
+        database = sqlite3.connect(f"file:{quote(str(location.file))}?mode=ro", uri=True, timeout=location.timeout_s)
+        with closing(database):
+            return _from_tables(database, {location.model_name}, identities)
+    except sqlite3.Error as error:
+        raise UserError(f"{named(location)} cannot be read: {error}; run a stage that tracks, which upgrades it") from error
+
+
+def _from_tables(database: sqlite3.Connection, names: set[str], identities: Collection[str]) -> list[Model]:
+    if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'registered_models'").fetchone():
+        return []
+    tags: dict[tuple[str, str], dict[str, str]] = {}
+    for name, number, key, value in database.execute("SELECT name, version, key, value FROM model_version_tags"):
+        tags.setdefault((name, str(number)), {})[key] = value
+    names = names | {name for (name, _), of in tags.items() if of.get(IDENTITY_TAG) in identities}
+    found = []
+    for (name,) in database.execute("SELECT name FROM registered_models ORDER BY name").fetchall():
+        if name in names:
+            of_model = database.execute("SELECT key, value FROM registered_model_tags WHERE name = ?", (name,))
+            aliases = database.execute("SELECT alias, version FROM registered_model_aliases WHERE name = ?", (name,))
+            versions = database.execute(
+                "SELECT version, creation_time FROM model_versions WHERE name = ? AND current_stage != 'Deleted_Internal'",
+                (name,),
+            )
+            made = [Version(str(number), tags.get((name, str(number)), {}), at / 1000) for number, at in versions]
+            found.append(_model(name, dict(of_model), dict(aliases), made))
+    return found
+
+
+def _from_client(location: Location, identities: Collection[str]) -> Iterable[Model]:
+    from pipeline.registry.mlflow_client import Client, MlflowException
+
+    client = Client(location)
+    names = {location.model_name}
+    for digest in identities:
+        names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
+    for name in names:
+        try:
+            model = client.get_registered_model(name)
+        except MlflowException:  # nothing was registered yet
+            continue
+        versions = client.search_model_versions(f"name = '{name}'")
+        made = [Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in versions]
+        yield _model(name, model.tags, model.aliases, made)
+
+
+def _model(name: str, tags: Mapping[str, str], aliases: Mapping[str, object], versions: Iterable[Version]) -> Model:
+    by_number = {one.number: one for one in versions}
+    return Model(name, by_number, {alias: str(number) for alias, number in aliases.items()}, read_history(tags, Keys()))

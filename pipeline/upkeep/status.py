@@ -1,249 +1,200 @@
-"""`stage=status`: what serves, what was judged, what lies on the disk, and what of it is out of date. Nothing is written."""
+"""`stage=status`: what serves, what was judged, what lies on the disk. Nothing is written."""
 
-import os
+import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final
 
-from pipeline.core.strict import StrictModel
+from rich.filesize import decimal
+from rich.markup import escape
+
+from pipeline.config.config import Config
 from pipeline.registry.summary import Candidate
+from pipeline.terminal import console, next_steps
+from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.next_steps import Step
-from pipeline.upkeep.disk import Disk, by_kind, distinct_bytes, freed_bytes
-from pipeline.upkeep.needs import Evidence, Needs, Sweep
-from pipeline.upkeep.prune import in_use_by
-from pipeline.upkeep.registered import Model, Registered, Version
-from pipeline.upkeep.stale import Stale, stale
+from pipeline.terminal.tables import COLOURS
+from pipeline.upkeep.disk import distinct_bytes
+from pipeline.upkeep.needs import Found, Held, Needs, Sweep, find, needs_of
+from pipeline.upkeep.registered import Model, Version
 
 SCHEMA_VERSION: Final = 1
-KINDS = ("build", "identity", "evaluate", "baseline", "round", "quantize", "exports", "export", "calibration", "checkpoint")
-"""The order in which kinds of artifacts are listed; others follow."""
+PASS = "PASS"
+ORDER = {"champion": 0, "previous": 1, "candidate": 3}
+"""In which aliases are listed; routes come between."""
+CANDIDATE = {"name", "policy", "model", "backend", "verdict", "covered", "reasons"}
+"""What is said of a candidate, of what its sweep's summary holds."""
+
+Document = dict[str, Any]
 
 
-class Alias(StrictModel):
-    """An engine that an alias of a registered model points at."""
-
-    alias: str
-    """`champion`, `previous`, `candidate`, `route-...`."""
-    version: str
-    name: str
-    """Its display name: the policy, and what else the command line changed."""
-    verdict: str
-    covered: str | None
-    """How far the verdict holds: `up to 1,024 tokens, batch 16`."""
-    registered_at: str
-    registered_age_s: float
-    moved_at: str | None
-    """When the log of moves put the alias there; null where it did not."""
-    moved_by: str | None
-    moved_why: str | None
-    in_place_of: str | None
-    """Which version was there until that move; null where none was."""
-    evidence: str | None
-    """Place of its identity in the store; null where it is not in this work directory."""
+def show_status(config: Config, *, as_json: bool) -> None:
+    """Print the status of a work directory, as tables or as one JSON document."""
+    found = find(config)
+    needs = needs_of(found, config.prune.keep_sweeps)
+    status, steps = make_status(config, found, needs), _steps(config, found, needs)
+    if as_json:
+        whole = {**status, "next": [step.model_dump() for step in steps]}
+        sys.stdout.write(json.dumps(whole, indent=2) + "\n")
+    else:
+        _print(config, status)
+        next_steps.show(steps)
 
 
-class RegisteredModel(StrictModel):
-    """A registered model with its aliases, the champion first."""
+def make_status(config: Config, found: Found, needs: Needs) -> Document:
+    """Return what `--json` prints of a work directory, but for what to do next. Times are ISO 8601, sizes bytes.
 
-    name: str
-    versions: int
-    aliases: tuple[Alias, ...]
-    log_problem: str | None
-    """Why its log of moves cannot be trusted; null where it can."""
-
-
-class Judged(StrictModel):
-    """A candidate of a sweep."""
-
-    name: str
-    policy: str
-    model: str
-    backend: str
-    verdict: str
-    covered: str | None
-    reason: str | None
-    """The first of its verdict's reasons."""
-    version: str | None
-    """Of the registered model; null without tracking."""
-    evidence: str | None
-    """Place of its identity in the store; null where it is gone."""
-
-
-class SweepStatus(StrictModel):
-    """A sweep, or a single evaluation."""
-
-    sweep: str
-    began_at: str
-    age_s: float
-    unfinished: str | None
-    """How much of it is missing; null where it ended."""
-    candidates: tuple[Judged, ...]
-
-
-class Kind(StrictModel):
-    """What lies in the store of one kind."""
-
-    kind: str
-    """A stage, or `unfinished`, `scratch` and `pool`."""
-    count: int
-    size_bytes: int
-    """Files that several of them share are counted once."""
-    alone_bytes: int
-    """Of these, what no other kind shares."""
-
-
-class Status(StrictModel):
-    """`stage=status --json`."""
-
-    schema_version: Literal[1]
-    at: str
-    workdir: str
-    models: tuple[RegisteredModel, ...]
-    sweeps: tuple[SweepStatus, ...]
-    """The last ones, the latest first."""
-    sweeps_in_all: int
-    kinds: tuple[Kind, ...]
-    store_bytes: int
-    """Of everything in the store; a file counts once, however many artifacts link to it."""
-    beside_bytes: dict[str, int]
-    """What else lies in the work directory: name -> bytes."""
-    in_use: str | None
-    """Which processes use the artifacts; null where this machine sees none."""
-    stale: tuple[Stale, ...]
-    problems: tuple[str, ...]
-    """What could not be read, a line each."""
-    next: tuple[Step, ...]
-    """What to do next."""
-
-
-def make_status(
-    work: Path,
-    disk: Disk,
-    evidence: Evidence,
-    registered: Registered,
-    sweeps: Sequence[Sweep],
-    needs: Needs,
-    *,
-    shown: int,
-    problems: Sequence[str],
-    now: float | None = None,
-) -> Status:
-    """Return the status of a work directory, without what to do next.
-
-    Args:
-        work: The work directory.
-        disk: Its store.
-        evidence: The identities in it.
-        registered: What the tracking store knows.
-        sweeps: All, the latest first.
-        needs: Of the store.
-        shown: How many sweeps are listed.
-        problems: What could not be read.
-        now: The time, in seconds since 1970.
+    `evidence` is the place of an identity in the store, null where the identity is not in this work directory. A file counts
+    once in `store_bytes`, and once in each kind, however many artifacts link to it. `missing` says who needs something of the
+    store, and what of it is not here.
     """
-    now = time.time() if now is None else now
-    judged = {candidate.identity.digest: candidate for sweep in sweeps for candidate in sweep.summary.candidates}
-    return Status(
-        schema_version=SCHEMA_VERSION,
-        at=_time(now),
-        workdir=str(work),
-        models=tuple(_model(model, evidence, judged, now) for model in registered.models),
-        sweeps=tuple(_sweep(sweep, evidence, now) for sweep in sweeps[:shown]),
-        sweeps_in_all=len(sweeps),
-        kinds=tuple(_kinds(disk)),
-        store_bytes=distinct_bytes(disk.pieces),
-        beside_bytes=_beside(work),
-        in_use=in_use_by(disk.root),
-        stale=tuple(stale(disk, evidence, registered, needs)),
-        problems=(*problems, *evidence.unreadable),
-        next=(),
+    judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.summary.candidates}
+    kinds = {kind: [piece for piece in found.pieces if piece.kind == kind] for kind in sorted({p.kind for p in found.pieces})}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "at": _time(time.time()),
+        "workdir": str(config.work),
+        "models": [_model(model, found.evidence, judged) for model in found.models],
+        "sweeps": [_sweep(sweep, found.evidence) for sweep in found.sweeps[: max(1, config.prune.keep_sweeps)]],
+        "sweeps_in_all": len(found.sweeps),
+        "kinds": [{"kind": kind, "count": len(pieces), "size_bytes": distinct_bytes(pieces)} for kind, pieces in kinds.items()],
+        "store_bytes": distinct_bytes(found.pieces),
+        "missing": dict(needs.missing),
+        "problems": [str(problem).splitlines()[0] for problem in found.problems],
+    }
+
+
+def _steps(config: Config, found: Found, needs: Needs) -> list[Step]:
+    champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
+    here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
+    candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]
+    last = next(filter(None, candidates), [])
+    passed = any(one.verdict == PASS and one.registration is not None for one in last)
+    return next_steps.after_status(
+        config,
+        judged=bool(found.sweeps),
+        promotable=passed and not any(one.identity.digest in champions for one in last),
+        champion=next(iter(here), None),
+        prunable=any(piece.is_artifact and piece.place not in needs.reasons for piece in found.pieces),
     )
 
 
-def _model(model: Model, evidence: Evidence, judged: dict[str, Candidate], now: float) -> RegisteredModel:
-    order = {"champion": 0, "previous": 1}
-    listed = sorted(
-        model.pointed_at.items(), key=lambda item: (order.get(item[0], 3 if item[0] == "candidate" else 2), item[0])
-    )
-    aliases = tuple(_alias(model, alias, version, evidence, judged, now) for alias, version in listed)
-    return RegisteredModel(name=model.name, versions=len(model.versions), aliases=aliases, log_problem=model.history.problem)
+def _model(model: Model, evidence: Mapping[str, Held], judged: Mapping[str, Candidate]) -> Document:
+    listed = sorted(model.pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0]))
+    return {
+        "name": model.name,
+        "versions": len(model.versions),
+        "aliases": [_alias(model, alias, version, evidence, judged) for alias, version in listed],
+        "log_problem": model.history.problem,
+    }
 
 
-def _alias(model: Model, alias: str, version: Version, evidence: Evidence, judged: dict[str, Candidate], now: float) -> Alias:
-    moves = [record for record in model.history.records if record.aliases.get(alias) == version.number]
-    last = moves[-1] if moves else None
-    before = model.versions.get(last.before.get(alias) or "") if last is not None else None
+def _alias(
+    model: Model, alias: str, version: Version, evidence: Mapping[str, Held], judged: Mapping[str, Candidate]
+) -> Document:
+    """Describe the engine that an alias points at, and the move that put the alias there, as far as the log has one."""
+    last = next((move for move in reversed(model.history.records) if move.aliases.get(alias) == version.number), None)
+    before = model.versions.get((last.before.get(alias) if last is not None else None) or "")
     tags, candidate = version.tags, judged.get(version.identity_digest)
-    covered = candidate.covered if candidate is not None else None
-    if covered is None and "max_tokens" in tags:
-        covered = f"up to {tags['max_tokens']} tokens, batch {tags.get('max_batch', '?')}"
-    return Alias(
-        alias=alias,
-        version=version.number,
-        name=tags.get("kv", "no name"),
-        verdict=tags.get("verdict", "unknown"),
-        covered=covered,
-        registered_at=_time(version.made),
-        registered_age_s=now - version.made,
-        moved_at=last.at if last is not None else None,
-        moved_by=last.by if last is not None else None,
-        moved_why=last.why if last is not None else None,
-        in_place_of=f"version {before.number} ({before.tags.get('kv', 'no name')})" if before is not None else None,
-        evidence=_place(evidence, version.identity_digest),
-    )
+    tagged = f"up to {tags['max_tokens']} tokens, batch {tags.get('max_batch', '?')}" if "max_tokens" in tags else None
+    return {
+        "alias": alias,
+        "version": version.number,
+        "name": version.engine,
+        "verdict": tags.get("verdict", "unknown"),
+        "covered": candidate.covered if candidate is not None and candidate.covered is not None else tagged,
+        "registered_at": _time(version.made),
+        "moved_at": last.at if last is not None else None,
+        "moved_by": last.by if last is not None else None,
+        "moved_why": last.why if last is not None else None,
+        "in_place_of": f"version {before.number} ({before.engine})" if before is not None else None,
+        "evidence": _place(evidence, version.identity_digest),
+    }
 
 
-def _sweep(sweep: Sweep, evidence: Evidence, now: float) -> SweepStatus:
-    return SweepStatus(
-        sweep=sweep.name,
-        began_at=_time(sweep.began),
-        age_s=now - sweep.began,
-        unfinished=sweep.summary.unfinished,
-        candidates=tuple(
-            Judged(
-                name=one.name,
-                policy=one.policy,
-                model=one.model,
-                backend=one.backend,
-                verdict=one.verdict,
-                covered=one.covered,
-                reason=one.reasons[0] if one.reasons else None,
-                version=one.registration.model_version if one.registration is not None else None,
-                evidence=_place(evidence, one.identity.digest),
-            )
-            for one in sweep.summary.candidates
-        ),
-    )
-
-
-def _place(evidence: Evidence, digest: str) -> str | None:
-    found = evidence.identities.get(digest)
-    return found[1][0] if found is not None else None
-
-
-def _kinds(disk: Disk) -> list[Kind]:
-    found = by_kind(disk.pieces)
-    order = {kind: number for number, kind in enumerate(KINDS)}
-    return [
-        Kind(kind=kind, count=len(pieces), size_bytes=distinct_bytes(pieces), alone_bytes=freed_bytes(pieces))
-        for kind, pieces in sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+def _sweep(sweep: Sweep, evidence: Mapping[str, Held]) -> Document:
+    candidates = [
+        {
+            **one.model_dump(mode="json", include=CANDIDATE),
+            "version": one.registration.model_version if one.registration is not None else None,
+            "evidence": _place(evidence, one.identity.digest),
+        }
+        for one in sweep.summary.candidates
     ]
+    unfinished = sweep.summary.unfinished
+    return {"sweep": sweep.name, "began_at": _time(sweep.began), "unfinished": unfinished, "candidates": candidates}
 
 
-def _beside(work: Path) -> dict[str, int]:
-    """Return the bytes of what lies beside the store."""
-    found = {}
-    for path in sorted(work.iterdir()) if work.is_dir() else ():
-        if path.name == "artifacts":
-            continue
-        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
-        size = sum(file.lstat().st_size for file in files if file.is_file())
-        if size:
-            found[path.name] = size
-    return found
+def _place(evidence: Mapping[str, Held], digest: str) -> str | None:
+    return evidence[digest].places[0] if digest in evidence else None
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _print(config: Config, status: Document) -> None:
+    for problem in status["problems"]:
+        console.say(f"[yellow]cannot be read:[/] {escape(problem)}")
+    if not status["kinds"] and not status["sweeps"] and not status["models"]:
+        console.say(f"{escape(status['workdir'])}: nothing was built or judged here yet")
+    if not config.tracking.enabled:
+        console.say("tracking.enabled=false: what serves is not shown")
+    for model in status["models"]:
+        _print_model(model)
+    for sweep in status["sweeps"]:
+        _print_sweep(sweep)
+    if status["sweeps_in_all"] > len(status["sweeps"]):
+        console.say(f"and {status['sweeps_in_all'] - len(status['sweeps'])} sweeps before them")
+    if status["kinds"]:
+        rows = [Row(kind["kind"], [kind["count"], decimal(kind["size_bytes"])]) for kind in status["kinds"]]
+        console.show("artifacts", Grid("Artifacts", "kind", (Column("count", "count", ",d"), *_words("size")), rows))
+        console.say(f"{decimal(status['store_bytes'])} in all: kinds share files")
+    for who, what in status["missing"].items():
+        console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
+
+
+def _print_model(model: Document) -> None:
+    rows = []
+    for one in model["aliases"]:
+        holds = ", ".join(filter(None, (one["covered"], None if one["evidence"] else "its evidence is not here")))
+        rows.append(Row(one["alias"], [one["version"], one["name"], one["verdict"], _minute(one["registered_at"])], holds))
+    columns = _words("version", "engine", "verdict", "registered")
+    console.show("aliases", Grid(f"{model['name']}: versions {model['versions']}", "alias", columns, rows, "holds", COLOURS))
+    for one in model["aliases"]:
+        if one["moved_at"] is not None:
+            where = f", in place of {one['in_place_of']}" if one["in_place_of"] is not None else ""
+            moved = f"{one['alias']}: moved {_minute(one['moved_at'])} UTC by {one['moved_by']}, {one['moved_why']}{where}"
+            console.say(f"  {escape(moved)}")
+    names = {one["alias"] for one in model["aliases"]}
+    if "champion" not in names:
+        console.say(f"{escape(model['name'])} has no champion yet")
+    elif "previous" not in names:
+        console.say("  no previous champion: stage=rollback has nothing to return to")
+    if model["log_problem"] is not None:
+        console.say(f"[red]its log of moves cannot be trusted:[/] {escape(model['log_problem'])}")
+
+
+def _print_sweep(sweep: Document) -> None:
+    rows = []
+    for one in sweep["candidates"]:
+        why = one["covered"] if one["verdict"] == PASS else next(iter(one["reasons"]), None)
+        because = "; ".join(filter(None, (None if one["evidence"] else "its evidence is gone", why)))
+        rows.append(Row(one["name"], [one["verdict"], one["version"] or "-", one["model"], one["backend"]], because))
+    missing = f", which did not finish: {sweep['unfinished'].rpartition(': ')[2]}" if sweep["unfinished"] else ""
+    title = f"sweep {sweep['sweep']}{missing or ('' if rows else ': no candidate')}"
+    if rows:
+        columns = _words("verdict", "version", "model", "backend")
+        console.show("sweep", Grid(title, "candidate", columns, rows, "because", COLOURS))
+    else:
+        console.say(escape(title))
+
+
+def _words(*keys: str) -> tuple[Column, ...]:
+    return tuple(Column(key, key, words=True) for key in keys)
+
+
+def _minute(at: str) -> str:
+    return at.replace("T", " ")[:16]

@@ -1,4 +1,4 @@
-"""The record of how an engine compares with its twin, the oracle under the same policy, weights and scales; and its gate.
+"""The record of how an engine compares with its twin, the oracle under the same policy, weights and scales.
 
 The unit is a *rounding*: what the twin's own figures change by when the output of every layer is off by a few units in the last
 place of the engine's type, measured on the same tokens. An engine that computes what its policy says is about one rounding from
@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pipeline.verdict.record import Number, Record, finite
-from pipeline.verdict.thresholds import Check, Status
+from pipeline.verdict.record import Number, Record
 
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.
@@ -206,36 +205,9 @@ def conformance_numbers(record: Conformance) -> Iterator[tuple[str, float]]:
                 yield f"conformance/{name}_{figure}", max(values)
 
 
-def conformance(record: Conformance | None) -> list[Check]:
-    """Return a line for each engine: FAIL where any request is farther from its twin than rounding takes it.
-
-    Reports from before engines were compared with their twins have none.
-    """
-    if record is None:
-        return []
-    engines = {"baseline": record.baseline, "candidate": record.candidate}
-    judged = record.compute_dtype is not None
-    allowed_of = limits(record)
-    return [_check(where, engine, allowed_of[where], judged=judged) for where, engine in engines.items()]
-
-
 def bounded(count: int, fault: str) -> str:
     """Say how many requests may still have a fault that none of `count` compared ones has: the rule of three, exactly."""
     return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
-
-
-def _check(where: str, engine: EngineConformance, limit: float, *, judged: bool) -> Check:
-    ranked = engine.ranked(limit)
-    status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
-    return Check(
-        gate="conformance",
-        where=where,
-        value=finite(ranked[0]) if ranked else None,
-        bound=None,
-        threshold=1.0 if judged else None,
-        status=status,
-        reason=f"{where}: {describe(engine, limit, judged=judged)}",
-    )
 
 
 def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:

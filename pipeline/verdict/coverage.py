@@ -1,4 +1,4 @@
-"""What an evaluation exercised, and the gates on it: the stress probe, allocated bytes, and free answers.
+"""What an evaluation exercised: the samples, the stress probe, allocated bytes, and free answers.
 
 A verdict holds as far as the engine was exercised. `Exercised` counts that where samples are decoded; `Probe` says how far
 random tokens took the engine beside its twin, the oracle under the same policy.
@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.verdict.conformance import bounded
 from pipeline.verdict.record import Record
-from pipeline.verdict.thresholds import Check, Status
-
-FAILURES_SHOWN = 4
 
 
 class Exercised(Record):
@@ -250,33 +246,3 @@ def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | 
     probe = probes.candidate if probes is not None else None
     batch = max(coverage.overall.largest_batch, probe.batch if probe is not None else 0)
     return Limits(tokens=coverage.overall.longest_context, batch=batch)
-
-
-def checks(probes: EngineProbes | None) -> list[Check]:
-    """Return the lines of the probes, of allocated bytes, and of free answers: FAIL where anything deviates."""
-    if probes is None:
-        return []
-    lines = []
-    for where, probe, free, reused in (
-        ("candidate", probes.candidate, probes.free_candidate, probes.reused_candidate),
-        ("baseline", probes.baseline, probes.free_baseline, probes.reused_baseline),
-    ):
-        if probe is not None:
-            lines.append(_line("probe", where, probe.failures, str(probe)))
-            problem = probe.allocation.problem
-            lines.append(_line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy"))
-        told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
-        if free.samples:
-            told += f", {bounded(free.samples, 'contradict themselves')}"
-        lines.append(_line("free_answers", where, free.contradictions, told))
-        if reused is not None:
-            told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
-            lines.append(_line("reused_prefixes", where, reused.contradictions, f"{told}{reused.kl_max or 0.0:.1e}"))
-    return lines
-
-
-def _line(gate: str, where: str, failures: Sequence[str], passed: str) -> Check:
-    status: Status = "FAIL" if failures else "PASS"
-    more = f"; and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
-    reason = f"{where}: {gate}: " + ("; ".join(failures[:FAILURES_SHOWN]) + more if failures else passed)
-    return Check(gate=gate, where=where, value=len(failures), bound=None, threshold=0, status=status, reason=reason)

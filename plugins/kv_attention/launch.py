@@ -202,7 +202,7 @@ def decode_partials(
 def scale_tensors(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
     """The kernel's key_scale, value_scale and value_block_scale."""
     key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
-    if layout.value.in_blocks:
+    if layout.value.layer_scale:
         return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
     return key, value, None
 

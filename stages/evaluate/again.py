@@ -7,18 +7,14 @@ neighbours.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pipeline.core.engine import Engine
-from pipeline.core.records import Sample
+from pipeline.core.records import Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
-from stages.evaluate.decoding.results import unfinished
+from stages.evaluate.decoding.noise import own_heads
 from stages.evaluate.decoding.rows import run_samples
-from stages.evaluate.decoding.stored import LOGPROBS
-from stages.evaluate.distances.scores import BaselineHeads
-from stages.evaluate.inputs.tokens import Tokenizer, encode, workloads_digest
+from stages.evaluate.inputs.tokens import Tokenizer, encode
 
 FACTOR = 2.0
 """A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""
@@ -58,24 +54,15 @@ def decode_again(
         What each sample gave, by its id.
     """
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
-    with TemporaryDirectory() as scratch:
-        out = Path(scratch)
-        with unfinished(out, workloads_digest(encoded)) as folder:
-            run_samples(open_baseline(), encoded, None, config.batch_size, _quiet, greedy=None, folder=folder)
-            heads = ((item.sample.id, folder.heads(i)) for i, item in enumerate(encoded))
-            BaselineHeads.write(out / LOGPROBS, heads)
-        baseline = BaselineHeads(out / LOGPROBS)
-        results = run_samples(open_engine(), encoded, baseline, config.batch_size, _quiet, greedy=None)
+    baseline, batch_size = open_baseline(), config.batch_size
+    heads, _ = own_heads(lambda done: run_samples(baseline, encoded, None, batch_size, no_progress, done=done), encoded)
+    results = run_samples(open_engine(), encoded, heads, batch_size, no_progress)
     found = {}
     for item, result in zip(encoded, results, strict=True):
         steps = result.statistics
         means = (float(values.mean()) for values in (steps.kl, steps.baseline_nll, steps.candidate_nll))
         found[item.sample.id] = Decoded(*means)
     return found
-
-
-def _quiet(*_: object) -> None:
-    """Report no progress."""
 
 
 def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: float) -> str | None:

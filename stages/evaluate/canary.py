@@ -12,10 +12,9 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
-from stages.evaluate.decoding.noise import first_of_each_workload, labelled
-from stages.evaluate.decoding.rows import make_rows, run_samples
-from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.decoding.noise import first_of_each_workload
+from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
+from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
@@ -33,7 +32,7 @@ class SmallFault:
 def canary(
     engine: Engine,
     encoded: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     config: WorkloadsConfig,
     progress: Progress,
     twin: Twin | None = None,
@@ -64,7 +63,7 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
     """
     layer = shape.layers // 2
     key = policy.sides(layer)[Side.KEY]
-    shared = key.granularity == "per_tensor" or key.in_blocks
+    shared = key.static_granularity == "per_tensor"
     place, head = (f"in layer {layer}", None) if shared else (f"in one head of layer {layer}", 0)
 
     def scaled(name: str, side: Side, factor: float, head: int | None) -> SmallFault:
@@ -84,7 +83,7 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 def _ladder(
     engine: Engine,
     longest: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     progress: Progress,
     twin: Twin | None,
 ) -> list[Rung]:
@@ -108,7 +107,7 @@ def _ladder(
 def _decoded(
     engine: Engine,
     subset: Sequence[EncodedSample],
-    heads: BaselineHeads,
+    heads: Heads,
     corrupt: Callable[[], None],
     progress: Progress,
     beside: Comparison | None = None,
@@ -122,11 +121,8 @@ def _decoded(
         heads,
         len(subset),  # one batch: there is one prefill, and the corruption comes after it
         progress,
-        greedy=None,
         after_prefill=corrupt,
         one_pass=one_pass,
         observe=(lambda _: None) if beside is None else beside.take,
     )
-    no_answers = [None] * len(subset)
-    statistics: list[StepStatistics] = [result.statistics for result in results]
-    return make_rows(subset, statistics, no_answers, no_answers)
+    return unjudged_rows(subset, results)

@@ -1,171 +1,151 @@
-"""Joins the rounds of a candidate into its report, the samples side by side, and the statistics of every scored token."""
+"""Joins what was measured of a candidate and its baseline into the report, in memory: pure, and a matter of milliseconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes
 from pipeline.verdict.delivery import Served, ServerSeen
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, Work
-from stages.evaluate.decoding.rows import Answer, make_rows
-from stages.evaluate.decoding.stored import (
-    BaselineRound,
-    CandidateRound,
-    arrays,
-    read_answers,
-    read_baseline,
-    read_candidate,
-    read_statistics,
+from pipeline.verdict.report import (
+    REPORT_FILE,
+    SAMPLES_FILE,
+    SCHEMA_VERSION,
+    EvaluationReport,
+    NoiseFloor,
+    SampleRow,
+    Work,
 )
+from stages.evaluate.decoding.rows import make_rows
+from stages.evaluate.decoding.stored import Measured, Once, Round, arrays
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer, encode, workloads_digest
-from stages.evaluate.rounds import assign_rounds, planned_shares
+from stages.evaluate.inputs.rounds import planned_shares
+from stages.evaluate.inputs.tokens import Encoded
 
 TOKENS = "tokens.safetensors"
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Engines:
+    """What is judged: digests that the report cites."""
+
+    engine: str
+    """Of the candidate's bundle."""
+    baseline: str
+    """Of the baseline engine's bundle."""
+    graph: str | None = None
+    """sha256 of the decode graph that the engine runs or its plan was built from; None for an engine without a graph."""
 
 
 @dataclass(frozen=True)
-class MeasuredRound:
-    """The directories of a round that ran."""
+class Evaluation:
+    """A report with what it is computed from."""
 
-    baseline: Path
-    candidate: Path
+    report: EvaluationReport
+    rows: list[SampleRow]
+    statistics: StepStatistics
+    """Of every scored token, in the order of the rows, `scored_tokens` of them for each."""
+
+    def write(self, out: Path) -> None:
+        """Write `report.json`, `samples.jsonl` and `tokens.safetensors` into an empty directory."""
+        tokens = {n: a if a.dtype == np.int64 else a.astype(np.float32) for n, a in arrays(self.statistics).items()}
+        save_file(tokens, str(out / TOKENS))
+        (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in self.rows), encoding="utf-8")
+        (out / REPORT_FILE).write_text(self.report.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def join_rounds(
-    measured: Sequence[MeasuredRound],
-    samples: Sequence[Sample],
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
+def join(
+    encoded: Encoded,
+    rounds: Sequence[tuple[Round, Round]],
+    once: tuple[Once, Once],
+    engines: Engines,
     config: WorkloadsConfig,
-    engine_digest: str,
-    baseline_digest: str,
-    graph_digest: str | None = None,
-) -> EvaluationReport:
+) -> Evaluation:
     """Join the rounds that ran, from the first on, into the report.
 
     Args:
-        measured: The rounds, in order.
-        samples: All samples of the evaluation, those of rounds that did not run included.
-        tokenizer: The tokenizer of the engine bundle.
-        out: An empty directory. It receives `report.json`, `samples.jsonl` and `tokens.safetensors`: the statistics of every
-            scored token, in the order of `samples.jsonl`, `scored_tokens` of them for each of its rows.
-        config: Rounds, limits and context bins.
-        engine_digest: Digest of the candidate's bundle, cited in the report.
-        baseline_digest: Digest of the baseline engine's bundle, cited in the report.
-        graph_digest: sha256 of the decode graph that the engine runs or its plan was built from, cited in the report; None
-            for an engine without a graph.
-
-    Returns:
-        The report, as written to `report.json`.
-
-    Raises:
-        ValueError: A round was measured on other samples.
+        encoded: All samples of the evaluation, those of rounds that did not run included.
+        rounds: Baseline and candidate of each round that ran, in order.
+        once: What was measured of baseline and candidate a single time.
+        engines: What the report cites.
+        config: Context bins and drafters.
     """
-    encoded: list[EncodedSample] = []
-    numbers: list[int] = []
-    before: list[Answer | None] = []
-    after: list[Answer | None] = []
-    parts: list[StepStatistics] = []
-    records: list[CandidateRound] = []
-    rounds = assign_rounds(samples, config.rounds)
-    for number, (chosen, directories) in enumerate(zip(rounds, measured, strict=False), start=1):
-        items = encode(chosen, tokenizer, config.max_scored_tokens)
-        record = read_candidate(directories.candidate)
-        if record.samples_digest != workloads_digest(items):
-            raise ValueError(f"{directories.candidate} was measured on other samples than those of round {number}")
-        records.append(record)
-        encoded += items
-        numbers += [number] * len(items)
-        before += read_answers(directories.baseline, items)
-        after += read_answers(directories.candidate, items)
-        parts += read_statistics(directories.candidate, items)
-    baselines = [read_baseline(directories.baseline) for directories in measured[: len(records)]]
-    coverages = [record.coverage for record in records]
-    first, first_baseline = records[0], baselines[0]
-    canary, system = _present(first.canary), _present(first.system)
+    asked = [encoded.round(number) for number in range(1, len(rounds) + 1)]
+    columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
+    (before, after) = ([answer for items, one in part for answer in one.answers_to(items)] for part in columns)
+    parts = [steps for items, candidate in columns[1] for steps in candidate.statistics_of(items)]
+    numbers = [number for number, items in enumerate(asked, start=1) for _ in items]
+    rows = make_rows(list(chain(*asked)), parts, before, after, numbers)
+    bases, records = ([one.record for one in part] for part in zip(*rounds, strict=True))
+    base, own = once
+    first, first_base = records[0], bases[0]
     conformance = None
-    if first.conformance is not None and first_baseline.conformance is not None:
+    if first.conformance is not None and first_base.conformance is not None:
         conformance = Conformance(
-            compute_dtype=first.compute_dtype, baseline=first_baseline.conformance, candidate=first.conformance
+            compute_dtype=first.compute_dtype, baseline=first_base.conformance, candidate=first.conformance
         )
-    noise, baseline_system = _present(first_baseline.noise), _present(first_baseline.system)
-    probes = EngineProbes(
-        candidate=first.probe,
-        baseline=first_baseline.probe,
-        free_candidate=_present(first.free_answers),
-        free_baseline=_present(first_baseline.free_answers),
-        reused_candidate=first.reused,
-        reused_baseline=first_baseline.reused,
-    )
-    rows = make_rows(encoded, parts, before, after, numbers)
+    assert own.canary is not None, "a candidate has a canary"
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
-        engine_digest=engine_digest,
-        graph_digest=graph_digest,
-        baseline_digest=baseline_digest,
-        workloads_digest=workloads_digest(encode(samples, tokenizer, config.max_scored_tokens)),
+        engine_digest=engines.engine,
+        graph_digest=engines.graph,
+        baseline_digest=engines.baseline,
+        workloads_digest=encoded.digest,
         samples=len(rows),
-        planned_rounds=planned_shares(rounds),
-        planned_workloads=_planned_workloads(samples),
+        planned_rounds=planned_shares(encoded.numbers),
+        planned_workloads=_planned_workloads(encoded),
         slices=metrics.slices(rows, parts, config.context_bins),
         kl_slope=metrics.slope(rows),
-        noise=noise,
-        canary=canary,
-        system=system,
-        baseline_system=baseline_system,
+        noise=base.noise or NoiseFloor(samples=0, fidelity=None, answer_flips=0),
+        canary=own.canary,
+        system=own.system,
+        baseline_system=base.system,
         compaction=metrics.compaction([pair for record in records for pair in record.checks]),
-        work=_total([record.work for record in records]),
+        work=Work(**{name: sum(getattr(one.work, name) for one in records) for name in Work.model_fields}),
         conformance=conformance,
-        candidate_noise=first.noise,
-        coverage=None if None in coverages else Coverage.merged([part for part in coverages if part is not None]),
-        probes=probes,
+        candidate_noise=own.noise,
+        coverage=_coverage([*(record.coverage for record in records), own.coverage]),
+        probes=EngineProbes(
+            candidate=own.probe,
+            baseline=base.probe,
+            free_candidate=own.free_answers,
+            free_baseline=base.free_answers,
+            reused_candidate=own.reused,
+            reused_baseline=base.reused,
+        ),
         scale_changes=first.scale_changes,
-        served=_served(records, baselines),
+        served=_served(records, bases, own),
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
-    statistics = arrays(StepStatistics.joined(parts))
-    save_file({name: a if a.dtype == np.int64 else a.astype(np.float32) for name, a in statistics.items()}, str(out / TOKENS))
-    (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in rows), encoding="utf-8")
-    (out / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return report
+    return Evaluation(report, rows, StepStatistics.joined(parts))
 
 
-def _planned_workloads(samples: Sequence[Sample]) -> dict[str, bool]:
+def _planned_workloads(encoded: Encoded) -> dict[str, bool]:
     answered: dict[str, bool] = {}
-    for sample in samples:
-        answered[sample.workload] = answered.get(sample.workload, False) or sample.check != "none"
+    for item in encoded.items:
+        answered[item.sample.workload] = answered.get(item.sample.workload, False) or item.judged
     return answered
 
 
-def _served(candidates: Sequence[CandidateRound], baselines: Sequence[BaselineRound]) -> Served | None:
+def _coverage(parts: Sequence[Coverage | None]) -> Coverage | None:
+    """Return the coverage of all rounds and of the repeated samples; None of a server, of whose steps nothing is seen."""
+    known = [part for part in parts if part is not None]
+    return Coverage.merged(known) if known else None
+
+
+def _served(candidates: Sequence[Measured], baselines: Sequence[Measured], once: Once) -> Served | None:
     """Return what was seen of servers in all rounds; None for engines that run here."""
-    first = candidates[0]
-    if first.served is None or first.top_logprobs is None:
+    if once.top_logprobs is None:
         return None
     candidate, baseline = (
         ServerSeen.merged([record.served for record in records if record.served is not None])
         for records in (candidates, baselines)
     )
-    return Served(candidate=candidate, baseline=baseline, top_logprobs=first.top_logprobs, canary_url=first.canary_url)
-
-
-def _present(measured: T | None) -> T:
-    assert measured is not None, "the first round has all that a report wants"
-    return measured
-
-
-def _total(parts: Sequence[Work]) -> Work:
-    return Work(**{name: sum(getattr(part, name) for part in parts) for name in Work.model_fields})
+    return Served(candidate=candidate, baseline=baseline, top_logprobs=once.top_logprobs, canary_url=once.canary_url)

@@ -22,9 +22,9 @@ from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.openai.config import OpenAIConfig
@@ -94,7 +94,7 @@ def judge(job: Any, expected: str) -> tuple[EvaluationReport, Verdict, dict[str,
     (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
     directory = Path(candidate["report"]["path"]).parent
     report = load_report(directory)
-    return report, decide(report, load_rows(directory), Gates.model_validate(conf("gates", "default"))), candidate
+    return report, decide(report, load_rows(directory), Gates()), candidate
 
 
 Judged = tuple[Any, EvaluationReport, Verdict, dict[str, Any], str]

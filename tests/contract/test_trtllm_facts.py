@@ -23,14 +23,14 @@ from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
 from stages.engines.trtllm.worker import kvgate_forcing
-from stages.quantize.validate import _TENSORRT_LLM, _TENSORRT_LLM_LINEARS
+from stages.quantize.validate import TENSORRT_LLM
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
 SWITCHES = ("auto", "enable", "disable")
-ALGORITHMS: dict[WeightsFormat, str | None] = {name: layout.algorithm for name, layout in _TENSORRT_LLM.items()}
+ALGORITHMS: dict[WeightsFormat, str | None] = {name: layout.algorithm for name, layout in TENSORRT_LLM.layouts.items()}
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
     for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
@@ -213,9 +213,9 @@ def test_the_tensors_that_we_name_are_tensorrt_llms() -> None:
     for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
         weight = re.sub("bias$", "weight", ending)  # a bias is named like its weight
         assert any(name.endswith(weight) for name in names), ending
-    for layout in _TENSORRT_LLM.values():
+    for layout in TENSORRT_LLM.layouts.values():
         assert set(layout.linear_scales) <= set(ENGINE["tensors"]["linear_suffixes"])
-    for linear in _TENSORRT_LLM_LINEARS:
+    for linear in TENSORRT_LLM.linears:
         assert f"transformer.layers.{{layer}}.{linear}.weight" in names
 
 

@@ -24,9 +24,9 @@ from pipeline.loading import open_backend
 from pipeline.run import chain as chain_module
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
-from pipeline.verdict.gates import conclude, decide
+from pipeline.verdict.gates import Gates, conclude, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 
 BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "native": ("backend=onnxruntime", "backend.attention=native", "backend.threads=1"),

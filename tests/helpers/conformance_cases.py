@@ -16,8 +16,8 @@ from pipeline.verdict.conformance import EngineConformance
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate import load_samples, open_tokenizer
-from stages.evaluate.inputs.tokens import EncodedSample, encode
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.evaluate.twins.conformance import compare
 from stages.evaluate.twins.twin import Twin
 
@@ -53,7 +53,7 @@ class Conformity:
         self.checkpoint, self.factory, self.work = checkpoint, factory, factory.mktemp("conformity")
         self.model = load_causal_lm(checkpoint, dtype=torch.float32)
         config = conformance_config()
-        self.encoded: list[EncodedSample] = encode(load_samples(config), open_tokenizer(checkpoint), config.max_scored_tokens)
+        self.encoded: list[EncodedSample] = encode(load_samples(config), BundleTokenizer(checkpoint), config.max_scored_tokens)
 
     def engine(self, policy: KVPolicy, attention: Any = "native") -> OnnxEngine:
         bundle = self.work / policy.name

@@ -7,11 +7,15 @@ from typing import Any
 import yaml
 
 from pipeline.core.engine import Engine
-from pipeline.core.records import Progress, Sample
+from pipeline.core.records import Progress, Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
-from stages.evaluate import MeasuredRound, evaluate_round, join_rounds
-from stages.evaluate.twins.twin import OpenTwin
+from stages.evaluate.decoding.stored import Once, read_round
+from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
+from stages.evaluate.joining import Engines, Evaluation, join
+from stages.evaluate.measure import Local, measure
+from stages.evaluate.once import once
+from stages.evaluate.twins.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
@@ -31,8 +35,53 @@ def brief_workloads(**changes: Any) -> WorkloadsConfig:
     return builtin_workloads(**{"batch_size": 4, "load": LOAD, "context_bins": [0, 6, 12], "rounds": [1.0], **changes})
 
 
-def quiet(*_: object) -> None:
-    """Report no progress."""
+def measure_baseline(
+    open_engine: Callable[[], Engine],
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    out: Path,
+    *,
+    config: WorkloadsConfig,
+    progress: Progress = no_progress,
+    open_twin: Callable[[], Twin] | None = None,
+) -> None:
+    """Measure the baseline on samples that are one round, and a single time."""
+    engine, twin = open_engine(), None if open_twin is None else open_twin()
+    encoded = encode(samples, tokenizer, config.max_scored_tokens)
+    measure(Local(engine, config, twin), encoded, tokenizer, out, config=config, progress=progress)
+    once(engine, encoded, tokenizer, out, config=config, progress=progress, twin=twin).write(out)
+
+
+def measure_candidate(
+    open_engine: Callable[[], Engine],
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    baseline: Path,
+    out: Path,
+    *,
+    config: WorkloadsConfig,
+    progress: Progress = no_progress,
+    open_twin: Callable[[], Twin] | None = None,
+) -> None:
+    """Measure a candidate on samples that are one round, and a single time."""
+    engine, twin = open_engine(), None if open_twin is None else open_twin()
+    options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
+    encoded = encode(samples, tokenizer, config.max_scored_tokens)
+    measure(Local(engine, config, twin), encoded, tokenizer, out, **options)
+    once(engine, encoded, tokenizer, out, twin=twin, open_engine=open_engine, **options).write(out)
+
+
+def joined(
+    encoded: Encoded,
+    rounds: Sequence[tuple[Path, Path]],
+    config: WorkloadsConfig,
+    engines: Engines = Engines("engine", "base"),  # noqa: B008  (frozen)
+    baseline_once: Path | None = None,
+) -> Evaluation:
+    """Join rounds (baseline, candidate), of which the first holds what is measured a single time as well."""
+    baseline, candidate = rounds[0]
+    measured = [(read_round(base), read_round(own)) for base, own in rounds]
+    return join(encoded, measured, (Once.read(baseline_once or baseline), Once.read(candidate)), engines, config)
 
 
 def evaluate(
@@ -43,23 +92,18 @@ def evaluate(
     out: Path,
     *,
     config: WorkloadsConfig,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     engine_digest: str = "engine",
-    graph_digest: str | None = None,
-    open_twin: OpenTwin | None = None,
+    open_twin: Callable[[], Twin] | None = None,
+    baseline_once: Path | None = None,
 ) -> EvaluationReport:
     """Run a candidate on samples that are one round, and write its report into `out`."""
     round_dir = out / "round"
     round_dir.mkdir()
-    options: dict[str, Any] = {"config": config, "progress": progress, "open_twin": open_twin}
-    evaluate_round(open_engine, samples, tokenizer, baseline, round_dir, **options)
-    return join_rounds(
-        [MeasuredRound(baseline, round_dir)],
-        samples,
-        tokenizer,
-        out,
-        config=config,
-        engine_digest=engine_digest,
-        baseline_digest="base",
-        graph_digest=graph_digest,
+    measure_candidate(
+        open_engine, samples, tokenizer, baseline, round_dir, config=config, progress=progress, open_twin=open_twin
     )
+    encoded, engines = encode_rounds(samples, tokenizer, config), Engines(engine_digest, "base")
+    evaluation = joined(encoded, [(baseline, round_dir)], config, engines, baseline_once)
+    evaluation.write(out)
+    return evaluation.report

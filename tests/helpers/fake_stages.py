@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
 from pipeline.dry import command as dry
-from pipeline.run import building, inputs
+from pipeline.run import building, chain, inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "pipeline.core.errors"
@@ -86,67 +86,67 @@ class FakeBackend(Backend):
         return SimpleNamespace(policy=json.loads((bundle / POLICY_FILE).read_text())["name"])
 
 
-class FakeEvaluation:
-    """Rounds of eight questions. `undecided` policies take a second round, LOST ones fail, the others pass at once."""
+UNDECIDED = ("int8",)
+"""Policies that take a second round; LOST ones fail, the others pass at once."""
 
-    undecided: tuple[str, ...] = ("int8",)
 
-    def load_samples(self, _: object) -> list[Sample]:
-        return QUESTIONS
+def _measure(subject: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
+    (out / "answers.jsonl").write_text("{}\n" * len(encoded))
+    (out / "round.json").write_text(json.dumps({"policy": subject.policy, "ended": time.time_ns()}))
 
-    def assign_rounds(self, samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
-        return [list(samples[number :: len(shares)]) for number in range(len(shares))]
 
-    def open_tokenizer(self, _: Path) -> None:
-        """Ask nobody."""
+def _once(*_: object, **__: object) -> Any:
+    return SimpleNamespace(write=lambda out: (out / "once.json").write_text(str(time.time_ns())))
 
-    def measure_baseline(self, open_engine: Callable[[], Any], samples: Sequence[Sample], _: Any, out: Path, **__: Any) -> None:
-        self._measured(open_engine(), samples, out)
 
-    def evaluate_round(
-        self, open_engine: Callable[[], Any], samples: Sequence[Sample], _: Any, __: Path, out: Path, **___: Any
-    ) -> None:
-        self._measured(open_engine(), samples, out)
+def _join(_: object, rounds: Sequence[tuple[object, str]], __: object, engines: Any, ___: object) -> Any:
+    name = rounds[0][1]
+    first_of_two = name in UNDECIDED and len(rounds) == 1
+    rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
+    cited = {"engine_digest": engines.engine, "baseline_digest": engines.baseline}
+    joined = report(rows, **cited, planned_rounds=[0.5, 1.0] if first_of_two else [1.0])
 
-    def _measured(self, engine: Any, samples: Sequence[Sample], out: Path) -> None:
-        (out / "answers.jsonl").write_text("{}\n" * len(samples))
-        (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
-
-    def MeasuredRound(self, baseline: Path, candidate: Path) -> tuple[Path, Path]:
-        return baseline, candidate
-
-    def Twin(self, *_: object) -> None:
-        """Compare with nobody."""
-
-    def join_rounds(
-        self,
-        measured: Sequence[tuple[Path, Path]],
-        _samples: object,
-        _tokenizer: object,
-        out: Path,
-        *,
-        engine_digest: str,
-        baseline_digest: str,
-        **_: object,
-    ) -> None:
-        name = json.loads((measured[0][1] / "round.json").read_text())["policy"]
-        first_of_two = name in self.undecided and len(measured) == 1
-        rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
-        cited = {"engine_digest": engine_digest, "baseline_digest": baseline_digest}
-        joined = report(rows, **cited, planned_rounds=[0.5, 1.0] if first_of_two else [1.0])
+    def write(out: Path) -> None:
         (out / REPORT_FILE).write_text(joined.model_dump_json())
         (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in rows))
+
+    return SimpleNamespace(report=joined, rows=rows, write=write)
 
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the fakes in the place of the real stages."""
+
+    def fake(module: str, **functions: object) -> None:
+        monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
+
     for name, function in (("calibration", calibrate), ("run", quantize), ("export", _export)):
-        fake = SimpleNamespace(calibration_texts=function, quantize=function, export=function)
-        monkeypatch.setitem(sys.modules, f"stages.quantize.{name}", fake)
-    monkeypatch.setitem(sys.modules, "stages.evaluate", FakeEvaluation())
+        fake(f"quantize.{name}", calibration_texts=function, quantize=function, export=function)
+    encoded = SimpleNamespace(write=lambda out: (out / "encoded.json").write_text(""), round=lambda _: QUESTIONS[:4])
+    nothing = SimpleNamespace(read=lambda _: None)
+    fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)
+    fake(
+        "evaluate.inputs.rounds",
+        assign_rounds=lambda samples, shares: [list(samples[n :: len(shares)]) for n in range(len(shares))],
+    )
+    fake(
+        "evaluate.inputs.tokens",
+        encode_rounds=lambda *_: encoded,
+        read_encoded=lambda _: encoded,
+        BundleTokenizer=lambda _: None,
+    )
+    fake("evaluate.measure", measure=_measure, Local=lambda engine, *_: engine)
+    fake("evaluate.once", once=_once)
+    fake("evaluate.twins.twin", Twin=lambda *_: None)
+    fake(
+        "evaluate.decoding.stored",
+        Once=nothing,
+        read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
+    )
+    fake("evaluate.joining", join=_join, Engines=lambda *digests: SimpleNamespace(engine=digests[0], baseline=digests[1]))
     for module in (building, inputs, dry):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
-    monkeypatch.setattr(building, "open_backend", FakeBackend)
+    for module in (building, chain):
+        monkeypatch.setattr(module, "open_backend", FakeBackend)
 
 
 def _export(_: Path, __: Path, out: Path, **___: object) -> None:

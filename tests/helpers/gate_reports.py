@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 
-import yaml
-
-from pipeline.verdict.gates import decide
+from pipeline.statistics.looks import planned_looks
+from pipeline.verdict import registry
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import (
     Accuracy,
     Canary,
@@ -18,16 +18,14 @@ from pipeline.verdict.report import (
     Slope,
     SystemMetrics,
 )
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Check, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8"))
-GATES = Gates.model_validate(DEFAULTS)
+GATES = Gates()
 CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
 
 
 def gates(**changes: object) -> Gates:
-    return Gates.model_validate({**DEFAULTS, **changes})
+    return Gates.model_validate(changes)
 
 
 def row(workload: str, index: int, before: bool = True, after: bool = True, **changes: object) -> SampleRow:
@@ -127,6 +125,18 @@ def sliced(rows: list[SampleRow]) -> EvaluationReport:
 
 def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
     return decide(report(rows, **changes), rows, thresholds)
+
+
+def together(judged: EvaluationReport, rows: Sequence[SampleRow]) -> int:
+    """How many distances are tested together."""
+    return sum(one.tests(judged, rows) for one in registry.GATES if one.tests is not None)
+
+
+def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
+    """The lines that the gate with such a line writes, at a look at all samples."""
+    gate = next(one for one in registry.GATES if key in one.lines)
+    evidence = registry.Evidence(judged, rows, planned_looks(judged.planned_rounds, 1)[0], together(judged, rows))
+    return list(gate.check(evidence, thresholds))
 
 
 def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:

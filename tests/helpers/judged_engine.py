@@ -16,7 +16,7 @@ from pipeline.evidence.identity import Link, Role, make_identity, write_identity
 from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-from stages.evaluate import samples_digest
+from stages.evaluate.inputs.tokens import samples_digest
 
 TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 SAMPLES = "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"

@@ -19,13 +19,17 @@ from conformance_cases import (
     stores,
     values_a_tenth_larger,
 )
-from evaluations import evaluate, quiet
+from evaluations import evaluate, measure_baseline
+from gate_reports import lines, report
 
 from pipeline.core.kv import FP16_POLICY, Eviction
 from pipeline.core.workloads import ProbeConfig
-from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance, conformance
+from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance
+from pipeline.verdict.thresholds import Check
 from stages.engines.onnx.engine import OnnxEngine
-from stages.evaluate import Twin, load_samples, measure_baseline, open_tokenizer
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer
+from stages.evaluate.twins.twin import Twin
 
 torch.set_num_threads(1)
 
@@ -43,9 +47,13 @@ def baseline(bench: Conformity) -> EngineConformance:
     return bench.compared(FP16_POLICY, bench.engine(FP16_POLICY))
 
 
-def gate(baseline: EngineConformance, candidate: EngineConformance) -> dict[str, str]:
+def judged(baseline: EngineConformance, candidate: EngineConformance) -> list[Check]:
     record = Conformance(compute_dtype="float32", baseline=baseline, candidate=candidate)
-    return {check.where: check.status for check in conformance(record)}
+    return lines("conformance", report([], conformance=record))
+
+
+def gate(baseline: EngineConformance, candidate: EngineConformance) -> dict[str, str]:
+    return {check.where: check.status for check in judged(baseline, candidate)}
 
 
 def found(deviation: Deviation | None) -> Deviation:
@@ -161,18 +169,14 @@ def test_what_both_engines_lack_fails_the_baseline(bench: Conformity) -> None:
     assert gate(results["fp16"], results["fp8"])["baseline"] == "FAIL"
     where = found(results["fp16"].deviation)
     assert (where.act, where.position, where.page_offset) == ("stored", 63, 63)
-    assert (
-        "does not compute fp16"
-        in conformance(Conformance(compute_dtype="float32", baseline=results["fp16"], candidate=results["fp8"]))[0].reason
-    )
+    assert "does not compute fp16" in judged(results["fp16"], results["fp8"])[0].reason
 
 
 def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformity, baseline: EngineConformance) -> None:
     policy, engine = POLICIES["int4_tensor"], bench.engine(FP16_POLICY)
     engine.policy = policy
     result = bench.compared(policy, engine)
-    record = Conformance(compute_dtype="float32", baseline=baseline, candidate=result)
-    check = conformance(record)[1]
+    check = judged(baseline, result)[1]
     assert check.status == "FAIL"
     assert "layer 0 keys take 128 bytes a token and head, int4 takes 32" in check.reason
     assert result.kl is not None
@@ -182,7 +186,7 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
     """The logits of both are the same, so that no distance between them sees it."""
     config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
-    samples, tokenizer = load_samples(config), open_tokenizer(bench.checkpoint)
+    samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
     stored.mkdir()
 
@@ -192,11 +196,11 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     def twin() -> Twin:
         return bench.twin(FP16_POLICY, bench.engine(FP16_POLICY))
 
-    measure_baseline(engine, samples, tokenizer, stored, config=config, progress=quiet, open_twin=twin)
+    measure_baseline(engine, samples, tokenizer, stored, config=config, open_twin=twin)
     report = evaluate(engine, samples, tokenizer, stored, tmp_path, config=config, open_twin=twin)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None
-    assert [check.status for check in conformance(report.conformance)] == ["FAIL", "FAIL"]
+    assert [check.status for check in lines("conformance", report)] == ["FAIL", "FAIL"]
     assert report.conformance.candidate.twin_kl is not None
     assert report.conformance.compute_dtype == "float32"
     assert {request.sample.split("-")[0] for request in report.conformance.candidate.requests} == {"prose", "retrieval"}

@@ -5,7 +5,6 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 from evaluations import evaluate
 from main_path import FEW, SECRETS, Swept, summary
@@ -112,12 +111,13 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
     from pipeline.core.kv import KVPolicy
     from pipeline.core.workloads import WorkloadsConfig
-    from pipeline.verdict.gates import decide
+    from pipeline.verdict.gates import Gates, decide
     from pipeline.verdict.report import load_report, load_rows
-    from pipeline.verdict.thresholds import Gates
     from stages.engines.onnx.build import build_bundle
     from stages.engines.onnx.engine import load_engine
-    from stages.evaluate import assign_rounds, load_samples, open_tokenizer
+    from stages.evaluate.inputs.rounds import assign_rounds
+    from stages.evaluate.inputs.samples import load_samples
+    from stages.evaluate.inputs.tokens import BundleTokenizer
 
     work, _ = swept
     (decoder,) = _only(work / "artifacts" / "export")
@@ -134,20 +134,21 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
-    answers = manifest["parts"]["inputs"]["answers"]
-    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == answers]
+    inputs = manifest["parts"]["inputs"]
+    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == inputs["answers"]]
+    (once,) = [path for path in _only(work / "artifacts" / "once") if _digest(path) == inputs["baseline_once"]]
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
         assign_rounds(load_samples(workloads), workloads.rounds)[0],
-        open_tokenizer(tmp_path / "bundle"),
+        BundleTokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
         config=workloads.model_copy(update={"rounds": [1.0]}),
         engine_digest="corrupted",
+        baseline_once=once,
     )
-    gates = Gates.model_validate(_default_gates())
-    verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), gates)
+    verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), Gates())
     assert verdict.status == "FAIL"
 
 
@@ -159,12 +160,6 @@ def _digest(artifact: Path) -> str:
     from pipeline.artifacts.digest import files_digest
 
     return files_digest(json.loads((artifact / ".manifest.json").read_text())["files"])
-
-
-def _default_gates() -> Any:
-    import yaml
-
-    return yaml.safe_load((Path(__file__).parents[2] / "conf" / "gates" / "default.yaml").read_text())
 
 
 def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, tmp_path: Path) -> None:

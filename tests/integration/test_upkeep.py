@@ -26,10 +26,9 @@ from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
-from pipeline.upkeep.disk import Piece, distinct_bytes, read_disk
-from pipeline.upkeep.prune import Plan, alone
-from pipeline.upkeep.prune import apply as remove
-from pipeline.upkeep.stages import plan_prune
+from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes, walk
+from pipeline.upkeep.prune import Plan, alone, make_plan, remove
+from pipeline.upkeep.registered import _from_client, read_registered
 
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
@@ -93,7 +92,7 @@ class Ground:
         return None if version is None else (self.store.tags(version) or {})["kv"]
 
     def plan(self, *overrides: str) -> Plan:
-        return plan_prune(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides), read_identity)
+        return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +155,6 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     assert (kinds["build"]["count"], kinds["identity"]["count"]) == (5, 4)
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert status["store_bytes"] == sum(size for _, size in files)
-    assert any("/models/some-llm is no longer there" in one["why"] for one in status["stale"])
     commands = [step["command"] for step in status["next"]]
     assert any("stage=promote" in command for command in commands), "the last sweep passed and nobody promoted it"
 
@@ -176,16 +174,17 @@ def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsy
 
 
 def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground) -> None:
-    kinds = [kind for kind, _, _ in ground.plan("prune.keep_sweeps=0").kinds]
+    kinds = list(dict.fromkeys(piece.kind for piece in ground.plan("prune.keep_sweeps=0").gone))
     assert kinds[:4] == ["baseline", "round", "identity", "evaluate"]
     assert "tune" in kinds
 
 
-def test_an_artifact_is_listed_by_its_policy_and_its_place(ground: Ground) -> None:
-    pieces = read_disk(ground.artifacts).artifacts.values()
-    built = {piece.label.partition(" ")[0] for piece in pieces if piece.kind == "build"}
-    assert {"fp16", "fp8k_int4v"} <= built
-    assert all(piece.label.endswith(piece.path.name[:8]) for piece in pieces)
+def test_a_file_of_sqlite_is_read_as_mlflow_reads_it(ground: Ground) -> None:
+    cited = {file_digest(path) for path in ground.artifacts.glob("identity/*/identity.json")}
+    location = locate(Tracking(), ground.work, "another-llm", {})
+    (read,), (asked,) = read_registered(location, cited), list(_from_client(location, cited))
+    assert read.name == "kvgate-some-llm"
+    assert read == asked
 
 
 def test_the_bytes_that_are_said_are_those_that_are_freed(copied: Path) -> None:
@@ -194,37 +193,32 @@ def test_the_bytes_that_are_said_are_those_that_are_freed(copied: Path) -> None:
     shared.write_bytes(b"x" * 1000)
     linked.unlink()
     os.link(shared, linked)
-    disk = read_disk(copied)
-    (one,) = [piece for piece in disk.artifacts.values() if linked.is_relative_to(piece.path)]
-    both = [piece for piece in disk.artifacts.values() if shared.is_relative_to(piece.path)] + [one]
-    for gone in ([one], both):
-        before = distinct_bytes(read_disk(copied).pieces)
-        said = Plan(tuple(gone), {}, ()).freed_bytes
-        assert (said >= 1000) == (gone is both)
-        if gone is both:
-            remove(gone)
-            assert before - distinct_bytes(read_disk(copied).pieces) == said
+    one, other = (piece for piece in walk(copied) if linked.is_relative_to(piece.path) or shared.is_relative_to(piece.path))
+    before, said = distinct_bytes(walk(copied)), freed_bytes(copied, [one, other])
+    alone_bytes = [freed_bytes(copied, [piece]) for piece in (one, other)]
+    assert said - sum(alone_bytes) == 1000, "of each alone, the other one has the file as well"
+    remove(copied, [one, other])
+    assert before - distinct_bytes(walk(copied)) == said
 
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, copied: Path) -> None:
-    needed = {one.place for one in read_disk(ground.artifacts).artifacts.values()}
-    needed -= {one.place for one in ground.plan("prune.keep_sweeps=1").gone}
     whole = ground.plan("prune.keep_sweeps=1").gone
+    needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
 
     def gone(artifacts: Path) -> list[Piece]:
-        left = {piece.place: piece for piece in read_disk(artifacts).pieces}
+        left = {piece.place: piece for piece in walk(artifacts)}
         return [left[piece.place] for piece in whole if piece.place in left]
 
-    operations = attempt(partial(remove, gone(copied)), copied).operations
+    operations = attempt(partial(remove, copied, gone(copied)), copied).operations
     assert operations > len(whole)
     for at in range(2, operations, operations // 4):
         shutil.rmtree(copied)
         shutil.copytree(ground.artifacts, copied)
-        assert attempt(partial(remove, gone(copied)), copied, at).code == -signal.SIGKILL
+        assert attempt(partial(remove, copied, gone(copied)), copied, at).code == -signal.SIGKILL
         assert broken(copied) == []
-        assert needed <= set(read_disk(copied).artifacts)
+        assert needed <= {piece.place for piece in walk(copied)}
         Store(copied).get(Recipe("demo", (), {"at": at}, {}), write_one)
-        assert read_disk(copied).scratch == (), "the next command that makes something removes what was left"
+        assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes what was left"
 
 
 @contextmanager
@@ -249,14 +243,11 @@ def running(artifacts: Path) -> Iterator[int]:
 
 
 def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_holds_nothing(
-    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(ground.artifacts)
-    with running(ground.artifacts) as pid:
-        with pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
-            command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
-        command(ground.work, "stage=prune")
-        assert f"process {pid}" in capsys.readouterr().out
+    with running(ground.artifacts) as pid, pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
+        command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before
     # The other way round: a command that begins while artifacts are removed waits, and says for what.
     monkeypatch.setenv(LIMIT, "0.2")
@@ -326,7 +317,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
         command(ground.work, "stage=promote", "promote.sweep=20260101-000000-1-a")
     assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "what was refused says what next, too"
     command(ground.work, "stage=status")
-    assert "version 1 of kvgate-some-llm: no evidence in this work directory" in capsys.readouterr().out
+    assert "route-copy of kvgate-some-llm" not in capsys.readouterr().out, "nothing that serves lacks its evidence"
     command(ground.work, "stage=rollback")
     with pytest.raises(UserError, match="no previous champion"):
         command(ground.work, "stage=rollback")

@@ -6,7 +6,8 @@ distances are asked once for each number of rows, because those are the same in 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,11 +15,12 @@ import pytest
 from gate_reports import GATES, report, row
 
 from benchmarks.gate_characteristics import CASES, HARMLESS, Rates, Rule, holm_for_pass, main, sequential
-from pipeline.statistics import paired as st
-from pipeline.verdict import answers, distances, validity
-from pipeline.verdict.gates import decide, is_final
+from pipeline.statistics import paired
+from pipeline.verdict import gates
+from pipeline.verdict.gates import Gates, decide, is_final
+from pipeline.verdict.registry import Evidence, Gate
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, Gates
+from pipeline.verdict.thresholds import Check
 
 PLAN = (0.1, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 160
@@ -40,27 +42,20 @@ def report_of(samples: int) -> EvaluationReport:
 
 @pytest.fixture(autouse=True)
 def _pure_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(compute: Callable[..., list[Check]]) -> Callable[..., list[Check]]:
-        known: dict[object, list[Check]] = {}
+    def kept(gate: Gate) -> Gate:
+        known: dict[tuple[int, int], list[Check]] = {}
 
-        def of(rows: Sequence[SampleRow], gates: Gates, *others: object) -> list[Check]:
-            key = (len(rows), *others)  # as many rows have the same distances
+        def check(evidence: Evidence, limits: Gates) -> list[Check]:
+            key = len(evidence.rows), evidence.look.number  # as many rows have the same distances
             if key not in known:
-                known[key] = compute(rows, gates, *others)
+                known[key] = list(gate.check(evidence, limits))
             return known[key]
 
-        return of
+        return replace(gate, check=check)
 
-    for name in ("distance_by_workload", "rare", "slope_by_workload"):
-        monkeypatch.setattr(distances, name, kept(getattr(distances, name)))
-    monkeypatch.setattr(validity, "completeness", lambda _report, _rows: [])
-    monkeypatch.setattr(distances, "canary", lambda _report, _gates: [CANARY])
-    monkeypatch.setattr(st, "difference_bound", lambda *_: 0.0)  # of the texts only
-    monkeypatch.setattr(answers, "samples_needed", lambda *_: {})
-    monkeypatch.setattr(answers, "detectable", lambda *_: {})
-
-
-CANARY = distances.canary(report([]), GATES)[0]
+    some = [replace(gate, needed=None, detectable=None) for gate in gates.GATES if "complete" not in gate.lines]
+    monkeypatch.setattr(gates, "GATES", [gate if "accuracy" in gate.lines else kept(gate) for gate in some])
+    monkeypatch.setattr(paired, "difference_bound", lambda *_: 0.0)  # of the texts only
 
 
 def evaluate(rng: np.random.Generator, case: Sequence[Rates]) -> tuple[str, float]:

@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtllm_exports import conf
+from gate_reports import lines
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
-from pipeline.verdict.conformance import conformance
-from pipeline.verdict.distances import canary
 from pipeline.verdict.report import EvaluationReport, load_report
-from pipeline.verdict.thresholds import Gates
 
 FEW = [
     "workloads.max_scored_tokens=32",
@@ -42,7 +39,7 @@ def judge(work: Path, python: str, *given: str) -> tuple[EvaluationReport, dict[
 
 def check(report: EvaluationReport) -> None:
     """What any evaluation of this build's FP8 cache shows."""
-    baseline, candidate = conformance(report.conformance)
+    baseline, candidate = lines("conformance", report)
     assert baseline.status == "PASS", baseline.reason
     assert "computes fp16 as the oracle does" in baseline.reason
     assert candidate.status == "FAIL", candidate.reason
@@ -74,8 +71,7 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01
-    gates = Gates.model_validate(conf("gates", "default"))
-    assert canary(report, gates)[0].status == "PASS"
+    assert lines("canary", report)[0].status == "PASS"
 
 
 def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> None:

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtllm_exports import conf
 from vllm_server import vllm_server
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import load_report, load_rows
-from pipeline.verdict.thresholds import Gates
 
 FEW = [
     "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
@@ -80,7 +78,7 @@ def test_a_server_is_judged_by_what_it_shows_of_its_prefix_cache(work: Path, ser
     assert report.probes is not None
     assert report.probes.free_candidate.contradictions == report.probes.free_baseline.contradictions == []
     assert report.system.decode_tokens_per_s is None or report.system.decode_tokens_per_s > 0
-    verdict = decide(report, rows, Gates.model_validate(conf("gates", "default")))
+    verdict = decide(report, rows, Gates())
     assert verdict.reasons[0].startswith("candidate: only reuse over a prefix cache was seen, the decode kernel was not")
 
 

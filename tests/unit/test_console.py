@@ -168,14 +168,18 @@ def test_what_is_done_before_the_first_artifact_is_said(monkeypatch: pytest.Monk
 def test_a_decision_between_two_rounds_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(phases, "FIRST_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal=False)
-    monkeypatch.setattr(Chain, "_join", lambda *_: wait_for(written, "  deciding whether to ask more: "))
-    for name in ("load_report", "load_rows", "decide", "is_final"):
+
+    def joined(*_: object) -> Any:
+        wait_for(written, "  deciding whether to ask more: ")
+        return SimpleNamespace(report=None, rows=[])
+
+    monkeypatch.setattr(Chain, "_joined", joined)
+    for name in ("decide", "is_final"):
         monkeypatch.setattr(f"pipeline.run.chain.{name}", lambda *_: True)
     chain = Chain.__new__(Chain)
     chain.config = SimpleNamespace(gates=None)  # type: ignore[assignment]
     monkeypatch.chdir(tmp_path)
-    anything: Any = None
-    assert chain._is_decided([], anything, anything) is True
+    assert chain._is_decided({}) is True
 
 
 def test_what_takes_a_moment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
-from gate_reports import GATES, every_class, report
+from gate_reports import GATES, every_class, lines, report
 
 from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Sample
-from pipeline.verdict import coverage as verdicts
 from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
@@ -111,25 +110,26 @@ def probes(candidate: Probe | None = None, baseline: Probe | None = None, free: 
     )
 
 
-def statuses(found: EngineProbes) -> dict[tuple[str, str], str]:
-    return {(check.gate, check.where): check.status for check in verdicts.checks(found) if check.status != "PASS"}
+BAD = a_probe(failures=["fork: fork at 65 tokens: KL 1"])
+LARGER = a_probe(allocation=a_probe().allocation.model_copy(update={"pool_bytes": 256}))
 
 
-def test_sound_probes_pass_and_older_reports_have_none() -> None:
-    assert len(verdicts.checks(probes())) == 6
-    assert statuses(probes()) == {}
-    assert verdicts.checks(None) == []
-
-
-def test_each_of_the_gates_fails_by_itself() -> None:
-    bad = a_probe(failures=["fork: fork at 65 tokens: KL 1"])
-    assert statuses(probes(candidate=bad)) == {("probe", "candidate"): "FAIL"}
-    assert statuses(probes(baseline=bad)) == {("probe", "baseline"): "FAIL"}
-    told = next(check.reason for check in verdicts.checks(probes()) if check.gate == "free_answers")
+@pytest.mark.parametrize(
+    ("found", "failed"),
+    [
+        (probes(), []),
+        (probes(candidate=BAD), [("probe", "candidate")]),
+        (probes(baseline=BAD), [("probe", "baseline")]),
+        (probes(free=["sample a: ..."]), [("free_answers", "candidate")]),
+        (probes(candidate=LARGER), [("allocation", "candidate")]),
+    ],
+)
+def test_each_part_of_the_probes_fails_by_itself(found: EngineProbes, failed: list[tuple[str, str]]) -> None:
+    checks = lines("probe", report([], probes=found))
+    assert len(checks) == 6
+    assert [(check.gate, check.where) for check in checks if check.status != "PASS"] == failed
+    told = next(check.reason for check in checks if (check.gate, check.where) == ("free_answers", "baseline"))
     assert told.endswith("so that at most 78 % of requests contradict themselves (95 %)"), "1 - 0.05^(1/2)"
-    assert statuses(probes(free=["sample a: ..."])) == {("free_answers", "candidate"): "FAIL"}
-    larger = a_probe().allocation.model_copy(update={"pool_bytes": 256})
-    assert statuses(probes(candidate=a_probe(allocation=larger))) == {("allocation", "candidate"): "FAIL"}
 
 
 @pytest.mark.parametrize(

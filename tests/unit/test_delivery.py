@@ -1,37 +1,39 @@
 """Scales that arrive in an engine as something else: what they are called, and what the gate makes of them."""
 
 import pytest
+from gate_reports import gates, lines, report
 
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
 from pipeline.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
 from pipeline.verdict.delivery import describe_changes, scale_changes
 from pipeline.verdict.thresholds import ScaleChangeKind
-from pipeline.verdict.validity import delivered_scales
 from stages.evaluate.twins.twin import LEAST_MEASURED, ROUNDING, Twin
 
+Scales = dict[Side, tuple[float, ...]]
 BOTH = {0: [Side.KEY, Side.VALUE]}
+CARRIED: Scales = {Side.KEY: (0.25,), Side.VALUE: (0.5,)}
 
 
-def layer(carried: dict[Side, tuple[float, ...]], key: tuple[float, ...], value: tuple[float, ...]) -> list[LayerDelivery]:
+def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> list[LayerDelivery]:
     return [LayerDelivery(carried, {Side.KEY: key, Side.VALUE: value})]
 
 
 @pytest.mark.parametrize(
     ("carried", "key", "value", "kinds"),
     [
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.25,), (0.5,), []),
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.25 * (1 + 1e-7),), (0.5,), []),
+        (CARRIED, (0.25,), (0.5,), []),
+        (CARRIED, (0.25 * (1 + 1e-7),), (0.5,), []),
         ({Side.VALUE: (0.5,)}, (1.0,), (0.5,), ["missing"]),
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (1.0,), (1.0,), ["defaulted", "defaulted"]),
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.5,), ["merged"]),
+        (CARRIED, (1.0,), (1.0,), ["defaulted", "defaulted"]),
+        (CARRIED, (0.5,), (0.5,), ["merged"]),
         ({Side.KEY: (0.25, 0.75), Side.VALUE: (0.5, 0.5)}, (0.75,), (0.5,), ["merged", "merged"]),
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.25,), ["swapped", "swapped"]),
-        ({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.3,), (0.5,), ["changed"]),
+        (CARRIED, (0.5,), (0.25,), ["swapped", "swapped"]),
+        (CARRIED, (0.3,), (0.5,), ["changed"]),
     ],
 )
 def test_what_became_of_a_scale_has_a_name(
-    carried: dict[Side, tuple[float, ...]], key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
+    carried: Scales, key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
 ) -> None:
     assert [change.kind for change in scale_changes(layer(carried, key, value), BOTH)] == kinds
 
@@ -40,20 +42,23 @@ def test_sides_without_static_scales_are_not_looked_at() -> None:
     assert scale_changes(layer({}, (1.0,), (1.0,)), {0: []}) == []
 
 
-def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is() -> None:
-    assert delivered_scales(None, ()) == []
-    (sound,) = delivered_scales([], ())
-    assert (sound.status, sound.reason) == ("PASS", "candidate: scales: the engine uses the scales that its checkpoint carries")
-    changes = scale_changes(layer({Side.KEY: (0.25,), Side.VALUE: (0.5,)}, (0.5,), (0.5,)), BOTH)
-    other: ScaleChangeKind = "defaulted"
-    (failed,) = delivered_scales(changes, (other,))
-    assert failed.status == "FAIL"
-    assert failed.reason == f"candidate: scales: {describe_changes(changes)}"
-    assert "1 merged (layer 0 keys: 0.25 was merged with others to the largest, 0.5)" in failed.reason
-    same: ScaleChangeKind = "merged"
-    (warned,) = delivered_scales(changes, (same,))
-    assert warned.status == "WARNING"
-    assert warned.reason.endswith("as gates.allow_scale_changes accepts")
+MERGED = scale_changes(layer(CARRIED, (0.5,), (0.5,)), BOTH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed", "status", "reason"),
+    [
+        ([], [], "PASS", "candidate: scales: the engine uses the scales that its checkpoint carries"),
+        (MERGED, ["defaulted"], "FAIL",
+         "candidate: scales: 1 merged (layer 0 keys: 0.25 was merged with others to the largest, 0.5)"),
+        (MERGED, ["merged"], "WARNING", f"candidate: scales: {describe_changes(MERGED)}, as gates.allow_scale_changes accepts"),
+    ],
+)  # fmt: skip
+def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is(
+    changes: list[object], allowed: list[str], status: str, reason: str
+) -> None:
+    (line,) = lines("scale_delivery", report([], scale_changes=changes), thresholds=gates(allow_scale_changes=allowed))
+    assert (line.status, line.reason) == (status, reason)
 
 
 def distance(kl: float, layers: tuple[float, ...] = ()) -> Distance:

@@ -17,7 +17,7 @@ from pipeline.config.config import Stage
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.verdict.thresholds import Gates
+from pipeline.verdict.gates import Gates
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [

@@ -3,13 +3,12 @@
 import math
 
 import pytest
-from evaluations import brief_workloads, evaluate
+from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Sample
 from pipeline.verdict.report import SampleRow, load_rows
-from stages.evaluate import measure_baseline
 from stages.evaluate.again import decode_again, difference
 
 CONFIG = brief_workloads(context_bins=[0, 6])

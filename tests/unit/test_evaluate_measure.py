@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from evaluations import brief_workloads, evaluate
+from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import VOCAB, CharTokenizer, fake_engine
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate import measure_baseline
 from stages.evaluate.distances.distance import REST_MASS
 from stages.evaluate.distances.scores import BaselineHeads
 
@@ -42,7 +40,7 @@ def samples(per_class: int = 80) -> list[Sample]:
 
 
 SAMPLES = samples()
-GATES = Gates.model_validate(yaml.safe_load((ROOT / "conf" / "gates" / "default.yaml").read_text(encoding="utf-8")))
+GATES = Gates()
 
 
 def quiet(label: str, done: int, total: int) -> None:
@@ -83,7 +81,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(baseline: Path, 
 
 
 def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
-    noise = json.loads((baseline / "round.json").read_text(encoding="utf-8"))["noise"]
+    noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
     assert noise["samples"] == 4 * 3 + 2  # two of the longest are not among the first four
     assert 0 < noise["fidelity"]["kl_mean"] < 1e-4
 
@@ -202,7 +200,7 @@ def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path:
 
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="measured on other samples"):
+    with pytest.raises(UserError, match="measured on other samples"):
         evaluate(
             lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
             config=brief_workloads(), progress=quiet,

@@ -12,16 +12,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from evaluations import brief_workloads, quiet
+from evaluations import brief_workloads, joined, measure_baseline, measure_candidate
 from fake_engine import CharTokenizer, SharingFake, sharing_engine
 from test_evaluate_measure import samples
 
+from pipeline.core.records import Progress, no_progress
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import EvaluationReport, load_report, load_rows
-from stages.evaluate import MeasuredRound, evaluate_round, join_rounds, measure_baseline
+from pipeline.verdict.report import EvaluationReport
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import UNFINISHED
-from stages.evaluate.inputs.tokens import encode
+from stages.evaluate.inputs.tokens import encode, encode_rounds
+from stages.evaluate.joining import Evaluation
 
 SAMPLES = samples(12)
 CONFIG: WorkloadsConfig = brief_workloads()
@@ -58,25 +59,20 @@ def control_c() -> None:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("baseline")
-    measure_baseline(lambda: sharing_engine(SAMPLES), SAMPLES, CharTokenizer(), out, config=CONFIG, progress=quiet)
+    measure_baseline(lambda: sharing_engine(SAMPLES), SAMPLES, CharTokenizer(), out, config=CONFIG)
     return out
 
 
-def run(baseline: Path, out: Path, *engines: SharingFake, progress: Callable[[str, int, int], None] = quiet) -> None:
+def run(baseline: Path, out: Path, *engines: SharingFake, progress: Progress = no_progress) -> None:
     """Run a round; `engines` are opened one after the other, then sound ones."""
     left = list(engines)
-    evaluate_round(
+    measure_candidate(
         lambda: left.pop(0) if left else engine(), SAMPLES, CharTokenizer(), baseline, out, config=CONFIG, progress=progress
     )
 
 
-def report(baseline: Path, round_dir: Path, out: Path) -> EvaluationReport:
-    out.mkdir()
-    join_rounds(
-        [MeasuredRound(baseline, round_dir)], SAMPLES, CharTokenizer(), out,
-        config=CONFIG, engine_digest="e", baseline_digest="b",
-    )  # fmt: skip
-    return load_report(out)
+def report(baseline: Path, round_dir: Path) -> Evaluation:
+    return joined(encode_rounds(SAMPLES, CharTokenizer(), CONFIG), [(baseline, round_dir)], CONFIG)
 
 
 def untimed(found: EvaluationReport) -> EvaluationReport:
@@ -88,9 +84,9 @@ def assert_like_an_uninterrupted_run(baseline: Path, resumed: Path, tmp_path: Pa
     whole = tmp_path / "whole"
     whole.mkdir()
     run(baseline, whole)
-    expected, found = report(baseline, whole, tmp_path / "expected"), report(baseline, resumed, tmp_path / "found")
-    assert untimed(found) == untimed(expected)
-    assert load_rows(tmp_path / "found") == load_rows(tmp_path / "expected")
+    expected, found = report(baseline, whole), report(baseline, resumed)
+    assert untimed(found.report) == untimed(expected.report)
+    assert found.rows == expected.rows
     assert {path.name for path in resumed.iterdir()} == {path.name for path in whole.iterdir()}
 
 
@@ -117,7 +113,7 @@ def test_the_baseline_is_resumed_too(baseline: Path, tmp_path: Path) -> None:
     left = [faulty, plain]
     for _ in range(2):
         try:
-            measure_baseline(lambda: left.pop(0), SAMPLES, CharTokenizer(), tmp_path, config=CONFIG, progress=quiet)
+            measure_baseline(lambda: left.pop(0), SAMPLES, CharTokenizer(), tmp_path, config=CONFIG)
         except RuntimeError:
             assert 0 < len(list((tmp_path / UNFINISHED).glob("*/*"))) < len(SAMPLES)
     for name in ("logprobs.safetensors", "answers.jsonl"):

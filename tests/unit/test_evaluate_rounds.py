@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import brief_workloads, evaluate, quiet
+from evaluations import brief_workloads, evaluate, joined, measure_baseline, measure_candidate
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
 from test_evaluate_measure import SAMPLES, samples
 
@@ -18,8 +18,8 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from pipeline.run.chain import Chain
 from pipeline.verdict.report import LEAST_STEP, load_report, load_rows
-from stages.evaluate import MeasuredRound, assign_rounds, evaluate_round, join_rounds, measure_baseline
-from stages.evaluate.rounds import planned_shares
+from stages.evaluate.inputs.rounds import assign_rounds, planned_shares
+from stages.evaluate.inputs.tokens import encode_rounds, read_encoded
 
 SHARES = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -53,7 +53,7 @@ def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None
 def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
     rounds = assign_rounds(SAMPLES[:3], SHARES)
     assert [len(chosen) for chosen in rounds] == [1, 1, 1]
-    assert planned_shares(rounds) == [1 / 3, 2 / 3, 1]
+    assert planned_shares([1, 2, 3]) == [1 / 3, 2 / 3, 1]
     assert assign_rounds(SAMPLES, [1.0]) == [SAMPLES]
     many = samples(400)
     one_document = [replace(s, document="all") if i < 795 else s for i, s in enumerate(many)]
@@ -62,7 +62,6 @@ def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
             divided = assign_rounds(questions, shares)
             assert min(map(len, divided)) >= LEAST_STEP * len(questions)
             assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
-            assert planned_shares(divided)[-1] == 1
 
 
 @pytest.mark.parametrize("bad", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [1.0, 0.5]])
@@ -81,31 +80,28 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
     for name in ("baseline", "one"):
         (tmp_path / name).mkdir()
     stored = tmp_path / "baseline"
-    measure_baseline(lambda: fake_engine(SAMPLES), ordered, CharTokenizer(), stored, config=brief_workloads(), progress=quiet)
+    measure_baseline(lambda: fake_engine(SAMPLES), ordered, CharTokenizer(), stored, config=brief_workloads())
     whole = evaluate(engine, ordered, CharTokenizer(), stored, tmp_path / "one", config=brief_workloads())
+    encoded = encode_rounds(SAMPLES, CharTokenizer(), asked)
+    encoded.write(tmp_path)
+    assert read_encoded(tmp_path) == encoded
     measured = []
     for number, chosen in enumerate(rounds, start=1):
-        directories = MeasuredRound(tmp_path / f"b{number}", tmp_path / f"c{number}")
-        directories.baseline.mkdir()
-        directories.candidate.mkdir()
-        options: dict[str, Any] = {"config": asked, "progress": quiet, "first": number == 1}
-        measure_baseline(lambda: fake_engine(SAMPLES), chosen, CharTokenizer(), directories.baseline, **options)
-        evaluate_round(engine, chosen, CharTokenizer(), directories.baseline, directories.candidate, **options)
-        measured.append(directories)
-        out = tmp_path / f"joined{number}"
-        out.mkdir()
-        join_rounds(measured, SAMPLES, CharTokenizer(), out, config=asked, engine_digest="engine", baseline_digest="base")
-        assert load_report(out).samples == sum(map(len, rounds[:number]))
-        assert load_report(out).workloads_digest == load_report(tmp_path / "joined1").workloads_digest
-    joined = load_report(out)
-    assert joined.slices == whole.slices
-    assert joined.planned_rounds == planned_shares(rounds)
-    assert joined.work == whole.work
-    rows = load_rows(out)
-    assert [(row.id, row.round) for row in rows] == [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
-    assert [row.model_copy(update={"round": 1}) for row in rows] == load_rows(tmp_path / "one")
-    with pytest.raises(ValueError, match="other samples than those of round 1"):
-        join_rounds(measured[1:], SAMPLES, CharTokenizer(), out, config=asked, engine_digest="engine", baseline_digest="base")
+        base, candidate = tmp_path / f"b{number}", tmp_path / f"c{number}"
+        base.mkdir()
+        candidate.mkdir()
+        measure_baseline(lambda: fake_engine(SAMPLES), chosen, CharTokenizer(), base, config=asked)
+        measure_candidate(engine, chosen, CharTokenizer(), base, candidate, config=asked)
+        measured.append((base, candidate))
+        found = joined(encoded, measured, asked)
+        assert found.report.samples == sum(map(len, rounds[:number]))
+        assert found.report.workloads_digest == encoded.digest
+    assert found.report.slices == whole.slices
+    assert found.report.planned_rounds == planned_shares(encoded.numbers)
+    assert found.report.work == whole.work
+    expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
+    assert [(row.id, row.round) for row in found.rows] == expected
+    assert [row.model_copy(update={"round": 1}) for row in found.rows] == load_rows(tmp_path / "one")
 
 
 class _FakeBackend:
@@ -143,15 +139,17 @@ class _Chain(Chain):
 
         return self.store.get(Recipe("build", (), {"policy": policy.name}, {}), write)
 
-    def _twin_opener(self, twin: Artifact) -> Any:  # noqa: ARG002
+    def _open(self, policy: KVPolicy) -> Any:
         """A fake engine has no twin."""
-        return
+        opened: Any = super()._open(policy)
+        opened.twin = None
+        return opened
 
 
 @pytest.fixture
 def chain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_FakeBackend], _Chain]:
-    monkeypatch.setattr("stages.evaluate.load_samples", lambda _: SAMPLES)
-    monkeypatch.setattr("stages.evaluate.open_tokenizer", lambda _: CharTokenizer())
+    monkeypatch.setattr("stages.evaluate.inputs.samples.load_samples", lambda _: SAMPLES)
+    monkeypatch.setattr("stages.evaluate.inputs.tokens.BundleTokenizer", lambda _: CharTokenizer())
 
     def make(backend: _FakeBackend) -> _Chain:
         planned = plan([f"workdir={tmp_path}", "tracking=none"], multirun=False).jobs[0]

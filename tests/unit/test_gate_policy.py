@@ -18,8 +18,8 @@ from pipeline.trust.movelog import MoveLog
 from pipeline.trust.policy import GatePolicy, kept
 from pipeline.trust.settings import PromoteConfig
 from pipeline.verdict.coverage import Coverage, Exercised
-from pipeline.verdict.gates import decide
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.gates import Gates, decide
+from pipeline.verdict.thresholds import Verdict
 
 STRICT = """
 gates: {margin: 0.05, margins: {retrieval: 0.02}, alpha: 0.05, max_mean_kl: 0.05, min_samples: 32, allow_scale_changes: []}

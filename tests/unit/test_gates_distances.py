@@ -4,21 +4,20 @@ import math
 
 import numpy as np
 import pytest
-from gate_reports import GATES, row
+from gate_reports import GATES, lines, report, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gate_distances import SOUND, betting, passes, scaled
 from benchmarks.gate_shapes import load
 from pipeline.statistics import bounds
-from pipeline.statistics.looks import planned_looks
-from pipeline.verdict.distances import OUTLIER, distance_by_workload, jointly_tested, rare, slope_by_workload
+from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.report import SampleRow
 
 SHAPES = load()
 LIMIT = GATES.max_mean_kl
 WORST = OUTLIER * LIMIT
-SINGLE = planned_looks([1.0], 1)[0]
+EMPTY = report([])
 RUNS = 400
 
 
@@ -81,7 +80,7 @@ def test_the_gate_itself_rarely_passes_at_its_threshold(samples: int) -> None:
     wrong = 0
     for _ in range(60):
         drawn = np.repeat(rng.choice(at_limit, 40), samples)
-        checks = distance_by_workload(rows_of(drawn, samples), GATES, 7)
+        checks = lines("max_mean_kl", EMPTY, rows_of(drawn, samples))
         wrong += next(check.status for check in checks if check.gate == "max_mean_kl") == "PASS"
     assert wrong / 60 <= at_most(0.05, 60)
 
@@ -104,12 +103,7 @@ def test_real_sound_engines_pass_every_distance_of_every_workload_and_broken_one
             if (shape.model, shape.policy) == (model, policy)
             for i, document in enumerate(shape.documents)
         ]
-        together = jointly_tested(rows)
-        checks = [
-            *distance_by_workload(rows, GATES, together),
-            *rare(rows, GATES, SINGLE, together),
-            *slope_by_workload(rows, GATES, SINGLE, together),
-        ]
+        checks = [check for key in ("max_mean_kl", "max_ruined_share", "max_kl_slope") for check in lines(key, EMPTY, rows)]
         statuses = {check.status for check in checks}
         if policy in SOUND:
             assert statuses <= {"PASS", "WARNING"}, (model, policy, [c.reason for c in checks if c.status != "PASS"])
@@ -129,7 +123,7 @@ def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent(samples: int, co
         together, apart = rng.random(samples // 4 + 1), rng.random(samples)
         draws = [together[i // 4] if whole[i // 4] else apart[i] for i in range(samples)]
         rows = [pair[int(draw < share)] for pair, draw in zip(pool, draws, strict=True)]
-        wrong += rare(rows, GATES, SINGLE, 7)[0].status == "PASS"
+        wrong += lines("max_ruined_share", EMPTY, rows)[0].status == "PASS"
     assert wrong / 150 <= at_most(0.05, 150)
 
 

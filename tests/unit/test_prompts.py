@@ -10,9 +10,8 @@ from pipeline.config.config import CalibrationConfig
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.checkpoints import load_tokenizer
-from stages.evaluate import open_tokenizer
-from stages.quantize.calibration import calibration_texts
-from stages.quantize.tokens import tokenize
+from stages.evaluate.inputs.tokens import BundleTokenizer
+from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import prompt_ids, render, token_ids
 
 CHAT = Sample(
@@ -82,7 +81,7 @@ def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tok
 
 def test_evaluation_takes_a_base_models_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = None
-    opened = open_tokenizer(saved(tokenizer, tmp_path))
+    opened = BundleTokenizer(saved(tokenizer, tmp_path))
     assert opened.prompt_ids(CHAT) == prompt_ids(tokenizer, CHAT)
 
 
@@ -117,7 +116,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -
     folder = saved(tokenizer, tmp_path, eos_token=None)
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     with pytest.raises(UserError, match=r"has no eos_token; set it in tokenizer_config\.json"):
-        open_tokenizer(folder)
+        BundleTokenizer(folder)
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from pipeline.run.chain import Chain
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
 from pipeline.trust.movelog import MoveLog
-from pipeline.verdict.gates import decide
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Gates, Verdict
+from pipeline.verdict.thresholds import Verdict
 
 VERSION = "1"
 

@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from evaluations import brief_workloads, evaluate
+from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
-from gate_reports import GATES, answered, every_class, gates, report, verdict
+from gate_reports import GATES, answered, every_class, gates, report, together, verdict
 from pydantic import ValidationError
 from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from pipeline.core.workloads import SpeculationConfig
-from pipeline.verdict.distances import jointly_tested
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import Acceptance, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, Verdict
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate import measure_baseline
 from stages.evaluate.decoding import speculation
 from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
 
@@ -245,8 +243,8 @@ def test_drafters_that_met_no_answers_are_said_to_be_unmeasured() -> None:
 def test_an_evaluation_without_speculation_is_judged_as_before() -> None:
     rows = every_class()
     assert acceptance_lines(verdict(rows)) == []
-    assert jointly_tested(rows, 0) == 5 * 4 + 2
-    assert jointly_tested(rows, 2) == 5 * 4 + 2 * 4 + 2
+    assert together(report(rows), rows) == 5 * 4 + 2
+    assert together(report(rows, drafters=["lookup", "draft"]), rows) == 5 * 4 + 2 * 4 + 2
     older = json.loads(report(rows).model_dump_json())
     del older["drafters"]
     assert type(report(rows)).model_validate(older).drafters == []

@@ -28,7 +28,7 @@ class _Chain(Chain):
         recipe = Recipe("build", ("pipeline.core.kv",), {"kv": policy.name}, {})
         return replace(self.make(recipe, _nothing), digest=DIGEST, files={"decode.onnx": "a1b2"})
 
-    def baseline(self, number: int = 1) -> Artifact:  # noqa: ARG002
+    def engine(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
         raise MissingRequirement("no GPU")
 
 

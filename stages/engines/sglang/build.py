@@ -25,8 +25,6 @@ PROGRAM = Program(
 )
 COMMAND_FILE = "launch.txt"
 CHOICES = "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"
-SAME = {"fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-"""A code type whose scale is 1.0 -> the type of SGLang's cache that means the same arithmetic."""
 
 
 def build_bundle(
@@ -57,12 +55,11 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     if len(forms) > 1 or policy.exact_tokens or policy.window is not None or policy.eviction is not None:
         reason = "its cache has one type for all keys and values of all tokens"
     elif policy.key.exact:
-        sixteen = {"fp16": "float16", "bf16": "bfloat16"}[policy.key.dtype]
-        if policy.key.dtype == "fp16" or sixteen == config.dtype:
+        if policy.key.dtype == "fp16" or policy.key.code.storage.torch == config.dtype:
             return "auto"
         reason = f"a cache that is not quantized is of backend.dtype={config.dtype}"
-    elif policy.key.dtype in SAME and policy.key.scale == "uncalibrated" and policy.key.granularity == "per_tensor":
-        return SAME[policy.key.dtype]
+    elif policy.key.code.sglang is not None and policy.key.scale == "uncalibrated" and policy.key.rotation == "none":
+        return policy.key.code.sglang
     else:
         reason = f"{forms.pop()} has no equal there, or takes scales, which are not handed over"
     raise UserError(

@@ -56,7 +56,7 @@ class Trace:
         )
 
 
-def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, shape: KVShape) -> Exercised:
+def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, shape: KVShape, *, counted: bool) -> Exercised:
     members = list(traced)
     lengths = [length for _, trace in members for length, _ in trace.steps]
     # The prompt's last token is decoded too.
@@ -64,7 +64,7 @@ def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, 
     offsets = {(length - 1) % PAGE_TOKENS for length in lengths}
     window = policy.window.tokens if policy.window is not None else None
     return Exercised(
-        samples=len({item.sample.id for item, _ in members}),
+        samples=len({item.sample.id for item, _ in members}) if counted else 0,
         rows=len(lengths),
         one_pass_rows=sum(trace.one_pass for _, trace in members),
         longest_context=max(lengths, default=0),
@@ -81,7 +81,14 @@ def _exercised(traced: Iterable[tuple[EncodedSample, Trace]], policy: KVPolicy, 
     )
 
 
-def coverage(traced: Sequence[tuple[EncodedSample, Trace]], policy: KVPolicy, shape: KVShape, edges: Sequence[int]) -> Coverage:
+def coverage(
+    traced: Sequence[tuple[EncodedSample, Trace]],
+    policy: KVPolicy,
+    shape: KVShape,
+    edges: Sequence[int],
+    *,
+    counted: bool = True,
+) -> Coverage:
     """Return what samples exercised, in all and by workload and context bin.
 
     Args:
@@ -89,14 +96,19 @@ def coverage(traced: Sequence[tuple[EncodedSample, Trace]], policy: KVPolicy, sh
         policy: The engine's.
         shape: The engine's.
         edges: Lower ends of the context bins in tokens.
+        counted: Whether no other part of the evaluation's coverage counts these samples.
     """
     cells: dict[tuple[str, tuple[int, int | None]], list[tuple[EncodedSample, Trace]]] = {}
     for item, trace in traced:
         cells.setdefault((item.sample.workload, context_bin(len(item.prompt), edges)), []).append((item, trace))
     return Coverage(
-        overall=_exercised(traced, policy, shape),
+        overall=_exercised(traced, policy, shape, counted=counted),
         cells=[
-            Cell(workload=workload, context=context, exercised=_exercised(cells[workload, context], policy, shape))
+            Cell(
+                workload=workload,
+                context=context,
+                exercised=_exercised(cells[workload, context], policy, shape, counted=counted),
+            )
             for workload, context in sorted(cells, key=lambda key: (key[0], key[1][0]))
         ],
     )

@@ -6,18 +6,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.core.engine import Engine
+from pipeline.core.records import Progress
+from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.interruption import Interruption
-from stages.evaluate.decoding.results import ResultFolder, SampleResult
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
-from stages.evaluate.distances.scores import CHECK_EVERY, BaselineHeads, SampleHeads, head_of
-from stages.evaluate.inputs.checks import Judgement
-from stages.evaluate.inputs.tokens import EncodedSample
+from stages.evaluate.distances.scores import CHECK_EVERY, Heads, SampleHeads, head_of
+from stages.evaluate.inputs.checks import Judgement, judge
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
 
-Report = Callable[[str, int, int], None]
+Done = Callable[[int, SampleResult, SampleHeads | None], None]
+"""Takes a sample's place, what came of it, and its heads where the baseline ran."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,30 @@ class Answer:
     """Without the stop token."""
     passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Drafter -> the tokens of the answer, the stop token included, and the passes that an engine says them with."""
+
+
+def labelled(progress: Progress, prefix: str) -> Progress:
+    """Return a progress whose labels begin with a prefix."""
+    return lambda label, done, total: progress(f"{prefix}{label}", done, total)
+
+
+def greedy_of(tokenizer: Tokenizer, config: WorkloadsConfig) -> Greedy:
+    """Return how answers end."""
+    return Greedy(tokenizer.eos_token_id, config.extra_new_tokens)
+
+
+def judged_answers(
+    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: Tokenizer
+) -> list[Answer | None]:
+    """Judge the answers; None for a sample that is not judged."""
+    answers: list[Answer | None] = []
+    for item, result in zip(encoded, results, strict=True):
+        if result.answer is None:
+            answers.append(None)
+        else:
+            text = tokenizer.text(result.answer)
+            answers.append(Answer(text, judge(item.sample, text), result.answer))
+    return answers
 
 
 @dataclass
@@ -46,7 +73,7 @@ class _InFlight:
 class Scorer:
     """Turns the steps of a forced decode into statistics, by sample."""
 
-    def __init__(self, encoded: Sequence[EncodedSample], baseline: BaselineHeads | None, vocab_size: int) -> None:
+    def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, vocab_size: int) -> None:
         self.encoded, self.baseline, self.vocab_size = encoded, baseline, vocab_size
         self.in_flight: dict[int, _InFlight] = {}
         self._starts = np.cumsum([0, *(len(item.reference) for item in encoded)])
@@ -82,7 +109,7 @@ class Scorer:
     def _sample(self, i: int) -> _InFlight:
         if i in self.in_flight:
             return self.in_flight[i]
-        heads = self.baseline.sample(self.encoded[i].sample.id) if self.baseline is not None else None
+        heads = self.baseline(self.encoded[i].sample.id) if self.baseline is not None else None
         self.in_flight[i] = _InFlight(StepStatistics.empty(len(self.encoded[i].reference)), heads)
         return self.in_flight[i]
 
@@ -90,13 +117,13 @@ class Scorer:
 def run_samples(
     engine: Engine,
     encoded: Sequence[EncodedSample],
-    baseline: BaselineHeads | None,
+    baseline: Heads | None,
     batch_size: int,
-    progress: Report,
+    progress: Progress,
     *,
-    greedy: Greedy | None,
-    folder: ResultFolder | None = None,
-    check: Callable[[int, SampleResult], None] = lambda *_: None,
+    greedy: Greedy | None = None,
+    known: Mapping[int, SampleResult] | None = None,
+    done: Done = lambda *_: None,
     interruption: Interruption | None = None,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
@@ -107,12 +134,12 @@ def run_samples(
     Args:
         engine: The engine to drive.
         encoded: The samples in tokens.
-        baseline: The baseline's heads of these samples; None where the engine is the baseline, whose heads are saved.
+        baseline: The baseline's heads of these samples; None where the engine is the baseline, whose heads are made.
         batch_size: Most sequences in one decode step.
         progress: Called with what is being done, and how much of how much.
         greedy: How answers end; None when none are wanted.
-        folder: Where results are saved at once, and taken from where they are there already.
-        check: Called with a sample and its result before that is saved.
+        known: Results that are there already, by the sample's place.
+        done: Called with each sample that has finished.
         interruption: Asked whether to finish the samples in flight and stop.
         after_prefill: See `decode`.
         one_pass: See `decode`.
@@ -125,9 +152,9 @@ def run_samples(
         KeyboardInterrupt: Samples are missing, because an end was asked for.
     """
     noted = interruption if interruption is not None else Interruption()
-    results = folder.load() if folder is not None else {}
+    results = dict(known or {})
     total = sum(len(item.reference) for item in encoded)
-    done = sum(len(encoded[i].reference) for i in results)
+    decoded = sum(len(encoded[i].reference) for i in results)
     scorer = Scorer(encoded, baseline, engine.vocab_size)
     missing = [i for i in range(len(encoded)) if i not in results]
     events = decode(
@@ -142,7 +169,7 @@ def run_samples(
     )
     announced = False
     if missing:
-        progress("forced decode [tokens]", done, total)
+        progress("forced decode [tokens]", decoded, total)
     for event in events:
         if noted.requested and not announced:
             announced = True
@@ -150,15 +177,13 @@ def run_samples(
         if isinstance(event, Step):
             scorer.score(event)
             observe(event)
-            done += len(event.samples)
+            decoded += len(event.samples)
         else:
             result, heads = scorer.finish(event)
-            check(event.sample, result)
-            if folder is not None:
-                folder.save(event.sample, result, heads)
+            done(event.sample, result, heads)
             results[event.sample] = result
-        if done < total:
-            progress("forced decode [tokens]", done, total)
+        if decoded < total:
+            progress("forced decode [tokens]", decoded, total)
         else:
             progress("answers [samples]", len(results), len(encoded))
     if noted.requested or len(results) < len(encoded):
@@ -168,54 +193,6 @@ def run_samples(
 
 def _mean(values: Array) -> float | None:
     return finite(float(values.mean()))
-
-
-def make_row(
-    item: EncodedSample,
-    steps: StepStatistics,
-    tail_floor: float,
-    baseline: Answer | None,
-    candidate: Answer | None,
-    number: int = 1,
-) -> SampleRow:
-    """Build the row of one sample.
-
-    Args:
-        item: The sample in tokens.
-        steps: The statistics of its reference tokens.
-        tail_floor: The row lists the KL of every step above this value, the pooled 99th percentile (nats).
-        baseline: The baseline's answer, None where the sample is not judged.
-        candidate: The candidate's answer, None where the sample is not judged.
-        number: The round that ran it.
-    """
-    return SampleRow(
-        id=item.sample.id,
-        workload=item.sample.workload,
-        document=item.sample.cluster,
-        context_tokens=len(item.prompt),
-        depth=item.sample.depth,
-        scored_tokens=len(item.reference),
-        judged=candidate is not None,
-        baseline_correct=baseline.judgement.correct if baseline else None,
-        candidate_correct=candidate.judgement.correct if candidate else None,
-        baseline_valid=baseline.judgement.valid if baseline else None,
-        candidate_valid=candidate.judgement.valid if candidate else None,
-        reference=item.sample.reference if candidate else None,
-        baseline_generation=baseline.text if baseline else None,
-        candidate_generation=candidate.text if candidate else None,
-        mean_kl=_mean(steps.kl),
-        max_kl=_mean(steps.kl.max(keepdims=True)),
-        kl_tail=sorted(steps.kl[steps.kl > tail_floor].tolist(), reverse=True),
-        baseline_nll=_mean(steps.baseline_nll),
-        candidate_nll=_mean(steps.candidate_nll),
-        top1_agreement=_mean(steps.top1),
-        top10_overlap=_mean(steps.top10),
-        mean_squared_delta_p=_mean(steps.delta_p**2),
-        non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
-        difficulty=item.sample.difficulty,
-        round=number,
-        acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
-    )
 
 
 def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
@@ -237,12 +214,55 @@ def make_rows(
     statistics: Sequence[StepStatistics],
     baseline: Sequence[Answer | None],
     candidate: Sequence[Answer | None],
-    rounds: Sequence[int] | None = None,
+    rounds: Sequence[int],
 ) -> list[SampleRow]:
-    """Build the rows of all samples, in order, from their statistics, both engines' answers, and the rounds they ran in."""
+    """Build the rows of all samples, in order.
+
+    Args:
+        encoded: The samples in tokens.
+        statistics: Of the reference tokens of each.
+        baseline: The baseline's answers, None where the sample is not judged.
+        candidate: The candidate's.
+        rounds: The round that ran each.
+    """
     pooled = np.concatenate([steps.kl for steps in statistics])
     pooled = pooled[np.isfinite(pooled)]
     tail_floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
-    numbers = rounds if rounds is not None else [1] * len(encoded)
-    columns = zip(encoded, statistics, baseline, candidate, numbers, strict=True)
-    return [make_row(item, steps, tail_floor, before, after, number) for item, steps, before, after, number in columns]
+    rows = []
+    for item, steps, before, after, number in zip(encoded, statistics, baseline, candidate, rounds, strict=True):
+        row = SampleRow(
+            id=item.sample.id,
+            workload=item.sample.workload,
+            document=item.sample.cluster,
+            context_tokens=len(item.prompt),
+            depth=item.sample.depth,
+            scored_tokens=len(item.reference),
+            judged=after is not None,
+            baseline_correct=before.judgement.correct if before else None,
+            candidate_correct=after.judgement.correct if after else None,
+            baseline_valid=before.judgement.valid if before else None,
+            candidate_valid=after.judgement.valid if after else None,
+            reference=item.sample.reference if after else None,
+            baseline_generation=before.text if before else None,
+            candidate_generation=after.text if after else None,
+            mean_kl=_mean(steps.kl),
+            max_kl=_mean(steps.kl.max(keepdims=True)),
+            kl_tail=sorted(steps.kl[steps.kl > tail_floor].tolist(), reverse=True),
+            baseline_nll=_mean(steps.baseline_nll),
+            candidate_nll=_mean(steps.candidate_nll),
+            top1_agreement=_mean(steps.top1),
+            top10_overlap=_mean(steps.top10),
+            mean_squared_delta_p=_mean(steps.delta_p**2),
+            non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
+            difficulty=item.sample.difficulty,
+            round=number,
+            acceptance=_acceptance(before, after) if before and after else {},
+        )
+        rows.append(row)
+    return rows
+
+
+def unjudged_rows(encoded: Sequence[EncodedSample], results: Sequence[SampleResult]) -> list[SampleRow]:
+    """Build the rows of samples that no answer was asked to."""
+    nothing = [None] * len(encoded)
+    return make_rows(encoded, [result.statistics for result in results], nothing, nothing, [1] * len(encoded))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.verdict.distances import kl_slope
+from pipeline.statistics.bootstrap import pooled_slope
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distances.distance import Array, StepStatistics
@@ -170,7 +170,13 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
 
 def slope(rows: Sequence[SampleRow]) -> Slope:
     """Return the growth of the mean KL (nats per 1,000 tokens of context) and its one-sided 95 % bounds."""
-    value, replicates = kl_slope(rows)
+    value, replicates = pooled_slope(
+        np.array([row.context_tokens / 1000 for row in rows]),
+        np.array([math.nan if row.mean_kl is None else row.mean_kl for row in rows]),
+        np.array([row.scored_tokens for row in rows], dtype=np.float64),
+        [row.workload for row in rows],
+        [row.document for row in rows],
+    )
     replicates = replicates[np.isfinite(replicates)]
     if not math.isfinite(value) or not len(replicates):
         return Slope(per_1k_tokens=None, low=None, high=None)

@@ -7,7 +7,7 @@ tokens are listed (LEAST_CAP in small vocabularies), 6 bytes each, 8 where ids t
 `logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ class SampleHeads:
 
 
 HEAD_ARRAYS = tuple(item.name for item in fields(SampleHeads))
+
+Heads = Callable[[str], SampleHeads]
+"""Gives the baseline's heads of a sample by its id."""
 
 
 def head_of(distributions: Distributions, row: int, token: int, *, check: bool) -> Head:

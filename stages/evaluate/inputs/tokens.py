@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import TypeAdapter
+
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
+from stages.evaluate.inputs.rounds import assign_rounds
 from stages.evaluate.inputs.samples import load_samples
 from stages.workloads.prompts import prompt_ids
 
@@ -166,15 +169,6 @@ def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSampl
     return [replace(item, shared=count) for item, count in zip(encoded, shared, strict=True)]
 
 
-def open_tokenizer(directory: Path) -> BundleTokenizer:
-    """Open the tokenizer that an engine bundle or a checkpoint carries, from local files only.
-
-    Raises:
-        UserError: The tokenizer has no eos_token.
-    """
-    return BundleTokenizer(directory)
-
-
 def vocabulary(directory: Path) -> dict[str, int]:
     """Return the tokens of a checkpoint's tokenizer, special ones included, with their ids."""
     return dict(load_tokenizer(directory).get_vocab())
@@ -202,3 +196,39 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
         line = json.dumps([sample, item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Every sample of an evaluation in tokens, and the round that runs it: what all engines of an evaluation are asked."""
+
+    items: list[EncodedSample]
+    numbers: list[int]
+    """The round of each, from 1."""
+    digest: str
+    """The `workloads_digest` of all."""
+
+    def round(self, number: int) -> list[EncodedSample]:
+        """Return the samples of a round."""
+        return [item for item, of in zip(self.items, self.numbers, strict=True) if of == number]
+
+    def write(self, out: Path) -> None:
+        """Write the file that `read_encoded` reads into a directory."""
+        (out / ENCODED).write_bytes(_ENCODED.dump_json(self))
+
+
+ENCODED = "encoded.json"
+_ENCODED = TypeAdapter(Encoded)
+
+
+def read_encoded(directory: Path) -> Encoded:
+    """Read what `Encoded.write` wrote."""
+    return _ENCODED.validate_json((directory / ENCODED).read_bytes())
+
+
+def encode_rounds(samples: Sequence[Sample], tokenizer: Tokenizer, config: WorkloadsConfig) -> Encoded:
+    """Encode the samples of an evaluation and divide them into rounds. Raises what `encode` raises."""
+    rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
+    numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
+    items = encode(samples, tokenizer, config.max_scored_tokens)
+    return Encoded(items, [numbers[sample.id] for sample in samples], workloads_digest(items))

@@ -1,0 +1,104 @@
+"""Tests of a figure against a limit above which it is too bad: of a mean by betting, of a share of events, and of a slope."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.special import stdtrit
+
+from pipeline.statistics import bounds
+from pipeline.statistics.bounds import Array
+
+OUTLIER = 4.0
+"""A document counts at most as this many times the limit where a mean has to pass, and a request whose KL is beyond that is
+ruined, whatever its KL: how many are has a gate of its own. No mean of so heavy tails can be bounded otherwise."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a test says, and the one-sided bound that says so."""
+
+    decision: Literal["PASS", "FAIL"] | None
+    """None where the figure is neither clearly within the limit nor clearly outside."""
+    value: float
+    bound: float
+    level: float
+    """The test's own: of a FAIL, or else of a PASS."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over documents."""
+
+    values: Array
+    """Of each document, shape (documents,)."""
+    limit: float
+    best: float = 0.0
+    """Values below count as this."""
+
+    def fails(self, level: float) -> bool:
+        """Return whether the mean, with outliers whole, is clearly above the limit or not finite."""
+        if not np.isfinite(self.values).all():
+            return True
+        raw = np.maximum(self.values, self.best)
+        return bounds.log_wealth_above(raw, self.limit, self.best) >= -math.log(level)
+
+    def test(self, fail_level: float, pass_level: float) -> Result:
+        """Return FAIL where the mean is clearly above the limit, PASS where it is clearly below with outliers cut."""
+        if not np.isfinite(self.values).all():
+            return Result("FAIL", math.nan, math.nan, fail_level)
+        if self.fails(fail_level):
+            raw = np.maximum(self.values, self.best)
+            return Result("FAIL", float(raw.mean()), bounds.lower_bound(raw, fail_level, self.best), fail_level)
+        worst = OUTLIER * self.limit
+        cut = np.clip(self.values, self.best, worst)
+        passes = bounds.log_wealth_below(cut, self.limit, worst) >= -math.log(pass_level)
+        return Result("PASS" if passes else None, float(cut.mean()), bounds.upper_bound(cut, pass_level, worst), pass_level)
+
+
+def can_pass(documents: int, level: float) -> bool:
+    """Return whether so many documents are enough for a mean that is 0."""
+    return bounds.log_wealth_below(np.zeros(documents), 1.0, OUTLIER) >= -math.log(level)
+
+
+def share(
+    events: Sequence[float],
+    sizes: Sequence[float],
+    documents: Sequence[str],
+    limit: float,
+    levels: tuple[float, float],
+    correlation: float,
+) -> Result:
+    """Test the share of events by exact bounds of counts.
+
+    Args:
+        events: Of each sample.
+        sizes: What the events of each sample are of.
+        documents: Of each sample.
+        limit: The largest share that is good enough.
+        levels: Of a FAIL, and of a PASS.
+        correlation: How alike the events of a document are taken to be, as far as the counts do not show it.
+    """
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    counted, measured = (np.bincount(index, weights=column).astype(np.float64) for column in (events, sizes))
+    count, n = float(counted.sum()), float(measured.sum())
+    effect = bounds.design_effect(counted, counted, measured, correlation)
+    lowest = bounds.share_bound(count / effect, n / effect, levels[0], lower=True)
+    highest = bounds.share_bound(count / effect, n / effect, levels[1], lower=False)
+    if lowest > limit:
+        return Result("FAIL", count / n, lowest, levels[0])
+    return Result("PASS" if highest <= limit else None, count / n, highest, levels[1])
+
+
+def slope(
+    x: Sequence[float], y: Sequence[float], documents: Sequence[str], limit: float, levels: tuple[float, float]
+) -> Result:
+    """Test the least-squares slope of y on x, which is not constant, by Student's t of the documents. Arguments: `share`."""
+    value, error = bounds.clustered_slope(np.asarray(x), np.asarray(y), documents)
+    freedom = len(set(documents)) - 2
+    low, high = value + float(stdtrit(freedom, levels[0])) * error, value - float(stdtrit(freedom, levels[1])) * error
+    if low > limit:
+        return Result("FAIL", value, low, levels[0])
+    return Result("PASS" if high <= limit else None, value, high, levels[1])

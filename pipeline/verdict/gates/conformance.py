@@ -1,0 +1,34 @@
+"""Conformance: does each engine compute what its policy says, request by request, as the oracle does?"""
+
+from collections.abc import Iterator
+
+from pipeline.verdict import thresholds
+from pipeline.verdict.conformance import describe, limits
+from pipeline.verdict.record import finite
+from pipeline.verdict.registry import Evidence, Line, gate
+from pipeline.verdict.thresholds import Check, Status
+
+
+@gate(
+    thresholds.Limits,
+    {"conformance": Line("Conformance", "distance from the oracle, as a share of what rounding explains", per="engine")},
+    rank=35,
+)
+def conformance(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """FAIL where any request of an engine is farther from its twin than rounding takes it."""
+    record = evidence.report.conformance
+    if record is None:
+        return
+    judged = record.compute_dtype is not None
+    for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
+        limit = limits(record)[where]
+        ranked = engine.ranked(limit)
+        status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
+        yield Check(
+            gate="conformance",
+            where=where,
+            value=finite(ranked[0]) if ranked else None,
+            threshold=1.0 if judged else None,
+            status=status,
+            reason=f"{where}: {describe(engine, limit, judged=judged)}",
+        )

@@ -1,0 +1,51 @@
+"""Engines of other libraries: the scales that they use beside those of their checkpoint, and what servers do not show."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.verdict import thresholds
+from pipeline.verdict.delivery import describe_changes
+from pipeline.verdict.registry import Evidence, Line, gate
+from pipeline.verdict.thresholds import Check, LineStatus, Looser, ScaleChangeKind
+
+
+class Limits(thresholds.Limits):
+    allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False), Looser.LARGER] = ()
+    """What another library may do to the scales of a checkpoint. Anything else is refused before it is judged."""
+
+
+@gate(Limits, {"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's", per="engine")}, rank=37)
+def scale_delivery(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+    """FAIL where a scale arrived as something else, a WARNING where that is allowed."""
+    changes = evidence.report.scale_changes
+    if changes is None:
+        return
+    refused = [change for change in changes if change.kind not in limits.allow_scale_changes]
+    status: LineStatus = "FAIL" if refused else "WARNING" if changes else "PASS"
+    reason = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
+    if changes and not refused:
+        reason += ", as gates.allow_scale_changes accepts"
+    yield Check(
+        gate="scale_delivery",
+        where="candidate",
+        value=float(len(changes)),
+        threshold=0.0,
+        status=status,
+        reason=f"candidate: scales: {reason}",
+    )
+
+
+@gate(
+    thresholds.Limits,
+    {"reuse": Line("Reuse alone", "probability of the tokens that a server shows", per="engine", samples_decide=False)},
+    rank=10,
+)
+def reuse(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """INCONCLUSIVE for a server by URL, always: a forced token over a reused prefix is no decoding."""
+    served = evidence.report.served
+    if served is not None:
+        reason = f"candidate: only reuse over a prefix cache was seen, the decode kernel was not: {served.seen}"
+        mass = served.candidate.shown_mass
+        yield Check(gate="reuse", where="candidate", value=mass, status="INCONCLUSIVE", reason=reason)

@@ -1,0 +1,94 @@
+"""Whether the evaluation itself is sound: complete, asked for everything, and finer than what it measures."""
+
+import math
+from collections.abc import Iterator
+
+from pipeline.verdict import thresholds
+from pipeline.verdict.gates.rare import Limits
+from pipeline.verdict.record import finite
+from pipeline.verdict.registry import Evidence, Line, by_workload, gate
+from pipeline.verdict.report import SampleRow
+from pipeline.verdict.thresholds import Check
+
+REQUIRED_NUMBERS = (
+    "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
+)  # fmt: skip
+"""Fields of a row that must be finite."""
+MISSED_SHARE = 0.01
+"""Most of the threshold of the mean KL that compact storage may miss."""
+
+
+@gate(thresholds.Limits, {"complete": Line("Complete", "nothing where all samples are whole", per="all")}, rank=0, stops=True)
+def complete(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """FAIL where samples are missing, doubled, lack a finite number or are of a round that was not planned."""
+    report, rows = evidence.report, evidence.rows
+    problems: list[tuple[str, str]] = []
+    if not rows:
+        problems.append(("all", "no samples were evaluated"))
+    if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
+        problems.append(("all", f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+    unplanned = sorted({row.round for row in rows} - set(range(1, len(report.planned_rounds) + 1)))
+    if unplanned:
+        problems.append(("all", f"samples are of round {unplanned[0]}, {len(report.planned_rounds)} were planned"))
+    for workload, some in by_workload(rows).items():
+        broken = [row.id for row in some if not _is_complete(row)]
+        if broken:
+            text = f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})"
+            problems.append((workload, text))
+    for where, text in problems:
+        yield Check(gate="complete", where=where, value=None, status="FAIL", reason=f"{where}: {text}")
+
+
+def _is_complete(row: SampleRow) -> bool:
+    values = [getattr(row, name) for name in REQUIRED_NUMBERS]
+    measured = all(value is not None and math.isfinite(value) for value in values)
+    answered = not row.judged or (row.baseline_correct is not None and row.candidate_correct is not None)
+    return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
+
+
+@gate(thresholds.Limits, {"planned_workloads": Line("Asked", "samples of a planned workload", per="workload")}, rank=30)
+def planned_workloads(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """INCONCLUSIVE for planned workloads of which nothing was run yet: few documents may be in later rounds."""
+    asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
+    for name, answered in sorted(evidence.report.planned_workloads.items()):
+        if name not in (judged if answered else asked):
+            reason = f"{name}: no sample of it was run yet; a later round has them"
+            yield Check(gate="planned_workloads", where=name, value=0, status="INCONCLUSIVE", reason=reason)
+
+
+@gate(Limits, {"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, rank=31)
+def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+    """INCONCLUSIVE where a KL threshold is not above an engine's KL to itself, or where that is unknown."""
+    for engine, noise in (("baseline", evidence.report.noise), ("candidate", evidence.report.candidate_noise)):
+        if noise is None:
+            continue
+        if noise.fidelity is None:
+            reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
+            yield Check(gate="noise_floor", where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
+            continue
+        for key, label, value, limit in (
+            ("max_mean_kl", "mean KL", noise.fidelity.kl_mean, limits.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", noise.fidelity.kl_p999, limits.max_p999_kl),
+        ):
+            if value is None or value >= limit:
+                reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"
+                yield Check(gate=key, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
+
+
+@gate(Limits, {"compaction": Line("Compact storage", "nats of the mean KL that stored heads miss", per="all")}, rank=32)
+def compaction(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+    """INCONCLUSIVE where the stored heads of the baseline's distributions miss a share of the KL that matters."""
+    record = evidence.report.compaction
+    limit = MISSED_SHARE * limits.max_mean_kl
+    if record is None or (record.difference is not None and record.difference <= limit):
+        return
+    reason = (
+        f"all: the stored heads of the baseline's distributions miss {_rounded(record.difference)} nats of the mean KL, "
+        f"more than {MISSED_SHARE:.0%} of max_mean_kl={limits.max_mean_kl:g} (measured on {record.tokens} tokens)"
+    )
+    value = finite(record.difference)
+    yield Check(gate="compaction", where="all", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
+
+
+def _rounded(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"

@@ -1,0 +1,50 @@
+"""The stress probe of both engines, the bytes that they allocate, and answers that they give freely or over reused prefixes."""
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.verdict import thresholds
+from pipeline.verdict.conformance import bounded
+from pipeline.verdict.registry import Evidence, Line, gate
+from pipeline.verdict.thresholds import Check, LineStatus
+
+FAILURES_SHOWN = 4
+
+
+@gate(
+    thresholds.Limits,
+    {
+        "probe": Line("Stress probe", "places that deviate from the oracle on random tokens", per="engine"),
+        "allocation": Line("Allocation", "bytes that are not those of the policy", per="engine"),
+        "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
+        "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
+    },
+    rank=36,
+)
+def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its policy claims, or answers
+    what its forced decode contradicts."""
+    found = evidence.report.probes
+    if found is None:
+        return
+    for where, probe, free, reused in (
+        ("candidate", found.candidate, found.free_candidate, found.reused_candidate),
+        ("baseline", found.baseline, found.free_baseline, found.reused_baseline),
+    ):
+        if probe is not None:
+            yield _line("probe", where, probe.failures, str(probe))
+            problem = probe.allocation.problem
+            yield _line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy")
+        told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
+        if free.samples:
+            told += f", {bounded(free.samples, 'contradict themselves')}"
+        yield _line("free_answers", where, free.contradictions, told)
+        if reused is not None:
+            told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
+            yield _line("reused_prefixes", where, reused.contradictions, f"{told}{reused.kl_max or 0.0:.1e}")
+
+
+def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
+    more = f"; and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
+    reason = f"{where}: {key}: " + ("; ".join(failures[:FAILURES_SHOWN]) + more if failures else passed)
+    status: LineStatus = "FAIL" if failures else "PASS"
+    return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)

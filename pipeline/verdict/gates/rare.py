@@ -1,0 +1,51 @@
+"""Rare events over all workloads, by exact bounds of counts: ruined requests, and tokens that are far away."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pipeline import statistics
+from pipeline.verdict.gates import distances
+from pipeline.verdict.gates.distances import compared
+from pipeline.verdict.registry import Evidence, Line, gate
+from pipeline.verdict.thresholds import Check, Looser, Margin, Positive
+
+TAIL_SHARE = 0.001
+"""Share of all tokens that may be above `max_p999_kl`."""
+TOKEN_CORRELATION = 0.01
+"""What the correlation of such tokens within a document is taken for before there are any; measured were 0.001 at most."""
+EVENTS = {
+    "max_ruined_share": Line(
+        "Ruined requests", "share whose mean KL is beyond four times its limit", per="all", lower_bound=True
+    ),
+    "max_p999_kl": Line("Far tokens", "share of the tokens with a KL above gates.max_p999_kl", per="all", lower_bound=True),
+}
+
+
+class Limits(distances.Limits):
+    max_ruined_share: Annotated[Margin, Looser.LARGER] = 0.025
+    """Share of the requests whose mean KL is above four times `max_mean_kl`. Sound caches of SmolLM2 have none of 600; 130
+    samples without any show this."""
+    max_p999_kl: Annotated[Positive, Looser.LARGER] = 1.0
+    """99.9th percentile of the KL over all tokens. Sound caches of SmolLM2 have 0.5 at most, INT4 in groups of 32 has 2.9."""
+
+
+@gate(Limits, EVENTS, rank=24, looks=True, tests=lambda *_: len(EVENTS))
+def rare(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+    """Bound the share of ruined requests, and the share of tokens whose KL is above `max_p999_kl`.
+
+    A PASS needs the first to be shown. The second takes thousands of tokens: where they do not show it, that is a WARNING.
+    """
+    rows, look, bets = evidence.rows, evidence.look, statistics.bets
+    levels = look.fail_level(limits.alpha / evidence.together), look.pass_level(limits.pass_alpha)
+    documents = [row.document for row in rows]
+    ruin = bets.OUTLIER * limits.max_mean_kl
+    ruined = [float(row.mean_kl is None or not row.mean_kl <= ruin) for row in rows]
+    correlation = statistics.bounds.EVENT_CORRELATION
+    requests = bets.share(ruined, [1.0] * len(rows), documents, limits.max_ruined_share, levels, correlation)
+    label = f"requests with a mean KL above {ruin:g}: {sum(ruined):.0f} of {len(rows):,}, share"
+    yield compared("max_ruined_share", "all", label, requests, limits.max_ruined_share)
+    far = [float(sum(kl > limits.max_p999_kl for kl in row.kl_tail)) for row in rows]
+    sizes = [row.scored_tokens for row in rows]
+    tokens = bets.share(far, sizes, documents, TAIL_SHARE, levels, TOKEN_CORRELATION)
+    label = f"tokens with a KL above {limits.max_p999_kl:g}: {sum(far):.0f} of {sum(sizes):,}, share"
+    yield compared("max_p999_kl", "all", label, tokens, TAIL_SHARE, unclear="WARNING")

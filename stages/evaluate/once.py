@@ -1,0 +1,74 @@
+"""What is measured of an engine a single time: noise, canary, times and memory, stress probe, free answers, reused prefixes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline.core.engine import Engine
+from pipeline.core.records import Progress
+from pipeline.core.workloads import WorkloadsConfig
+from stages.evaluate.canary import canary
+from stages.evaluate.decoding.coverage import coverage
+from stages.evaluate.decoding.free import free_answers, reused_prefixes
+from stages.evaluate.decoding.noise import noise_floor, own_heads, repeated_samples
+from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
+from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
+from stages.evaluate.decoding.system import measure_system
+from stages.evaluate.distances.scores import BaselineHeads, Heads
+from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.twins.probe import probe
+from stages.evaluate.twins.twin import Twin
+
+
+def once(
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    tokenizer: Tokenizer,
+    measured: Path,
+    *,
+    config: WorkloadsConfig,
+    progress: Progress,
+    twin: Twin | None = None,
+    baseline: Path | None = None,
+    open_engine: Callable[[], Engine] | None = None,
+) -> Once:
+    """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
+
+    Args:
+        engine: The engine.
+        encoded: The samples of the first round.
+        tokenizer: The tokenizer of the engine bundle.
+        measured: What `measure` wrote of the engine in that round.
+        config: Batch size, repeated samples, canary, probe, and the load that is timed.
+        progress: Called with a label, units done, and units in all.
+        twin: What the stress probe compares the engine with; None runs no probe.
+        baseline: What `measure` wrote of the baseline in that round; None for the baseline itself.
+        open_engine: Loads the candidate that the canary corrupts, an engine of its own; None runs no canary.
+    """
+    subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
+    named = progress if baseline is not None else labelled(progress, "baseline: ")
+    floor, first = labelled(named, "noise floor: "), list[SampleResult]()
+    if baseline is None:
+        own: Heads = BaselineHeads(measured / LOGPROBS).sample
+    else:
+        own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
+        twin = None if twin is None else twin.beside(read_round(baseline).record.conformance)
+    # Another batch composition: one by one, or in pairs where they ran one by one; batched and token by token where they ran in
+    # one pass. Whole requests stay whole requests: each step of one would be a request of its own.
+    in_requests = engine.can(Engine.forced_together)
+    size = batch if engine.can(Engine.forced) and not in_requests else 1 if batch > 1 else 2
+    second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
+    traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
+    found = Once(
+        noise=noise_floor(subset, second, read_round(measured).answers_to(subset), tokenizer),
+        free_answers=free_answers(engine, subset, batch, greedy, named),
+        reused=reused_prefixes(engine, subset),
+        probe=None if twin is None else probe(engine, twin, config.probe, batch, named),
+        system=measure_system(engine, config.load, named),
+    )
+    if baseline is None or open_engine is None:
+        return found
+    repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
+    heads = BaselineHeads(baseline / LOGPROBS).sample
+    corrupted = canary(open_engine(), encoded, heads, config, named, twin)
+    return found.model_copy(update={"coverage": repeated, "canary": corrupted})
