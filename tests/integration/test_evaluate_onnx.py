@@ -35,9 +35,7 @@ def config() -> WorkloadsConfig:
     changes: dict[str, Any] = {"noise_samples": 1, "canary_samples": 1, "rounds": [1.0]}
     changes |= {"probe": {"max_tokens": 1088, "decode_steps": 72, "offset_steps": 4, "max_batch": 9, "requests": 100}}
     changes |= {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
-    return WorkloadsConfig.model_validate(
-        {**base, **changes, "probe": probe, "noise_samples": 1, "canary_samples": 1, "rounds": [1.0]}
-    )
+    return WorkloadsConfig.model_validate(base | changes)
 
 
 def quiet(*_: object) -> None:
