@@ -143,23 +143,14 @@ def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
     return Recipe("max", tuple(attributes.items()), attributes)
 
 
-def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales, *, backend: bool) -> dict[str, CacheQuantizer]:
-    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none.
-
-    Args:
-        policy: Formats of the stored keys and values.
-        shape: The model's KV shape.
-        scales: The static scales.
-        backend: Whether ModelOpt takes BACKEND (>= 0.41). Where it does not, a format that needs it has no quantizer, and
-            only kv_policy.json says how that side is stored.
-    """
-    quantizers: dict[str, CacheQuantizer] = {}
-    for layer, static in enumerate(scales.layers):
-        forms = policy.sides(layer)
-        for side in SIDES:
-            if expressed_by(forms[side], backend=backend).startswith("modelopt"):
-                quantizers[quantizer_name((layer, side))] = cache_quantizer(forms[side], static.get(side), shape)
-    return quantizers
+def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales) -> dict[str, CacheQuantizer]:
+    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none."""
+    return {
+        quantizer_name((layer, side)): cache_quantizer(form, static.get(side), shape)
+        for layer, static in enumerate(scales.layers)
+        for side, form in policy.sides(layer).items()
+        if side in SIDES and not form.exact
+    }
 
 
 def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> CacheQuantizer:
@@ -190,13 +181,16 @@ def native(form: Format) -> bool:
     return form.code.modelopt_bits is not None and form.symmetric and form.granularity in AXES
 
 
-def expressed_by(form: Format, *, backend: bool) -> str:
-    """Name who rounds keys or values of this format in ModelOpt's model, in the words of quantizers.json."""
+def expressed_by(side: Side, form: Format) -> str:
+    """Name who rounds a side of this format in ModelOpt's model, in the words of quantizers.json.
+
+    The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
+    """
+    if side.in_window:
+        return "sidecar only"
     if form.exact:
         return "not quantized"
-    if native(form):
-        return "modelopt"
-    return "modelopt with kvgate's arithmetic" if backend else "sidecar only"
+    return "modelopt" if native(form) else "modelopt with kvgate's arithmetic"
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:

@@ -15,7 +15,6 @@ from kernel_cases import DEVICE, Case, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import context, launch, reference
-from plugins.kv_attention.context_ops import context_attention
 from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
@@ -194,18 +193,6 @@ def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
     far = arguments | {"cache": cache, "page_table": torch.full_like(arguments["page_table"], last)}
     near, out = (context.context_attention(layout, **one, scaling=0.1) for one in (arguments, far))
     assert torch.equal(near, out)
-
-
-def test_the_operator_is_what_it_declares_and_gives_the_references_attention() -> None:
-    chunk = chunk_of("int8 tensor", "int4 32", 1, 64, [6], [2], sink=1, recent=2, group=1, dtype=torch.float32)
-    arguments = chunk.arguments
-    cache = arguments.pop("cache")
-    torch.library.opcheck(
-        torch.ops.kvgate.context_attention.default, (), arguments | cache | {"sink_tokens": 1, "scaling": 0.125}
-    )
-    out = context_attention(**arguments, **cache, sink_tokens=1, scaling=0.125)
-    expected = chunk.expected(0.125)
-    assert (out.cpu() - expected).norm() < TOLERANCE * expected.norm()
 
 
 @pytest.mark.parametrize(
