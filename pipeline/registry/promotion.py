@@ -12,13 +12,16 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.movelog import MoveLog
-from pipeline.verdict.gates import Decide
+
+if TYPE_CHECKING:  # statistics take a while to load
+    from pipeline.verdict.gates import Decide
+
 
 ORACLE = "torch"
 """The backend that defines the right logits for the others. It is written to be read, not to serve."""
@@ -53,7 +56,7 @@ def judged_again(
     listed: Sequence[Candidate],
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: Decide,
+    decide: "Decide",
     model: str,
     name: str | None = None,
 ) -> list[Candidate]:
@@ -131,7 +134,7 @@ def _stays_back(candidate: Candidate, when: str) -> str:
 
 
 def promote(
-    candidates: Sequence[Candidate], log: MoveLog, replay: Replay, decide: Decide, *, sweep: str, name: str | None = None
+    candidates: Sequence[Candidate], log: MoveLog, replay: Replay, decide: "Decide", *, sweep: str, name: str | None = None
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 

@@ -49,10 +49,9 @@ class Bench:
         self.fp16 = self.bundle(FP16_POLICY)
         self.tokenizer = BundleTokenizer(self.fp16)
         self.baseline = work / "baseline"
-        self.baseline.mkdir()
         measure_baseline(
             lambda: load_engine(self.fp16, threads=1),
-            self.samples, self.tokenizer, self.baseline, config=config(), progress=quiet,
+            self.samples, self.baseline, tokenizer=self.tokenizer, config=config(),
         )  # fmt: skip
 
     def bundle(self, policy: KVPolicy) -> Path:
@@ -65,11 +64,9 @@ class Bench:
 
     def evaluate(self, bundle: Path) -> tuple[EvaluationReport, Path]:
         out = self.work / f"report_{bundle.name}"
-        out.mkdir()
         report = evaluate(
             lambda: load_engine(bundle, threads=1),
-            self.samples, self.tokenizer, self.baseline, out,
-            config=config(), progress=quiet,
+            self.samples, self.baseline, out, tokenizer=self.tokenizer, config=config(),
         )  # fmt: skip
         return report, out
 

@@ -15,10 +15,10 @@ from onnx_fixtures import nothing
 from tensorrt_graph_cases import PROGRAMS, REAL, SM, SPLITS, TYPES, Surgery, surgeries
 from tensorrt_stubs_builder import Plan, Tensor
 
+from pipeline.formats.body import FLOAT_TYPES
 from plugins.kv_attention.tensorrt_nodes import node_of
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE
-from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.tensorrt.append import append_groups
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Parsed, build, parse
