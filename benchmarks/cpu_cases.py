@@ -11,15 +11,16 @@ import onnx
 from onnx import helper
 
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+from pipeline.formats.graph import onnx_type
+from pipeline.formats.spec import FLOAT16
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.formats import SideCodec, onnx_type
+from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
-from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from stages.engines.onnx.native.compiler import compiled_kernel
 from stages.engines.onnx.native.rewrite import use_kernel
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import IR_VERSION
-from stages.engines.paged.layout import FLOAT16
 from stages.engines.paged.pool import PagedPool
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.cpu_cases import Heads
-from stages.engines.onnx.graph import OPSET
+from pipeline.formats.body import OPSET
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import IR_VERSION
 

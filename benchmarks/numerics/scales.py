@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from pipeline.core.formats import MIN_SCALE, Format
+from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
+from pipeline.formats.spec import MIN_SCALE
 from stages.engines.oracle.formats import hadamard
 
 SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
@@ -60,7 +61,7 @@ def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
         return SideScales(scale=(1.0,))
     if form.rotation == "hadamard":
         x_HTD = x_HTD @ hadamard(x_HTD.shape[-1])
-    axes = SHARED_AXES["per_tensor" if form.in_blocks else form.granularity]
+    axes = SHARED_AXES[form.static_granularity or form.granularity]
     if form.symmetric:
         return SideScales(scale=_floats(x_HTD.abs().amax(axes) / form.largest))
     low, high = x_HTD.amin(axes), x_HTD.amax(axes)

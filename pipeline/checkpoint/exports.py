@@ -15,7 +15,6 @@ from pipeline.core.strict import Unreadable, parse_json, read_file
 MOST_BYTES = 64 << 20
 """Of such a file."""
 
-KV_ALGORITHMS = {"fp8_e4m3 per_tensor": "FP8", "int8 per_tensor": "INT8"}
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
 """Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
@@ -49,9 +48,9 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} {description}" for name, description in formats.items())
         return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
-    if policy.key.dtype == "fp16" or KV_ALGORITHMS.get(formats["key"]) in algorithms:
+    if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
         return None
-    if policy.key.in_blocks:
+    if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
         wrong = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
     else:
         wrong = "the export has no name for this format and would refuse, drop or mislabel it"
@@ -61,7 +60,7 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 def holder(policy: KVPolicy) -> str:
     """Return the settings of the backend that holds a policy which another backend refuses; it needs no GPU."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
-    oracle = heavy or any(form.zero_in_scale for _, form in policy.formats)
+    oracle = heavy or any(not form.symmetric and form.code.zero_storage is None for _, form in policy.formats)
     return "backend=torch backend.device=cpu" if oracle else "backend=onnxruntime"
 
 
@@ -76,10 +75,16 @@ def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
     return None
 
 
+def algorithm(form: Format) -> str | None:
+    """Return ModelOpt's name of the algorithm of a cache whose keys and values have this format, None without one."""
+    plain = form.static_granularity == "per_tensor" and form.symmetric and form.rotation == "none"
+    return form.code.modelopt_name if plain and form.code.modelopt_export else None
+
+
 def describe_format(form: Format) -> str:
-    """Return a format in the words of KV_ALGORITHMS: `fp8_e4m3 per_tensor`."""
+    """Return a format in words: `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
-    blocks = f" block_scale={form.block_scale}" if form.in_blocks else ""
+    blocks = f" block_scale={form.block_scale}" if form.block_scale != "none" else ""
     whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
     return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}{whose}"
 

@@ -1,81 +1,23 @@
-"""Cache formats: what a code is, what shares a scale, where the scale comes from, and the bytes of all that.
+"""Cache formats: which numbers are stored, what shares a scale, where the scale comes from, and the bytes of all that.
 
-A new integer code type is a new entry of CODES, from which the ONNX engine and the oracle read arithmetic and packing. A
-floating-point type also needs its element type in stages/engines/paged/layout.py and stages/engines/oracle/formats.py.
+pipeline/formats has the numbers themselves, a folder each.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """
 
-from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import model_validator
 
 from pipeline.core.strict import StrictModel
-
-PARAMETER_BYTES = 2
-"""Scales and zeros that are stored per token or per group are float16, but those of NVFP4."""
-
-MIN_SCALE = 2.0**-14
-"""Floor of a stored scale: the smallest normal float16, so that an all-zero group divides by something and the rounding
-of the scale itself stays below half a step."""
-
-MAX_FLOAT16 = 65504.0
-"""Engines refuse keys and values beyond it like NaN, and saturate scales and zeros there."""
-
-GROUP_SIZES = (16, 32, 64, 128)
-
-NVFP4_GROUP = 16
-"""Channels of a block of NVFP4, which share a scale."""
-NVFP4_SCALE_BYTES = 1
-LARGEST_NVFP4_SCALE = 448.0
-SMALLEST_NVFP4_SCALE = 2.0**-9
-"""The scales of its blocks are E4M3; a block of zeros has the smallest one."""
-LARGEST_OF_MAXIMA = {"max": 448.0, "4over6": 256.0}
-"""The block scale that the largest magnitude of calibration gets where its block takes its maximum as 6. `4over6` leaves room,
-since a block that takes it as 4 has a scale of 6 / 4 of that: 384 is one that E4M3 has (arXiv 2512.02010)."""
+from pipeline.formats.spec import GROUP_SIZES, Spec
+from pipeline.formats.table import ARITHMETICS, CODES
 
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
 Rotation = Literal["none", "hadamard", "signed_hadamard"]
 BlockScale = Literal["none", "max", "4over6"]
 Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
-
-SMALLEST_TURBOQUANT_SCALE = 1e-8
-"""Floor of the scale that vLLM's turboquant values are divided by; it is stored as a float16, which may be 0."""
-
-ROTATION_OF: dict[Arithmetic, Rotation] = {"vllm_turboquant": "none", "vllm_token_head": "signed_hadamard"}
-"""What vLLM's formats rotate."""
-
-
-@dataclass(frozen=True)
-class Code:
-    """The type of one stored number.
-
-    `exact` types are not scaled; `float` types round to nearest even and saturate; `integer` types are packed 8 / bits to a
-    byte.
-    """
-
-    kind: Literal["exact", "float", "integer"]
-    bits: int
-    limit: float = 0.0
-    """Largest magnitude of a symmetric code; symmetric scale = amax / limit."""
-
-    @property
-    def levels(self) -> int:
-        """Codes of an asymmetric integer format are 0 to levels; asymmetric scale = (max - min) / levels."""
-        return (1 << self.bits) - 1
-
-
-CODES: dict[str, Code] = {
-    "fp16": Code("exact", 16),
-    "bf16": Code("exact", 16),
-    "fp8_e4m3": Code("float", 8, 448.0),
-    "fp8_e5m2": Code("float", 8, 57344.0),
-    "int8": Code("integer", 8, 127.0),
-    "int4": Code("integer", 4, 7.0),
-    "nvfp4": Code("float", 4, 6.0),
-}
 
 
 class Format(StrictModel):
@@ -115,12 +57,13 @@ class Format(StrictModel):
     def _is_consistent(self) -> Self:
         if self.dtype not in CODES:
             raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
-        if (self.block_scale != "none") != self.in_blocks:
-            choice = "max or 4over6 for dtype nvfp4" if self.in_blocks else f"none for dtype {self.dtype}"
-            raise ValueError(f"block_scale must be {choice}, got {self.block_scale}")
-        if self.in_blocks and (self.granularity, self.group_size) != ("per_group", NVFP4_GROUP):
+        if self.block_scale not in CODES[self.dtype].block_scales:
+            choices = " or ".join(CODES[self.dtype].block_scales)
+            raise ValueError(f"block_scale must be {choices} for dtype {self.dtype}, got {self.block_scale}")
+        block = CODES[self.dtype].block
+        if block is not None and (self.granularity, self.group_size) != ("per_group", block):
             raise ValueError(
-                f"granularity must be per_group and group_size {NVFP4_GROUP} for dtype nvfp4, got {self.granularity} and "
+                f"granularity must be per_group and group_size {block} for dtype {self.dtype}, got {self.granularity} and "
                 f"{self.group_size}"
             )
         if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
@@ -153,17 +96,20 @@ class Format(StrictModel):
         """Refuse what vLLM has no such format of."""
         if self.arithmetic == "kvgate":
             raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
-        rotation = ROTATION_OF[self.arithmetic]
+        refined = ARITHMETICS[self.arithmetic].refines
+        assert refined is not None
+        dtype, rotation = refined
         given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
-        if given != ("int4", "per_token", False, "dynamic", rotation):
+        if given != (dtype, "per_token", False, "dynamic", rotation):
             raise ValueError(
-                f"arithmetic {self.arithmetic} is of dtype=int4 granularity=per_token symmetric=false scale=dynamic "
+                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric=false scale=dynamic "
                 f"rotation={rotation} alone: set these, or arithmetic=kvgate"
             )
 
     @property
-    def code(self) -> Code:
-        return CODES[self.dtype]
+    def code(self) -> Spec:
+        """What a code is."""
+        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic]
 
     @property
     def exact(self) -> bool:
@@ -176,25 +122,26 @@ class Format(StrictModel):
         return self.granularity in ("per_tensor", "per_head", "per_channel")
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether it is NVFP4, whose stored scales are in units of a scale of the layer."""
-        return self.dtype == "nvfp4"
+    def static_granularity(self) -> Granularity | None:
+        """What shares a scale that is fixed at build time: with blocks the layer, whose scale theirs are in units of."""
+        if self.code.block is not None:
+            return "per_tensor"
+        return self.granularity if self.static else None
 
     @property
     def has_static_scales(self) -> bool:
-        """Whether any scale is fixed at build time: all of them, or that of the layer which those of blocks are in units of."""
-        return self.static or self.in_blocks
+        """Whether any scale is fixed at build time."""
+        return self.static_granularity is not None
 
     @property
     def largest(self) -> float:
         """The largest magnitude in units of a symmetric static scale, which is amax over this."""
-        return self.code.limit * LARGEST_OF_MAXIMA.get(self.block_scale, 1.0)
+        return self.code.limit * self.code.block_scales.get(self.block_scale, 1.0)
 
     def static_scales(self, kv_heads: int, head_dim: int) -> int:
         """Return the number of a layer's scales that are fixed at build time: 1, H or H * D; 0 when they are dynamic."""
-        if self.in_blocks:
-            return 1
-        return {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}.get(self.granularity, 0)
+        counts = {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}
+        return counts[self.static_granularity] if self.static_granularity else 0
 
     def scales_per_token(self, head_dim: int) -> int:
         """Return the stored scales of one token of one KV head: 0 if static or exact, 1 per token, D / group_size per group."""
@@ -212,16 +159,10 @@ class Format(StrictModel):
         return self.code_bytes(head_dim) + self.parameter_bytes * self.scales_per_token(head_dim)
 
     @property
-    def zero_in_scale(self) -> bool:
-        """Whether a stored scale is a float32 that holds its zero."""
-        return self.arithmetic == "vllm_token_head"
-
-    @property
     def parameter_bytes(self) -> int:
         """Bytes of a stored scale and its zero."""
-        if self.in_blocks:
-            return NVFP4_SCALE_BYTES
-        return PARAMETER_BYTES * (1 if self.symmetric else 2)
+        zero = None if self.symmetric else self.code.zero_storage
+        return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
         """Return why this format cannot hold heads of `head_dim` channels, None when it can.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 from rich.markup import escape
@@ -13,7 +12,7 @@ from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, User
 from pipeline.dry.chain import DryChain, DryStore, is_there, open_dry_chain
 from pipeline.loading import open_loader, required_libraries
 from pipeline.registry.proof import PASS
-from pipeline.registry.reaching import SQLITE, check_reachable
+from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import TRACKED, checks
 from pipeline.terminal import console
@@ -96,7 +95,7 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
 
 def _check_tracking(config: Config) -> None:
     location = locate(config.tracking, config.work, config.model.label)
-    if not location.uri.startswith(SQLITE) or Path(location.uri.removeprefix(SQLITE)).is_file():
+    if location.file is None or location.file.is_file():
         check_reachable(location)
 
 

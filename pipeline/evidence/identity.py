@@ -12,9 +12,10 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from pipeline import __version__
 from pipeline.artifacts.digest import files_digest, json_digest
@@ -39,11 +40,6 @@ NOT_OF_SERVERS: tuple[Role, ...] = ("calibration", "quantized")
 """Roles that an engine does not have which was not built here, but recorded as a server."""
 SERVER_STAGE = "server"
 
-PARTS: dict[str, type] = {"stage": str, "config": dict, "inputs": dict, "libraries": dict}
-"""The parts of an artifact that this module reads, and their types."""
-TEXTS = ("inputs", "libraries")
-"""Those parts that map names to texts."""
-
 
 def answers_input(number: int) -> str:
     """Name the input of an evaluation that is the baseline's round of this number."""
@@ -63,31 +59,58 @@ def measured_role(name: str) -> Role | None:
 
 
 # An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.
-STAGE = re.compile("[a-z_]+")
-KEY = re.compile("[0-9a-f]{64}")
+STAGE, KEY = "^[a-z_]+$", "^[0-9a-f]{64}$"
 WORKLOADS_FILE = re.compile(r"workloads/(?!\.{1,2}$)[^/\0]+")
+
+
+class Parts(TypedDict):
+    """What an artifact's bytes depend on, as far as this module reads it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # how pydantic is told
+
+    stage: Annotated[str, Field(pattern=STAGE)]
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    """Input's name -> digest."""
+    libraries: dict[str, str]
+    hardware: Any
+
+
+def _has_a_digest(parts: Parts) -> Parts:
+    try:
+        json_digest(parts)
+    except ValueError:  # NaN and infinity, which JSON parsers let through
+        raise ValueError("holds a number that JSON has no form for") from None
+    return parts
+
+
+def _is_beside(name: str | None) -> str | None:
+    if name is not None and not WORKLOADS_FILE.fullmatch(name):
+        raise ValueError("must be null or workloads/NAME, a file beside this one")
+    return name
 
 
 class Link(StrictModel):
     """The manifest of an artifact of the chain."""
 
     title: str
-    key: str
+    key: Annotated[str, Field(pattern=KEY)]
     digest: str
-    parts: dict[str, Any]
-    """What its bytes depend on: stage, config, inputs, code, libraries, hardware."""
+    parts: Annotated[Parts, AfterValidator(_has_a_digest)]
     files: dict[str, str]
     """Relative path -> sha256."""
 
     @classmethod
     def of(cls, title: str, artifact: Artifact) -> "Link":
         """Build the link of an artifact."""
-        return cls(title=title, key=artifact.key, digest=artifact.digest, parts=artifact.parts, files=artifact.files)
+        return cls(
+            title=title, key=artifact.key, digest=artifact.digest, parts=cast(Parts, artifact.parts), files=artifact.files
+        )
 
     @property
     def inputs(self) -> dict[str, str]:
         """Input's name -> digest."""
-        return dict(self.parts["inputs"])
+        return self.parts["inputs"]
 
     @property
     def place(self) -> str:
@@ -113,12 +136,21 @@ class Identity(StrictModel):
     """In the order in which the artifacts were made."""
     roles: dict[Role, str]
     """Role -> key of the artifact with that role; a server has none of NOT_OF_SERVERS."""
-    workloads_file: str | None
+    workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
     """Path of the user's own samples, relative to this file; null when all are generated."""
     gates: Gates
     verdict: Verdict
     binds: dict[str, str]
     """Digests, versions and the verdict by the names that people look up; see `bindings`."""
+
+    @model_validator(mode="after")
+    def _roles_are_of_the_chain(self) -> Self:
+        keys = {link.key for link in self.chain}
+        wanted = (role for role in ROLES if not (self.served and role in NOT_OF_SERVERS))
+        dangling = next((role for role in wanted if self.roles.get(role) not in keys), None)
+        if dangling is not None:
+            raise ValueError(f"roles.{dangling} names no artifact of the chain")
+        return self
 
     @property
     def served(self) -> bool:
@@ -142,44 +174,12 @@ def read_identity(path: Path) -> Identity:
         UserError: with the first problem, when the file is no identity or names files outside of its evidence.
     """
     try:
-        identity = Identity.model_validate_json(path.read_bytes())
+        return Identity.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from None
-    for link in identity.chain:
-        problem = _problem(link)
-        if problem is not None:
-            raise UserError(f"{path}: chain: {link.title}: {problem}")
-    if identity.workloads_file is not None and not WORKLOADS_FILE.fullmatch(identity.workloads_file):
-        raise UserError(f"{path}: workloads_file: must be null or workloads/NAME, a file beside this one")
-    keys = {link.key for link in identity.chain}
-    wanted = [role for role in ROLES if not (identity.served and role in NOT_OF_SERVERS)]
-    dangling = [role for role in wanted if identity.roles.get(role) not in keys]
-    if dangling:
-        raise UserError(f"{path}: roles.{dangling[0]}: names no artifact of the chain")
-    return identity
-
-
-def _problem(link: Link) -> str | None:
-    """Describe the first value of a link that cannot be used; None when all can."""
-    for name, kind in PARTS.items():
-        if not isinstance(link.parts.get(name), kind):
-            return f"parts.{name} is missing or no {kind.__name__}"
-    for name in TEXTS:
-        for key, value in link.parts[name].items():
-            if not isinstance(value, str):
-                return f"parts.{name}.{key} is no text"
-    if not STAGE.fullmatch(link.parts["stage"]):
-        return "parts.stage must be lower-case letters and _"
-    if not KEY.fullmatch(link.key):
-        return "key must be a sha256, 64 hexadecimal digits"
-    try:
-        json_digest(link.parts)
-    except ValueError:  # NaN and infinity, which JSON parsers let through
-        return "parts holds a number that JSON has no form for"
-    return None
 
 
 def make_identity(

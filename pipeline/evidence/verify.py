@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -24,7 +24,7 @@ from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.evidence.identity import IDENTITY_FILE, Identity, bindings, read_bundle, signed_files
+from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.proof import Finding, ReplayedEvidence
@@ -34,10 +34,12 @@ from pipeline.trust.statement import SIGNATURE_FILE, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import Detectable, Verdict
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
+
+DETECTABLE_TOLERANCE = 2e-4
+"""To which it is found what samples could have told."""
 
 SAMPLES_CHECK = "samples, made again"
 DECODED_CHECK = "samples, decoded again"
@@ -74,16 +76,11 @@ def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
         evidence: The evidence.
         trusted: Sets of keys, of each of which one must have signed it.
     """
-    identity, engine = evidence.identity, evidence.engine
-    findings = [*_seal(evidence.directory), *_signatures(evidence, trusted), *lineage(identity)]
-    engine_findings = _files("engine", engine, identity.link("engine").files)
-    findings += engine_findings
+    identity = evidence.identity
+    engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
+    findings = [*replay_record(evidence), *_signatures(evidence, trusted), *engine_findings]
     if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
-    report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
-    findings += _files("report", evidence.directory, report_files, only=True)
-    if evidence.problem is not None:
-        findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
     if evidence.report is not None:
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
         tokenizer_intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
@@ -93,22 +90,17 @@ def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
 
 def replay_record(evidence: Evidence) -> list[Finding]:
     """Check what needs neither the engine nor its libraries: seal, chain, the report's files and what it cites."""
-    identity = evidence.identity
+    identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
     findings = [*_seal(evidence.directory), *lineage(identity)]
     findings += _files("report", evidence.directory, report_files, only=True)
     if evidence.problem is not None:
         findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
-    return findings if evidence.report is None else [*findings, *_citations(identity, evidence.report)]
-
-
-def _citations(identity: Identity, report: EvaluationReport) -> list[Finding]:
-    """Check that the report is about this engine, this baseline and this policy."""
-    return [
-        _compare("report cites the engine", report.engine_digest, identity.link("engine").digest),
-        _compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest),
-        _compare("policy", identity.policy, report.policy),
-    ]
+    if report is not None:
+        findings.append(_compare("report cites the engine", report.engine_digest, identity.link("engine").digest))
+        findings.append(_compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest))
+        findings.append(_compare("policy", identity.policy, report.policy))
+    return findings
 
 
 def _seal(directory: Path) -> list[Finding]:
@@ -174,12 +166,12 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
 
 
 def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool) -> list[Finding]:
-    """Check what the report cites, what the identity binds, the samples and the verdict.
+    """Check what the identity binds, the samples and the verdict.
 
     The engine's tokenizer is loaded only when its files are intact.
     """
     identity, engine = evidence.identity, evidence.engine
-    findings = _citations(identity, report)
+    findings = list[Finding]()
     if engine is not None:
         try:
             record = read_bundle(engine)
@@ -296,43 +288,25 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
     if verdict.status != recorded.status:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
-    difference = _differing_check(recorded, verdict)
+    apart: Any = {"checks": {"__all__": {"reason"}}}  # a reason shows rounded what is compared exactly
+    difference = _difference("verdict", recorded.model_dump(exclude=apart), verdict.model_dump(exclude=apart))
     if difference is not None:
         detail = f"{recorded.status} as recorded, but not by the same checks: {difference}"
         return Finding(VERDICT_CHECK, "differs", detail)
     return Finding(VERDICT_CHECK, "same", f"{verdict.status} by {len(verdict.checks)} checks")
 
 
-def _differing_check(recorded: Verdict, verdict: Verdict) -> str | None:
-    """Describe the first difference between two verdicts of the same status; None when they are the same."""
-    if len(recorded.checks) != len(verdict.checks) or recorded.samples_needed != verdict.samples_needed:
-        return f"{len(recorded.checks)} recorded, {len(verdict.checks)} made"
-    for one, other in zip(recorded.checks, verdict.checks, strict=True):
-        exact = (one.gate, one.where, one.status, one.threshold) == (other.gate, other.where, other.status, other.threshold)
-        if not exact or not (_is_near(one.value, other.value) and _is_near(one.bound, other.bound)):
-            return f"recorded {one.reason}, found {other.reason}"
-    if not _tell_the_same(recorded.detectable, verdict.detectable):
-        return f"recorded detectable {recorded.detectable}, found {verdict.detectable}"
-    for name in ("covered", "round", "warnings", "reasons"):
-        one_value, other_value = getattr(recorded, name), getattr(verdict, name)
-        if one_value != other_value:
-            return f"recorded {name} {one_value}, found {other_value}"
-    return None
-
-
-def _tell_the_same(recorded: Mapping[str, Detectable], found: Mapping[str, Detectable]) -> bool:
-    """Whether two verdicts say the same of what their samples could have told, to the precision that it is found to."""
-
-    def near(one: float | None, other: float | None) -> bool:
-        return one is other if one is None or other is None else math.isclose(one, other, abs_tol=2e-4)
-
-    return recorded.keys() == found.keys() and all(
-        near(one.fails_from, found[name].fails_from) and near(one.passes_up_to, found[name].passes_up_to)
-        for name, one in recorded.items()
-    )
-
-
-def _is_near(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12)
+def _difference(where: str, recorded: object, found: object) -> str | None:
+    """Describe the first difference between two values of JSON; None where they are the same but for rounding."""
+    if isinstance(recorded, dict) and isinstance(found, dict) and recorded.keys() == found.keys():
+        inner = (_difference(f"{where}.{name}", value, found[name]) for name, value in recorded.items())
+        return next((text for text in inner if text is not None), None)
+    if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
+        inner = (_difference(f"{where}.{i}", *both) for i, both in enumerate(zip(recorded, found, strict=True)))
+        return next((text for text in inner if text is not None), None)
+    if isinstance(recorded, float) and isinstance(found, float):
+        room = DETECTABLE_TOLERANCE if where.startswith("verdict.detectable") else 1e-12
+        same = math.isclose(recorded, found, rel_tol=BOUND_TOLERANCE, abs_tol=room)
+    else:
+        same = recorded == found
+    return None if same else f"recorded {where} {recorded}, found {found}"

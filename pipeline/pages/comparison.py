@@ -7,10 +7,11 @@ runs takes everything from a saved view, which is a tag of the experiment.
 import base64
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.pages.metrics import FIRST, KL
+from pipeline.registry.summary import NEW_SWEEP
 
 SECTION = "kvgate"
 """Id of the section of charts that the page opens on; MLflow adds the other metrics below it."""
@@ -31,43 +32,21 @@ def saved_view(sweep: str, made: float) -> str:
         sweep: Identifier of the sweep, which its runs have as a tag.
         made: When it is made, in seconds since 1970.
     """
-    state = {"searchFilter": _filter(sweep), **_ordered(), **_layout()}
+    state = {**_runs(sweep), **_layout()}
     packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     when = int(1000 * made)
-    return json.dumps({**state, "name": _title(sweep), "createdAt": when, "updatedAt": when, "state": f"deflate;{packed}"})
+    return json.dumps({**state, "name": f"sweep {sweep}", "createdAt": when, "updatedAt": when, "state": f"deflate;{packed}"})
 
 
-def outdated(views: Mapping[str, str]) -> list[str]:
-    """Return which saved views may go: those of sweeps before the latest, and no others.
-
-    Args:
-        views: Content of every view of an experiment by its name, those that people saved themselves included.
-    """
-    made = {name: when for name, content in views.items() if (when := _made(name, content)) is not None}
-    return sorted(made, key=lambda name: made[name])[:-KEPT]
+def outdated(views: Sequence[str]) -> list[str]:
+    """Return which of an experiment's saved views may go: those of sweeps before the latest, and none that people saved."""
+    return sorted(name for name in views if NEW_SWEEP.fullmatch(name))[:-KEPT]
 
 
-def _made(name: str, content: str) -> float | None:
-    """Return when a view of the sweep `name` was made; None for any other view."""
-    try:
-        view = json.loads(content)
-        ours = (view["name"], view["searchFilter"]) == (_title(name), _filter(name))
-        return float(view["createdAt"]) if ours else None
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _title(sweep: str) -> str:
-    return f"sweep {sweep}"
-
-
-def _filter(sweep: str) -> str:
-    return f"tags.sweep = '{sweep}'"
-
-
-def _ordered() -> dict[str, Any]:
-    """Return the order of the runs, the least distance first, and that none is left out for its age or state."""
+def _runs(sweep: str) -> dict[str, Any]:
+    """Return which runs are listed and in which order: the least distance first, none left out for its age or state."""
     return {
+        "searchFilter": f"tags.sweep = '{sweep}'",
         "orderByKey": f"metrics.`{KL}`",
         "orderByAsc": True,
         "startTime": "ALL",

@@ -1,7 +1,7 @@
 """The numbers of a candidate that its run has as metrics: few, and those first by which an engine is chosen.
 
 MLflow compares runs by the metric that was logged first, and draws a chart of each. All numbers of a report are in
-summary.json, verdict.json and the table `metrics.json`.
+summary.json and verdict.json.
 """
 
 from collections.abc import Mapping

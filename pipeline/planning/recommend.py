@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.strict import StrictModel
+from pipeline.planning.capacity import Capacity, PolicyCapacity
 from pipeline.planning.labels import overrides_of
-from pipeline.planning.records import Capacity, PolicyCapacity
 from pipeline.planning.use import CapacityConfig
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.thresholds import Status
@@ -108,30 +108,26 @@ def recommend(capacity: Capacity, judged: Sequence[Judged], oracle: str, notes: 
         oracle: The backend that serves where no other engine holds as many tokens.
         notes: What a reader has to know of the evidence.
     """
-    found: list[tuple[PolicyCapacity, Judged]] = []
-    passed: list[PassedOver] = []
-    for entry in sorted(capacity.policies, key=_order, reverse=True):
-        of_policy = [one for one in judged if one.policy == entry.policy]
-        answer = _assess(entry, of_policy, capacity.use)
+    ordered = sorted(capacity.policies, key=_order, reverse=True)
+    assessed = [
+        (entry, _assess(entry, [one for one in judged if one.policy == entry.policy], capacity.use)) for entry in ordered
+    ]
+    covering = [(entry, answer) for entry, answer in assessed if isinstance(answer, Judged)]
+    best = max(covering, key=lambda pair: (*_order(pair[0]), pair[1].backend != oracle, -pair[1].kl_mean), default=None)
+    passed = []
+    for entry, answer in assessed:
         if isinstance(answer, PassedOver):
             passed.append(answer)
-        else:
-            found.append((entry, answer))
-    best = max(found, key=lambda pair: (*_order(pair[0]), pair[1].backend != oracle, -pair[1].kl_mean), default=None)
-    chosen = None if best is None else _choice(*best)
-    for entry, one in found:
-        if best is not None and entry is not best[0]:
-            tokens = entry.live_tokens
-            but = "fewer live tokens" if tokens < best[0].live_tokens else "as many live tokens in more bytes, or a larger KL"
-            reason = f"PASS, and the evidence covers this use, but {but}"
-            passed.append(PassedOver(name=entry.name, live_tokens=tokens, reason=reason, evidence=one.source, command=None))
-    order = {entry.name: place for place, entry in enumerate(sorted(capacity.policies, key=_order, reverse=True))}
+        elif best is not None and entry is not best[0]:
+            fewer = entry.live_tokens < best[0].live_tokens
+            but = "fewer live tokens" if fewer else "as many live tokens in more bytes, or a larger KL"
+            passed.append(_passed_over(entry, f"PASS, and the evidence covers this use, but {but}", answer))
     return Recommendation(
         model=capacity.model,
         use=capacity.use,
         notes=[*capacity.notes, *notes],
-        chosen=chosen,
-        passed_over=sorted(passed, key=lambda one: order[one.name]),
+        chosen=None if best is None else _choice(*best),
+        passed_over=passed,
     )
 
 
@@ -140,7 +136,7 @@ def _order(entry: PolicyCapacity) -> tuple[int, int]:
 
 
 def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
-    assert one.limits is not None
+    assert one.limits is not None, "evidence that covers a use says how far it holds"
     return Choice(
         name=entry.name,
         policy=entry.policy,
@@ -156,36 +152,38 @@ def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
     )
 
 
+def _passed_over(
+    entry: PolicyCapacity, reason: str, one: Judged | None = None, command: Sequence[str] | None = None
+) -> PassedOver:
+    """Return that a policy is not taken; `command` has the overrides, besides the policy, that make the missing evidence."""
+    whole = None if command is None else ["stage=evaluate", *overrides_of(entry.name), *command]
+    source = None if one is None else one.source
+    return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source, command=whole)
+
+
 def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> Judged | PassedOver:
     """Return the evidence that covers the use, or why there is none."""
-
-    def passed_over(reason: str, one: Judged | None, *command: str) -> PassedOver:
-        arguments = ["stage=evaluate", *overrides_of(entry.name), *command] if command or one is None else None
-        source = None if one is None else one.source
-        return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source, command=arguments)
-
     if entry.requests < use.concurrency:
-        reason = f"admits {entry.requests} of {use.concurrency} requests at once"
-        return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=None, command=None)
-    counting = sorted((one for one in judged if one.problem is None), key=lambda one: one.made)
+        return _passed_over(entry, f"admits {entry.requests} of {use.concurrency} requests at once")
+    judged = sorted(judged, key=lambda one: one.made)
+    counting = [one for one in judged if one.problem is None]
     if not counting:
-        others = sorted(judged, key=lambda one: one.made)
-        reason = f"no evidence that counts: {others[-1].problem}" if others else NO_EVIDENCE
-        return passed_over(reason, None)
-    of_engine = [one for one in counting if one.engine_digest == counting[-1].engine_digest]
-    failed = next((one for one in reversed(of_engine) if one.status == "FAIL"), None)
+        reason = f"no evidence that counts: {judged[-1].problem}" if judged else NO_EVIDENCE
+        return _passed_over(entry, reason, command=[])
+    of_engine = [one for one in reversed(counting) if one.engine_digest == counting[-1].engine_digest]
+    failed = next((one for one in of_engine if one.status == "FAIL"), None)
     if failed is not None:
-        return passed_over(f"FAIL: {_first(failed)}", failed)
-    passes = [one for one in reversed(of_engine) if one.status == "PASS"]
+        return _passed_over(entry, f"FAIL: {_first(failed)}", failed)
+    passes = [one for one in of_engine if one.status == "PASS"]
     if not passes:
-        last = of_engine[-1]
+        last = of_engine[0]
         more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
-        return passed_over(f"INCONCLUSIVE: {_first(last)}", last, *more, f"gates.attempt={last.attempt + 1}")
+        return _passed_over(entry, f"INCONCLUSIVE: {_first(last)}", last, [*more, f"gates.attempt={last.attempt + 1}"])
     covering = next((one for one in passes if not _missing(one, use)[0]), None)
     if covering is not None:
         return covering
     missing, command = _missing(passes[0], use)
-    return passed_over(f"PASS, but {'; '.join(missing)}", passes[0], *command)
+    return _passed_over(entry, f"PASS, but {'; '.join(missing)}", passes[0], command)
 
 
 def _first(one: Judged) -> str:

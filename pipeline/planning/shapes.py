@@ -5,6 +5,7 @@ window. What is not read in that way is refused with the key that says so.
 """
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from pipeline.gguf.model import inspect_gguf
 
 NEEDED = "num_hidden_layers, num_attention_heads, num_key_value_heads, and head_dim or hidden_size"
 
+STATE = "some layers keep a state of constant size in place of keys and values"
 OTHER_CACHES = {
     "kv_lora_rank": "a token has one latent vector for all heads (MLA), no keys and values that a kv policy could format",
-    "attn_layer_period": "some layers keep a state of constant size in place of keys and values",
-    "hybrid_override_pattern": "some layers keep a state of constant size in place of keys and values",
-    "full_attention_interval": "some layers keep a state of constant size in place of keys and values",
-    "mamba_d_state": "some layers keep a state of constant size in place of keys and values",
-    "state_size": "layers keep a state of constant size in place of keys and values",
+    **dict.fromkeys(
+        ("attn_layer_period", "hybrid_override_pattern", "full_attention_interval", "mamba_d_state", "state_size"), STATE
+    ),
     "num_kv_shared_layers": "some layers use the keys and values of others",
     "cross_attention_layers": "some layers keep keys and values of another input",
     "is_encoder_decoder": "a decoder layer also keeps keys and values of the encoder",
@@ -38,6 +38,7 @@ LARGEST = 1 << 22
 
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight's float16 scale."""
+BITS: dict[WeightsFormat, int] = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq": 4}
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,20 @@ class ModelShape:
             )
         return max(1, heads // ranks)
 
-    def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int | None:
-        """Return the bytes of the weights on each GPU, as they are served; None when they are not counted.
+    def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int:
+        """Return the bytes of the weights on each GPU, as they are served.
 
         Linear layers are divided, normalisations are copied; embeddings and the LM head are never quantized.
+
+        Raises:
+            UserError: for a family whose weights are not counted.
         """
-        if self.tensors is None:
-            return None
         kv_share = self.kv_heads_of_a_rank(ranks) / self.kv.kv_heads
+        if self.tensors is None:
+            raise UserError(
+                "capacity.weights_gib=null: the weights are counted for Llama, Mistral, Qwen2 and Qwen3 that are not quantized "
+                f"already, and {self.path} is none; give the GiB of its weights"
+            )
         total = 0.0
         for name, shape in self.tensors:
             share = kv_share if ".k_proj." in name or ".v_proj." in name else 1 / ranks if len(shape) == 2 else 1.0
@@ -86,13 +93,10 @@ class ModelShape:
 
 
 def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
-    """Bytes of a tensor: 16 bits a number unless it is quantized; scales of FP8 are one a tensor, of INT8 one a row."""
-    numbers, rows = 1, shape[0]
-    for size in shape:
-        numbers *= size
-    scales = {"none": 0, "fp8": 4, "int8_sq": 4 * rows, "int4_awq": 2 * numbers // AWQ_BLOCK}
-    bits = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq": 4}
-    return numbers * bits[weights] / 8 + scales[weights]
+    """Bytes of a tensor with its scales: FP8 has one a tensor, INT8 one a row."""
+    numbers = prod(shape)
+    scales = {"none": 0, "fp8": 4, "int8_sq": 4 * shape[0], "int4_awq": 2 * numbers // AWQ_BLOCK}
+    return numbers * BITS[weights] / 8 + scales[weights]
 
 
 def read_model(path: Path) -> ModelShape:
@@ -102,8 +106,7 @@ def read_model(path: Path) -> ModelShape:
         UserError: naming `model.path`, the key of config.json, and what to do.
     """
     if path.is_file():
-        gguf = inspect_gguf(path)
-        return _describe(path, gguf.config)
+        return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():
         raise UserError(f"model.path={path}: no such directory; give one with a config.json, or a GGUF file")
     return _describe(path, read_json(path, "config.json"))
@@ -116,8 +119,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     for key, reason in OTHER_CACHES.items():
         if config.get(key):
             raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
-    kind = str(config.get("model_type"))
-    notes: list[str] = []
+    kind, notes = str(config.get("model_type")), list[str]()
     known = kind in DEFAULTS
     config = DEFAULTS.get(kind, {}) | config
     layers, q_heads = (_size(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
@@ -152,15 +154,16 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
 def _tensors(path: Path, config: dict[str, Any], shape: KVShape, q_heads: int) -> tuple[tuple[str, Shape], ...] | None:
     """The model's tensors; None for other families than the engines', and for weights that are quantized already."""
     classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or str(classes[0]) not in ARCHITECTURES:
-        return None
-    if ARCHITECTURES[str(classes[0])] != config.get("model_type"):
-        return None
-    if config.get("quantization_config") is not None:
+    name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
+    if (
+        name not in ARCHITECTURES
+        or ARCHITECTURES[name] != config.get("model_type")
+        or config.get("quantization_config") is not None
+    ):
         return None
     info = CheckpointInfo(
         path=path,
-        architecture=str(classes[0]),
+        architecture=name,
         shape=shape,
         q_heads=q_heads,
         vocab_size=_size(path, config, "vocab_size"),

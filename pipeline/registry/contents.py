@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.redaction import copy_redacted, redact, redact_text
@@ -13,12 +12,8 @@ from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
 
-SHADES = {
-    "PASS": ("#1a7f37", "#2da44e", "#0f766e", "#4d9221"),
-    "FAIL": ("#cf222e", "#a40e26", "#e5534b", "#b35900"),
-    "INCONCLUSIVE": ("#bf8700", "#d4a72c", "#9a6700", "#e0a800"),
-}
-"""Run colours: the verdict decides the hue and the policy's name the shade, so that charts show two passes apart."""
+COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
+"""Of runs in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 
@@ -66,24 +61,16 @@ def verdict_line(candidate: Candidate) -> str:
     return redact_text(". ".join([f"{candidate.verdict}{held}", *([", ".join(figures)] if figures else []), *why]))
 
 
-def run_color(verdict: str, policy: str) -> str:
-    """Return the colour of a run in MLflow's charts."""
-    shades = SHADES.get(verdict)
-    return UNDECIDED if shades is None else shades[crc32(policy.encode()) % len(shades)]
-
-
 def collect_evidence(candidate: Candidate, folder: Path) -> None:
     """Fill `folder` with the files that every version carries; together with `engine/`, stage=verify replays them.
 
     The user's own samples file is not copied: prompts stay where they are.
     """
-    for name in EVIDENCE_FILES:
-        source = candidate.engine.path / name
-        if source.is_file():
-            copy_redacted(source, folder / name)
-    signature = candidate.identity.path.with_name(SIGNATURE_FILE)
-    signed = [signature] if signature.is_file() else []
-    for path in (candidate.report.path, candidate.samples, candidate.identity.path, *signed):
-        copy_redacted(path, folder / path.name)
+    files = [candidate.engine.path / name for name in EVIDENCE_FILES]
+    files += [candidate.report.path, candidate.samples, candidate.identity.path]
+    files += [candidate.identity.path.with_name(SIGNATURE_FILE)]
+    for path in files:
+        if path.is_file():
+            copy_redacted(path, folder / path.name)
     verdict = candidate.model_dump(mode="json", include={*DECIDED, "metrics"})
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")

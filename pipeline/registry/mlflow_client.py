@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from pipeline.registry.reaching import patient, problem
+from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, Location
 
 __all__ = [
@@ -34,36 +34,36 @@ __all__ = [
     "MlflowException",
     "Param",
     "RunTag",
-    "asked_once",
-    "download_artifacts",
     "process_wide",
-    "translated",
 ]
 
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
 """They log dozens of lines while a fresh file migrates, and tracebacks of what is raised as well."""
-HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
-"""Codes of errors that are answers."""
+ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException)
 
 
 class Client(MlflowClient):
-    """MLflow's client, whose waits are announced and whose errors are a line.
-
-    Raises, from every method:
-        UserError: for credentials that are refused, and a store of another kind or release.
-        MissingRequirement: for a store that does not answer, is locked, or fails.
-    """
+    """MLflow's client, whose waits are announced and whose errors are a line: from every method as `reached` raises them."""
 
     def __init__(self, location: Location) -> None:
-        """Open the store; of SQLite and databases this makes or checks the tables."""
+        """Open the store; of SQLite and databases this makes or checks the tables, and a server is asked once."""
+        check_reachable(location)
         for logger in LOGGERS:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
         # MLflow reads them at every request, and libpq at every connection.
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
         os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
         self._location = location
-        with translated(location):
-            super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
+        retries = os.environ[RETRIES]
+        os.environ[RETRIES] = "0"  # a server that is not there says so at once
+        try:
+            with reached(location, *ERRORS):
+                super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
+                if location.served:
+                    self.search_experiments(max_results=1)
+        finally:
+            os.environ[RETRIES] = retries
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -73,35 +73,14 @@ class Client(MlflowClient):
 
         @wraps(value)
         def call(*arguments: Any, **options: Any) -> Any:
-            with translated(location):
+            with reached(location, *ERRORS):
                 return value(*arguments, **options)
 
         return call
 
-
-@contextmanager
-def translated(location: Location) -> Iterator[None]:
-    try:
-        with patient(location):
-            yield
-    except MlflowException as error:
-        if error.error_code in HANDLED:
-            raise
-        raise problem(location, error) from error
-    except (SQLAlchemyError, CommandError, RequestException) as error:
-        raise problem(location, error) from error
-
-
-@contextmanager
-def asked_once() -> Iterator[None]:
-    """Let requests be sent once while the block runs: a server that is not there says so at once when it is opened."""
-    retries = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-    before = os.environ[retries]
-    os.environ[retries] = "0"
-    try:
-        yield
-    finally:
-        os.environ[retries] = before
+    def download(self, address: str, folder: str) -> str:
+        """Download an artifact into a folder; return where it lies."""
+        return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
 
 
 @contextmanager
@@ -109,8 +88,7 @@ def process_wide(uri: str) -> Iterator[None]:
     """Make `uri` the process's store while the block runs.
 
     create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
-    that store into the environment, from where the next work directory of this process would take it, and whoever uses
-    MLflow beside kvgate. What `set_tracking_uri` set before was written there, too, so that the variable alone brings it back.
+    that store into the environment, from where the next work directory of this process would take it.
     """
     before = os.environ.get(ENVIRONMENT)
     set_tracking_uri(uri)
@@ -118,7 +96,6 @@ def process_wide(uri: str) -> Iterator[None]:
         yield
     finally:
         set_tracking_uri(None)  # type: ignore[arg-type]  # which forgets it
-        if before is None:
-            os.environ.pop(ENVIRONMENT, None)
-        else:
+        os.environ.pop(ENVIRONMENT, None)
+        if before is not None:
             os.environ[ENVIRONMENT] = before

@@ -1,4 +1,8 @@
-"""The runs of an experiment of the tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions."""
+"""The runs of an experiment of the tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
+
+A run that is open holds a lock, whose name is a tag of the run. The system lets go of the lock when the process dies, so that
+a run which is RUNNING without its lock was left by a dead process; the next command that opens the store closes it.
+"""
 
 import json
 import tempfile
@@ -7,49 +11,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from getpass import getuser
 from pathlib import Path
+from secrets import token_hex
 
+from pipeline.artifacts.locks import alone_at_once
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
-from pipeline.registry import processes
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, MlflowException, Param, RunTag
+from pipeline.registry.tracking import Location
 
-PARAMS_PER_BATCH, METRICS_PER_BATCH, TAG_CHARS = 100, 1000, 5000
+TAG_CHARS = 5000
 DIGEST_CHARS = 36
 """The longest digest of a data set that MLflow takes."""
 VIEW = "mlflow.sharedViewState."
 """Tags of an experiment with this prefix are views of its page of runs."""
+LOCK = "lock"
+"""Tag of a run with the name of its lock, a file of `Location.runs`."""
 
 
 class ExperimentRuns:
     """The runs of one experiment."""
 
+    location: Location
     client: Client
     experiment_id: str
-
-    def _reap(self) -> None:
-        """Close the runs whose process died without closing them, on whatever machine."""
-        for run_id in left_open(self.client, self.experiment_id):
-            self.client.set_terminated(run_id, "KILLED")
 
     @contextmanager
     def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
         """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
-        texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
-        run_id = self.client.create_run(self.experiment_id, tags={**texts, **self.owner()}, run_name=title).info.run_id
-        status = "FAILED"
-        try:
-            with processes.leased(lambda tags: self._put_off(run_id, tags)):
+        self.location.runs.mkdir(exist_ok=True)
+        lock = self.location.runs / token_hex(8)
+        with alone_at_once(lock):
+            texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
+            run_id = self.create_run(title, texts)
+            status = "FAILED"
+            try:
                 yield run_id
-            status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
-            status = "KILLED"
-            raise
-        finally:
-            self.client.set_terminated(run_id, status)
+                status = "FINISHED"
+            except (KeyboardInterrupt, SystemExit):
+                status = "KILLED"
+                raise
+            finally:
+                self.client.set_terminated(run_id, status)
+                lock.unlink(missing_ok=True)
 
-    def _put_off(self, run_id: str, tags: Mapping[str, str]) -> None:
-        for name, value in tags.items():
-            self.client.set_tag(run_id, name, value)
+    def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
+        """Create a run and return its id."""
+        owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
+        return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
+
+    def close_left_open(self) -> None:
+        """Close the runs whose process died. Those of other work directories and other programs are not known to be dead."""
+        query = f"attributes.status = 'RUNNING' and tags.{LOCK} != ''"
+        runs = self.client.search_runs([self.experiment_id], query, max_results=1000)
+        for lock in {self.location.runs / run.data.tags[LOCK] for run in runs}:
+            if not lock.exists():
+                continue
+            with alone_at_once(lock) as died:
+                for run in runs if died else ():
+                    # Read again: a process closes its run before it lets go of the lock.
+                    if run.data.tags[LOCK] == lock.name and self.client.get_run(run.info.run_id).info.status == "RUNNING":
+                        self.client.set_terminated(run.info.run_id, "KILLED")
+                if died:
+                    lock.unlink(missing_ok=True)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
@@ -57,10 +80,6 @@ class ExperimentRuns:
             for path in files:
                 copy_redacted(path, Path(scratch) / path.name)
             self.client.log_artifacts(run_id, scratch)
-
-    def owner(self) -> dict[str, str]:
-        """Return the tags that say who makes a run."""
-        return {"mlflow.user": getuser(), "mlflow.source.name": "kvgate", **processes.identity(), **processes.lease()}
 
     def log(
         self,
@@ -70,28 +89,22 @@ class ExperimentRuns:
         tags: Mapping[str, str] | None = None,
         model_id: str | None = None,
     ) -> None:
-        """Log all of it in one batch, in more only beyond MLflow's limits."""
+        """Log all of it in one batch, or in as many as MLflow takes."""
         now = int(time.time() * 1000)
-        all_params = [Param(name, value) for name, value in (params or {}).items()]
-        all_metrics = [Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()]
-        all_tags = [RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()]
-        assert len(all_metrics) <= METRICS_PER_BATCH, f"{len(all_metrics)} metrics in one step"
-        for start in range(0, max(len(all_params), 1), PARAMS_PER_BATCH):
-            first = start == 0
-            self.client.log_batch(
-                run_id,
-                metrics=all_metrics if first else [],
-                params=all_params[start : start + PARAMS_PER_BATCH],
-                tags=all_tags if first else [],
-            )
+        self.client.log_batch(
+            run_id,
+            metrics=[Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()],
+            params=[Param(name, value) for name, value in (params or {}).items()],
+            tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()],
+        )
 
     def show(self, run_id: str, page: RunPage, tags: Mapping[str, str], model_id: str) -> None:
         """Log what a candidate's run shows, and tags, in an order that MLflow keeps."""
         if page.workloads:
             self.client.log_inputs(run_id, [_dataset(workload) for workload in page.workloads])
         finite, nonfinite = finite_metrics(page.metrics)
-        named = {"nonfinite": ", ".join(nonfinite)} if nonfinite else {}
-        self.log(run_id, metrics=finite, tags={**tags, **named}, model_id=model_id)
+        tags_of_metrics = {"nonfinite": ", ".join(nonfinite)} if nonfinite else {}
+        self.log(run_id, metrics=finite, tags={**tags, **tags_of_metrics}, model_id=model_id)
         for name, rows in page.tables.items():
             if rows:
                 self.client.log_table(run_id, table_columns(rows), name)
@@ -100,10 +113,10 @@ class ExperimentRuns:
         """Save a view of the experiment's page of runs."""
         self.client.set_experiment_tag(self.experiment_id, VIEW + name, content)
 
-    def views(self) -> dict[str, str]:
-        """Return the content of every saved view by its name, whoever saved it."""
-        tags: Mapping[str, str] = self.client.get_experiment(self.experiment_id).tags
-        return {key.removeprefix(VIEW): content for key, content in tags.items() if key.startswith(VIEW)}
+    def views(self) -> list[str]:
+        """Return the names of all saved views, whoever saved them."""
+        tags = self.client.get_experiment(self.experiment_id).tags
+        return [key.removeprefix(VIEW) for key in tags if key.startswith(VIEW)]
 
     def remove_view(self, name: str) -> None:
         """Remove a saved view; another command may have done so already."""
@@ -112,15 +125,6 @@ class ExperimentRuns:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-
-
-def left_open(client: Client, experiment_id: str) -> dict[str, str]:
-    """Return the names of the runs that are RUNNING although their process died, by their ids."""
-    runs = client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
-    dead = [run.info.run_id for run in runs if processes.abandoned(run.data.tags)]
-    # Read again: a process may have closed its run after the search, and ended before it was asked for.
-    again = [client.get_run(run_id).info for run_id in dead]
-    return {info.run_id: info.run_name or info.run_id for info in again if info.status == "RUNNING"}
 
 
 def _dataset(workload: Workload) -> DatasetInput:

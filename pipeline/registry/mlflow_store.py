@@ -12,24 +12,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import flat_params, redact_text
-from pipeline.registry.contents import EMPTY_PAGE, UNDECIDED, RunPage, collect_evidence, registered_as, run_color, verdict_line
-from pipeline.registry.mlflow_client import (
-    Client,
-    LoggedModelOutput,
-    MlflowException,
-    asked_once,
-    download_artifacts,
-    process_wide,
-    translated,
-)
-from pipeline.registry.mlflow_runs import ExperimentRuns
-from pipeline.registry.reaching import SQLITE, check_reachable, named
-from pipeline.registry.relocation import follow_move
+from pipeline.registry.contents import COLOURS, UNDECIDED, RunPage, collect_evidence, registered_as, verdict_line
+from pipeline.registry.mlflow_client import Client, LoggedModelOutput, MlflowException, process_wide
+from pipeline.registry.mlflow_runs import LOCK, ExperimentRuns
+from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
 
@@ -41,7 +33,7 @@ class MlflowStore(ExperimentRuns):
         """Open the store and create what it lacks.
 
         Raises:
-            UserError: when it cannot be opened.
+            UserError: when it cannot be opened, or its files were moved.
             MissingRequirement: when it does not answer, is locked, or takes a driver that is not installed.
         """
         self.location = location
@@ -49,46 +41,64 @@ class MlflowStore(ExperimentRuns):
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            reason = f"{self.lock.parent} cannot be made ({error.strerror})"
-            raise UserError(f"{named(location)} cannot be used: {reason}; name another") from error
+            raise UserError(f"{named(location)}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
         with locked(self.lock, "opening MLflow's store"):  # processes that create one SQLite store at once break its migrations
-            check_reachable(location)
-            if location.uri.startswith(SQLITE):
-                follow_move(location, Path(location.uri.removeprefix(SQLITE)))
-            with asked_once():
-                self.client = Client(location)
-                self.experiment_id = self._experiment()
-                self._registered_model()
-        self._reap()
+            self.client = Client(location)
+            self.experiment_id = self._experiment()
+            self._registered_model()
+        self.close_left_open()
 
     def _experiment(self) -> str:
         name = self.location.experiment
         experiment = active_experiment(self.client, name)
         if experiment is None:
-            try:
-                return str(self.client.create_experiment(name, self.location.artifact_root))
-            except MlflowException:  # another host was first
-                experiment = active_experiment(self.client, name)
-                assert experiment is not None, f"{name} exists and does not"
+            with suppress(MlflowException):  # another host was first
+                self.client.create_experiment(name, self.location.artifact_root)
+            experiment = active_experiment(self.client, name)
+            assert experiment is not None, f"{name} was created"
+        _check_files(self.location, experiment.artifact_location)
         return str(experiment.experiment_id)
 
     def _registered_model(self) -> None:
-        try:
-            self.client.get_registered_model(self.location.model_name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+        with suppress(MlflowException):  # it is there
             description = "Engines with a quantized KV cache; the alias champion serves."
-            with suppress(MlflowException):  # another host was first
-                self.client.create_registered_model(self.location.model_name, description=description)
+            self.client.create_registered_model(self.location.model_name, description=description)
+
+    # Candidates
 
     @contextmanager
-    def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator["CandidateRun"]:
-        """Open a candidate's run while the block runs. It ends as FAILED after an exception, KILLED after Ctrl-C."""
+    def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
+        """Open a candidate's run while the block runs and yield its id."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
         with self.recorded(kv, tags) as run_id:
             self.log(run_id, params=flat_params(config))
-            yield CandidateRun(self, run_id)
+            yield run_id
+
+    def log_stage(
+        self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool
+    ) -> None:
+        """Log a finished stage of a run: see `CandidateRun.stage`."""
+        end = int(time.time() * 1000)
+        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest, "reused": str(reused).lower()}
+        tags[LOCK] = self.client.get_run(run_id).data.tags[LOCK]
+        child = self.create_run(name, tags, end if reused else end - int(seconds * 1000))
+        self.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
+        self.client.set_terminated(child, "FINISHED", end)
+
+    def conclude(self, run_id: str, candidate: Candidate, page: RunPage) -> Registration:
+        """Register a run's engine, and log its verdict and what the run shows."""
+        version, model_id = self.register(candidate, run_id)
+        tags = {
+            "verdict": candidate.verdict,
+            "reasons": "; ".join(candidate.reasons),
+            **candidate.citations,
+            "model_version": version,
+            "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
+            "mlflow.note.content": f"{page.description}\n\n{registered_as(self.location.model_name, version)}".strip(),
+        }
+        self.show(run_id, page, tags, model_id)
+        self.attach(run_id, [candidate.report.path])
+        return Registration(run_id=run_id, model_version=version)
 
     # Engines
 
@@ -133,19 +143,19 @@ class MlflowStore(ExperimentRuns):
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> str:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
+        status: Literal["READY", "FAILED"] = "FAILED"
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 collect_evidence(candidate, Path(scratch))
                 self.client.log_model_artifacts(model.model_id, scratch)
             if self.location.log_bundle:
                 self.client.log_model_artifacts(model.model_id, str(candidate.engine.path), "engine")
-        except BaseException:
-            self.client.finalize_logged_model(model.model_id, "FAILED")
-            raise
-        self.client.finalize_logged_model(model.model_id, "READY")
+            status = "READY"
+        finally:
+            self.client.finalize_logged_model(model.model_id, status)
         return str(model.model_id)
 
-    # Aliases
+    # Versions, tags and aliases
 
     def alias(self, alias: str) -> str | None:
         """Return the version that an alias points at, None when there is no such alias."""
@@ -163,10 +173,8 @@ class MlflowStore(ExperimentRuns):
         """Return the tags of a version, None when there is no such version."""
         try:
             return dict(self.client.get_model_version(self.location.model_name, version).tags)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        except MlflowException:
+            return None
 
     def registered(self) -> list[tuple[Registration, dict[str, str]]]:
         """Return every version of the model with its tags."""
@@ -194,14 +202,16 @@ def active_experiment(client: Client, name: str) -> Any:
     return experiment
 
 
-def check_experiment(location: Location) -> None:
-    """Ask a tracking server whether it answers and has the experiment, if at all, undeleted. Nothing in it changes.
-
-    Raises:
-        UserError, MissingRequirement: as opening the store would.
-    """
-    with asked_once():
-        active_experiment(Client(location), location.experiment)
+def _check_files(location: Location, address: str) -> None:
+    """Refuse a SQLite store whose files were moved to this work directory: it holds their absolute addresses."""
+    if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
+        return
+    old, new = (Path(unquote(urlsplit(one).path)) for one in (address, location.artifact_root))
+    if new.is_dir() and not old.exists():
+        raise UserError(
+            f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
+            f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
+        )
 
 
 @dataclass(frozen=True)
@@ -228,21 +238,18 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    check_reachable(location)
-    client = Client(location)
-    fetched = []
-    with translated(location):
-        for version in client.search_model_versions(f"name = '{location.model_name}'"):
-            model_id, identity = version.tags.get("logged_model"), version.tags.get("identity_digest")
-            if model_id is None or identity is None or identity in known:
-                continue
-            directory = folder / str(version.version)
-            directory.mkdir()
-            place = client.get_logged_model(model_id).artifact_location.rstrip("/")
-            held = {file.path for file in client.list_logged_model_artifacts(model_id)}
-            for name in (name for name in names if name in held):
-                download_artifacts(f"{place}/{name}", dst_path=str(directory), tracking_uri=location.uri)
-            fetched.append(Fetched(str(version.version), directory, version.creation_timestamp / 1000, identity))
+    client, fetched = Client(location), []
+    for version in client.search_model_versions(f"name = '{location.model_name}'"):
+        model_id, identity = version.tags.get("logged_model"), version.tags.get("identity_digest")
+        if model_id is None or identity is None or identity in known:
+            continue
+        directory = folder / str(version.version)
+        directory.mkdir()
+        place = client.get_logged_model(model_id).artifact_location.rstrip("/")
+        held = {file.path for file in client.list_logged_model_artifacts(model_id)}
+        for name in (name for name in names if name in held):
+            client.download(f"{place}/{name}", str(directory))
+        fetched.append(Fetched(str(version.version), directory, version.creation_timestamp / 1000, identity))
     return fetched
 
 
@@ -257,86 +264,23 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Regis
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).exists():
+    if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
-    check_reachable(location)
     client = Client(location)
     for name in names:
-        try:
+        with suppress(MlflowException):  # there is no such model
             version = client.get_registered_model(name).aliases.get(alias)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            continue
-        if version is not None:
-            found = client.get_model_version(name, str(version))
-            return Registration(run_id=found.run_id or "", model_version=str(found.version)), dict(found.tags)
+            if version is not None:
+                found = client.get_model_version(name, str(version))
+                return Registration(run_id=found.run_id or "", model_version=str(found.version)), dict(found.tags)
     return None
 
 
 def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
-    """Download a registered engine's evidence, and the engine itself where the registry has it; return where they lie.
-
-    Args:
-        location: The store.
-        tags: Those of its version.
-        folder: An empty directory to fill.
+    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies.
 
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
     client = Client(location)
-    with translated(location):
-        place = client.get_logged_model(tags["logged_model"]).artifact_location
-        return Path(download_artifacts(place, dst_path=str(folder), tracking_uri=location.uri))
-
-
-class CandidateRun:
-    """A candidate's open run."""
-
-    def __init__(self, store: MlflowStore, run_id: str) -> None:
-        self.store = store
-        self.run_id = run_id
-
-    def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None:
-        """Log a finished stage as a child run.
-
-        Args:
-            name: The stage's title.
-            params: Its configuration.
-            digest: Of its artifact.
-            seconds: The time that making the artifact took, also when it is reused.
-            reused: Whether the artifact was in the store already; the child run then takes no time.
-        """
-        client, end = self.store.client, int(time.time() * 1000)
-        tags = {
-            "mlflow.parentRunId": self.run_id,
-            "stage": name,
-            "artifact_digest": digest,
-            "reused": str(reused).lower(),
-            **self.store.owner(),
-        }
-        start = end if reused else end - int(seconds * 1000)
-        child = client.create_run(self.store.experiment_id, start, tags, run_name=name).info.run_id
-        self.store.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
-        client.set_terminated(child, "FINISHED", end)
-
-    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
-        """Register the engine, and log its verdict and what its run shows.
-
-        Returns:
-            The candidate with its registration.
-        """
-        store, run_id = self.store, self.run_id
-        version, model_id = store.register(candidate, run_id)
-        tags = {
-            "verdict": candidate.verdict,
-            "reasons": "; ".join(candidate.reasons),
-            **candidate.citations,
-            "model_version": version,
-            "mlflow.runColor": run_color(candidate.verdict, candidate.policy),
-            "mlflow.note.content": f"{page.description}\n\n{registered_as(store.location.model_name, version)}".strip(),
-        }
-        store.show(run_id, page, tags, model_id)
-        store.attach(run_id, [candidate.report.path])
-        return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
+    return Path(client.download(client.get_logged_model(tags["logged_model"]).artifact_location, str(folder)))

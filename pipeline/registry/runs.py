@@ -1,9 +1,10 @@
-"""A candidate's run in the tracking store, or one that logs nothing. MLflow is imported only when a store is opened."""
+"""A candidate's run in the tracking store. MLflow is imported only when a store is opened."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeline.registry.contents import EMPTY_PAGE, RunPage
 from pipeline.registry.summary import Candidate
@@ -13,45 +14,51 @@ if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
 
 
-class Run(Protocol):
-    """A candidate's run while it is open; `pipeline.registry.mlflow_store.CandidateRun` describes the methods."""
+@dataclass(frozen=True)
+class CandidateRun:
+    """A candidate's run while it is open. Without a store (`tracking.enabled=false`) nothing is logged, nothing registered."""
 
-    def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None: ...
-
-    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate: ...
-
-
-class Untracked:
-    """The run of `tracking.enabled=false`: nothing is logged, nothing registered."""
+    store: "MlflowStore | None" = None
+    run_id: str = ""
 
     def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool) -> None:
-        """Log nothing."""
+        """Log a finished stage as a child run.
 
-    def conclude(
-        self,
-        candidate: Candidate,
-        page: RunPage = EMPTY_PAGE,  # noqa: ARG002
-    ) -> Candidate:
-        """Return the candidate as it is, without a registration."""
-        return candidate
+        Args:
+            name: The stage's title.
+            params: Its configuration.
+            digest: Of its artifact.
+            seconds: The time that making the artifact took, also when it is reused.
+            reused: Whether the artifact was in the store already; the child run then takes no time.
+        """
+        if self.store is not None:
+            self.store.log_stage(self.run_id, name, params, digest=digest, seconds=seconds, reused=reused)
+
+    def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
+        """Register the engine, and log its verdict and what its run shows; return the candidate with its registration."""
+        if self.store is None:
+            return candidate
+        return candidate.model_copy(update={"registration": self.store.conclude(self.run_id, candidate, page)})
 
 
 @contextmanager
-def track(store: "MlflowStore | None", sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[Run]:
+def track(
+    store: "MlflowStore | None", sweep: str, kv: str, backend: str, config: Mapping[str, object]
+) -> Iterator[CandidateRun]:
     """Open a candidate's run while the block runs.
 
     Args:
-        store: Where the run is logged; None when tracking is off, and the run logs nothing.
+        store: Where the run is logged; None when tracking is off.
         sweep: Identifier of the sweep that the candidate belongs to.
         kv: The candidate's display name.
         backend: Name of the engine's backend.
         config: The whole configuration, logged as parameters without its secrets.
     """
     if store is None:
-        yield Untracked()
+        yield CandidateRun()
         return
-    with store.candidate(sweep, kv, backend, config) as run:
-        yield run
+    with store.candidate(sweep, kv, backend, config) as run_id:
+        yield CandidateRun(store, run_id)
 
 
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":

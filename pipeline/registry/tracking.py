@@ -16,7 +16,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
 from pipeline.core.strict import StrictModel
 
-SCHEMES = ("sqlite:///", "postgresql", "mysql", "mssql", "http://", "https://")
+SQLITE = "sqlite:///"
+SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 
 
@@ -56,34 +57,34 @@ class Location:
     timeout_s: float = 30
 
     @property
+    def file(self) -> Path | None:
+        """The file of a SQLite store."""
+        return Path(self.uri.removeprefix(SQLITE)) if self.uri.startswith(SQLITE) else None
+
+    @property
+    def runs(self) -> Path:
+        """The folder with the locks of open runs."""
+        return self.lock.with_suffix(".runs")
+
+    @property
     def served(self) -> bool:
         """Whether a tracking server already answers at `uri`."""
         return self.uri.startswith(("http://", "https://"))
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
-    """Resolve the tracking configuration.
-
-    Args:
-        tracking: The configuration.
-        workdir: The work directory, where a store lies by default.
-        model: The checkpoint's short name, from which the registered model gets its name.
-        environ: Environment variables, of which MLFLOW_TRACKING_URI is read.
-
-    Raises:
-        UserError: for a URI that cannot be used.
-    """
+    """Resolve the tracking configuration of a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
     workdir = workdir.resolve()
-    uri = tracking.uri or environ.get(ENVIRONMENT) or f"sqlite:///{workdir / 'mlflow.db'}"
+    uri = tracking.uri or environ.get(ENVIRONMENT) or f"{SQLITE}{workdir / 'mlflow.db'}"
     if not uri.startswith(SCHEMES):
         key = "tracking.uri" if tracking.uri else ENVIRONMENT
         raise UserError(f"{key}={redact_text(uri)}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
     lock = workdir / "mlflow.lock"
-    if uri.startswith("sqlite:///"):
+    if uri.startswith(SQLITE):
         # A relative path would name another store in every working directory. Work directories that share a database file
         # also share its lock.
-        database = Path(uri.removeprefix("sqlite:///")).expanduser().resolve()
-        uri, lock = f"sqlite:///{database}", database.with_name(f"{database.name}.lock")
+        database = Path(uri.removeprefix(SQLITE)).expanduser().resolve()
+        uri, lock = f"{SQLITE}{database}", database.with_name(f"{database.name}.lock")
     served = uri.startswith("http")
     return Location(
         uri=uri,
@@ -91,7 +92,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
         lock=lock,
         experiment=tracking.experiment,
         model_name=tracking.model_name or "kvgate-" + re.sub(r"[^\w.-]", "_", model),
-        log_bundle=uri.startswith("sqlite:///") if tracking.log_bundle is None else tracking.log_bundle,
+        log_bundle=uri.startswith(SQLITE) if tracking.log_bundle is None else tracking.log_bundle,
         timeout_s=tracking.timeout_s,
     )
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -20,21 +21,19 @@ from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, read_evidence
 from pipeline.evidence.verify import replay_record
-from pipeline.planning.capacity import measure
+from pipeline.planning.capacity import Capacity, measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
-from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.promotion import ORACLE
-from pipeline.registry.reaching import SQLITE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
 from pipeline.terminal import planning_tables as tables
 from pipeline.terminal.commands import typed
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """In the work directory: what the stages said last."""
@@ -53,14 +52,10 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     _refuse_sweep(config, sweeping)
     capacity = _capacity(config, [])
     for line in tables.budget_lines(capacity):
-        console.say(line, paste=line.startswith("    "))
+        console.say(line)
     console.show("capacity", tables.capacity_table(capacity))
-    console.show("capacity_shares", tables.shares_table(capacity))
-    effects = tables.effects_table(capacity)
-    if effects is not None:
-        console.show("capacity_effects", effects)
     for line in tables.remark_lines(capacity):
-        console.say(line, paste=line.startswith("    "))
+        console.say(line)
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
@@ -84,10 +79,10 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
                 f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend{fix}"
             )
     with ExitStack() as stack, console.doing("reading the evidence"):
-        evidence = list(_find_evidence(config, stack))
-        capacity = _capacity(config, [policy for policy, *_ in evidence])
+        found = list(_find_evidence(config, stack))
+        capacity = _capacity(config, [one.policy for one in found])
         checkpoint, notes = _checkpoint_digests(config)
-        judged = [_judged(config, capacity, checkpoint, *one) for one in evidence]
+        judged = [_judged(config, capacity, checkpoint, one) for one in found]
     recommendation = recommend(capacity, judged, ORACLE, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.say(line, paste=line.startswith("    "))
@@ -129,8 +124,17 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
     return path
 
 
-Found = tuple[KVPolicy, Evidence, str, float, str | None]
-"""A judged policy, its evidence, where that is, when it was made, and what is wrong with it."""
+class Found(NamedTuple):
+    """The evidence of an engine."""
+
+    policy: KVPolicy
+    evidence: Evidence
+    source: str
+    """Where the evidence is, in words."""
+    made: float
+    """When, in seconds since 1970."""
+    problem: str | None
+    """What is wrong with it."""
 
 
 def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
@@ -145,7 +149,7 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)
-    if location.uri.startswith(SQLITE) and not Path(location.uri.removeprefix(SQLITE)).is_file():
+    if location.file is not None and not location.file.is_file():
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
@@ -167,7 +171,7 @@ def _read(config: Config, directory: Path, source: str, made: float, problem: st
         console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
         return
     if evidence.identity.model == config.model.label:
-        yield policy, evidence, source, made, problem
+        yield Found(policy, evidence, source, made, problem)
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
@@ -182,76 +186,64 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     return {"checkpoint": Chain(config, Store(config.work / "artifacts")).checkpoint_digest}, []
 
 
-def _judged(
-    config: Config,
-    capacity: Capacity,
-    checkpoint: dict[str, str],
-    policy: KVPolicy,
-    evidence: Evidence,
-    source: str,
-    made: float,
-    problem: str | None,
-) -> Judged:
+def _judged(config: Config, capacity: Capacity, checkpoint: dict[str, str], found: Found) -> Judged:
     """Check evidence as a replay does, as far as that needs no engine, and let the present gates decide it again."""
-    identity, report = evidence.identity, evidence.report
-    judged: dict[str, Any] = {
-        "policy": policy,
-        "source": source,
-        "made": made,
-        "backend": identity.backend,
-        "engine_digest": identity.link("engine").digest,
-        "identity_digest": file_digest(evidence.directory / IDENTITY_FILE),
-    }
-    altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
-    problem = problem or altered or _other_use(config, capacity, checkpoint, evidence, policy)
+    identity, report = found.evidence.identity, found.evidence.report
+    judged = Judged(
+        policy=found.policy,
+        source=found.source,
+        made=found.made,
+        backend=identity.backend,
+        engine_digest=identity.link("engine").digest,
+        identity_digest=file_digest(found.evidence.directory / IDENTITY_FILE),
+        attempt=identity.gates.attempt,
+    )
+    altered = next((str(finding) for finding in replay_record(found.evidence) if finding.status != "same"), None)
+    problem = found.problem or altered or _other_use(config, capacity, checkpoint, found)
     if problem is not None or report is None:
-        return Judged(**judged, problem=problem or "its report is missing")
+        return replace(judged, problem=problem or "its report is missing")
     try:
-        verdict = decide(report, evidence.rows, config.gates)
+        verdict = decide(report, found.evidence.rows, config.gates)
     except UserError as error:
-        return Judged(**judged, problem=str(error))
-    return Judged(
-        **judged,
+        return replace(judged, problem=str(error))
+    exercised = report.coverage.overall if report.coverage is not None else None
+    probe = report.probes.candidate if report.probes is not None else None
+    forks = exercised.forks + exercised.shared_prefixes if exercised is not None else 0
+    kl_mean = report.overall.fidelity.kl_mean
+    return replace(
+        judged,
         status=verdict.status,
         reasons=tuple(verdict.reasons),
-        attempt=identity.gates.attempt,
         samples_needed=verdict.samples_needed,
         limits=report.limits,
-        longest_decode=report.coverage.overall.longest_decode if report.coverage is not None else 0,
-        forks=_forks(report),
-        kl_mean=report.overall.fidelity.kl_mean if report.overall.fidelity.kl_mean is not None else float("inf"),
+        longest_decode=exercised.longest_decode if exercised is not None else 0,
+        forks=forks + (probe.forks if probe is not None else 0),
+        kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
 
 
-def _other_use(
-    config: Config, capacity: Capacity, checkpoint: dict[str, str], evidence: Evidence, policy: KVPolicy
-) -> str | None:
+def _other_use(config: Config, capacity: Capacity, checkpoint: dict[str, str], found: Found) -> str | None:
     """Say what the engine was judged as, where that is not what is asked; None where it is."""
-    identity, engine = evidence.identity, evidence.identity.link("engine").parts["config"]
-    weights = identity.link("quantized").parts["config"].get("weights")
-    ranks = engine.get("tensor_parallel_size", 1)
+    identity, report = found.evidence.identity, found.evidence.report
+    ranks = identity.link("engine").parts["config"].get("tensor_parallel_size", 1)
     for name, digest in checkpoint.items():
         if identity.binds.get(name) != digest:
             return f"it is of another {name} than model.path={config.model.path}"
-    if identity.backend != config.backend.name:
-        return f"it was judged with backend={identity.backend}, not {config.backend.name}"
-    if weights != config.weights.format:
-        return f"it was judged with weights={weights}, not {config.weights.format}"
-    if ranks != config.capacity.tensor_parallel:
-        return f"it was judged on {ranks} GPU{'s' if ranks > 1 else ''}, not {config.capacity.tensor_parallel}"
-    (entry,) = (entry for entry in capacity.policies if entry.policy == policy) if evidence.report is not None else (None,)
-    if entry is not None and evidence.report is not None:
-        expected, found = entry.token_bytes.total / 1024, evidence.report.system.kib_per_token
-        if found is None or abs(found - expected) > SIZE_TOLERANCE * expected:
-            shown = "unknown" if found is None else f"{found:g}"
+    for name, judged, asked in (
+        ("with backend=", identity.backend, config.backend.name),
+        ("with weights=", identity.link("quantized").parts["config"].get("weights"), config.weights.format),
+        ("with capacity.tensor_parallel=", ranks, config.capacity.tensor_parallel),
+    ):
+        if judged != asked:
+            return f"it was judged {name}{judged}, not {asked}"
+    entry = next((entry for entry in capacity.policies if entry.policy == found.policy), None)
+    size = report.system.kib_per_token if report is not None else None
+    if entry is not None and report is not None:
+        expected = entry.model_bytes_per_token / 1024
+        if size is None or abs(size - expected) > SIZE_TOLERANCE * expected:
+            shown = "unknown" if size is None else f"{size:g}"
             return f"it is of a model with {shown} KiB a token, and this one has {expected:g}"
     return None
-
-
-def _forks(report: EvaluationReport) -> int:
-    exercised = report.coverage.overall if report.coverage is not None else None
-    probe = report.probes.candidate if report.probes is not None else None
-    return (exercised.forks + exercised.shared_prefixes if exercised is not None else 0) + (probe.forks if probe else 0)
 
 
 def _typed() -> list[str]:

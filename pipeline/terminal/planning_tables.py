@@ -5,17 +5,13 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
+from pipeline.planning.capacity import Capacity
 from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
-from pipeline.planning.records import Capacity
 from pipeline.planning.use import GIB
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.texts import begun
 
 KIB, MIB = 1024, 1024**2
-
-
-def _from(tokens: int | None) -> str:
-    return "never" if tokens is None else f"{tokens:,}"
 
 
 def budget_lines(capacity: Capacity) -> list[str]:
@@ -45,21 +41,17 @@ def capacity_table(capacity: Capacity) -> Grid:
         Column("tokens_at_ceiling", f"tokens\nat {percent}", ","),
         Column("requests", f"requests\nat {percent}", ","),
         Column("live_tokens", "their\ntokens", ","),
-        Column("smaller_than_fp16_from", "< fp16\nfrom"),
-        Column("outweighs_weights_from", "> weights\nfrom"),
     )
     rows = [
         Row(
             entry.name,
             (
-                entry.token_bytes_of_a_gpu / KIB,
-                (entry.exact_bytes + entry.window_bytes) / MIB,
+                entry.bytes_per_token / KIB,
+                entry.request_bytes / MIB,
                 entry.tokens_that_fit,
                 entry.tokens_at_ceiling,
                 entry.requests,
                 entry.live_tokens,
-                _from(entry.smaller_than.get("fp16")),
-                _from(entry.outweighs_weights_from),
             ),
             style="" if entry.requests >= capacity.use.concurrency else "dim",
         )
@@ -68,56 +60,14 @@ def capacity_table(capacity: Capacity) -> Grid:
     return Grid("What the memory holds", "policy", columns, rows)
 
 
-def shares_table(capacity: Capacity) -> Grid:
-    """Return the bytes of a token by side, by kind of attention and by GPUs."""
-    heads = list(capacity.policies[0].by_heads)
-    ranks = list(capacity.policies[0].by_ranks)
-    headings = ("keys", "values", "of which\nscales", *heads, *(f"{n} GPU{'s' if n > 1 else ''}" for n in ranks))
-    columns = [Column(heading.replace("\n", " "), heading, ".4g") for heading in headings]
-    rows = []
-    for entry in capacity.policies:
-        sizes = (
-            entry.token_bytes.keys,
-            entry.token_bytes.values,
-            entry.token_bytes.scales,
-            *entry.by_heads.values(),
-            *entry.by_ranks.values(),
-        )
-        rows.append(Row(entry.name, [size / KIB for size in sizes]))
-    title = "KiB a token: whole model by side and by kind of attention; on each of several GPUs"
-    return Grid(title, "policy", columns, rows)
-
-
-def effects_table(capacity: Capacity) -> Grid | None:
-    """Return the requests that are admitted without what a policy or the use has; None where nothing has any."""
-    effects = list(dict.fromkeys(what for entry in capacity.policies for what in entry.requests_without))
-    if not effects:
-        return None
-    columns = [Column("as_asked", "as asked", ","), *(Column(effect, effect.replace(" ", "\n", 1), ",") for effect in effects)]
-    rows = [
-        Row(entry.name, [entry.requests, *(entry.requests_without.get(effect, "") for effect in effects)])
-        for entry in capacity.policies
-        if entry.requests_without
-    ]
-    return Grid("Requests, and without", "policy", columns, rows)
-
-
 def remark_lines(capacity: Capacity) -> list[str]:
-    """Say from which length on costs by sequence pay, what offload moves, and which policies do not fit."""
-    lines = []
-    for entry in capacity.policies:
-        later: dict[int, list[str]] = {}
-        for other, tokens in entry.smaller_than.items():
-            if tokens is not None and tokens > 1:
-                later.setdefault(tokens, []).append(escape(other))
-        if later:
-            text = "; ".join(f"{tokens:,} tokens than under {', '.join(names)}" for tokens, names in sorted(later.items()))
-            lines.append(f"{escape(entry.name)} takes fewer bytes for a request from {text}")
-        if entry.offload is not None:
-            lines.append(
-                f"{escape(entry.name)}: {entry.offload.host_bytes / GIB:.2f} GiB in host memory come to the GPU in every "
-                f"decode step of these requests: {entry.offload.ms_per_step:,.0f} ms at {capacity.use.link_gb_per_s:g} GB/s"
-            )
+    """Say what offload moves, and which policies do not fit."""
+    lines = [
+        f"{escape(entry.name)}: {entry.host_bytes / GIB:.2f} GiB in host memory come to the GPU in every decode step of these "
+        f"requests: {entry.host_ms_per_step:,.0f} ms at {capacity.use.link_gb_per_s:g} GB/s"
+        for entry in capacity.policies
+        if entry.host_bytes
+    ]
     return lines + [f"{escape(name)} does not fit: {escape(reason)}" for name, reason in capacity.unfit.items()]
 
 

@@ -7,11 +7,10 @@ import sqlite3
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote
 
 from pipeline.core.errors import UserError
-from pipeline.registry.reaching import SQLITE, check_reachable, named
+from pipeline.registry.reaching import check_reachable, named
 from pipeline.registry.tracking import Location
 from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
@@ -73,14 +72,13 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    if not location.uri.startswith(SQLITE):
+    if location.file is None:
         return sorted(_from_client(location, identities), key=lambda model: model.name)
-    path = Path(location.uri.removeprefix(SQLITE))
-    if not path.is_file():
+    if not location.file.is_file():
         return []
     check_reachable(location)
     try:
-        database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=location.timeout_s)
+        database = sqlite3.connect(f"file:{quote(str(location.file))}?mode=ro", uri=True, timeout=location.timeout_s)
         with closing(database):
             return _from_tables(database, {location.model_name}, identities)
     except sqlite3.Error as error:
@@ -109,22 +107,20 @@ def _from_tables(database: sqlite3.Connection, names: set[str], identities: Coll
 
 
 def _from_client(location: Location, identities: Collection[str]) -> Iterable[Model]:
-    from pipeline.registry.mlflow_client import Client, MlflowException, asked_once
+    from pipeline.registry.mlflow_client import Client, MlflowException
 
-    check_reachable(location)
-    with asked_once():
-        client = Client(location)
-        names = {location.model_name}
-        for digest in identities:
-            names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
-        for name in names:
-            try:
-                model = client.get_registered_model(name)
-            except MlflowException:  # nothing was registered yet
-                continue
-            versions = client.search_model_versions(f"name = '{name}'")
-            made = [Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in versions]
-            yield _model(name, model.tags, model.aliases, made)
+    client = Client(location)
+    names = {location.model_name}
+    for digest in identities:
+        names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
+    for name in names:
+        try:
+            model = client.get_registered_model(name)
+        except MlflowException:  # nothing was registered yet
+            continue
+        versions = client.search_model_versions(f"name = '{name}'")
+        made = [Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in versions]
+        yield _model(name, model.tags, model.aliases, made)
 
 
 def _model(name: str, tags: Mapping[str, str], aliases: Mapping[str, object], versions: Iterable[Version]) -> Model:

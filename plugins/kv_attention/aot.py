@@ -293,7 +293,7 @@ def _attention_types(layout: CacheLayout, query_dtype: str) -> dict[str, str | N
         "value_pool": POINTERS[layout.value.storage],
         "key_scale": _scale_pointer(layout.key),
         "value_scale": _scale_pointer(layout.value),
-        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.in_blocks else None,
+        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.layer_scale else None,
         "page_table": "*i32",
         "lengths": "*i32",
         "key_exact": exact,

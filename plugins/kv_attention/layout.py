@@ -30,40 +30,45 @@ Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"
 Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
 
-STORAGE: dict[Dtype, str] = {
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp8_e4m3": "float8_e4m3fn",
-    "int8": "int8",
-    "int4": "int8",
-    "nvfp4": "int8",
-}
-"""Element type of the pool that holds each dtype's codes; int4 and nvfp4 pack two codes into an int8."""
-
-LIMITS: dict[Dtype, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0}
-"""Largest magnitude of a code of each scaled dtype."""
-
-BITS: dict[Dtype, int] = {"fp16": 16, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nvfp4": 4}
-
-GRANULARITIES: dict[Dtype, tuple[Granularity, ...]] = {
-    "fp16": ("none",),
-    "bf16": ("none",),
-    "fp8_e4m3": ("per_tensor", "per_head", "per_token"),
-    "int8": ("per_tensor", "per_head", "per_token"),
-    "int4": ("per_token", "per_group"),
-    "nvfp4": ("per_group",),
-}
-KEY_DTYPES: tuple[Dtype, ...] = ("fp16", "bf16", "fp8_e4m3", "int8")
-GROUP_SIZES = (32, 64, 128)
-"""Of int4."""
 NVFP4_GROUP = 16
 """Channels of a block of nvfp4."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the kernels know of a dtype's codes."""
+
+    storage: str
+    """Element type of the pool."""
+    bits: int
+    data_type: str
+    """TensorRT's name of the pool's type."""
+    number: int
+    """Of the dtype in a plan's attributes: that of nvinfer1::DataType."""
+    granularities: tuple[Granularity, ...]
+    limit: float = 0.0
+    """Largest magnitude of a code; 0 where there is no scale."""
+    group_sizes: tuple[int, ...] = ()
+    scale_storage: str = "float16"
+    """Element type of stored scales."""
+    layer_scale: bool = False
+    """Whether stored scales are in units of one calibrated scale of the layer."""
+    keys: bool = True
+    """Whether keys may have it; values may have any."""
+
+
+_BYTES: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_token")
+CODES: dict[Dtype, Codes] = {
+    "fp16": Codes("float16", 16, "HALF", 1, ("none",)),
+    "bf16": Codes("bfloat16", 16, "BF16", 7, ("none",)),
+    "fp8_e4m3": Codes("float8_e4m3fn", 8, "FP8", 6, _BYTES, 448.0),
+    "int8": Codes("int8", 8, "INT8", 2, _BYTES, 127.0),
+    # Two to a byte, which TensorRT sees as INT8, because a plugin takes neither INT4 nor FP4.
+    "int4": Codes("int8", 4, "INT8", 9, ("per_token", "per_group"), 7.0, (32, 64, 128), keys=False),
+    "nvfp4": Codes("int8", 4, "INT8", 10, ("per_group",), 6.0, (NVFP4_GROUP,), "float8_e4m3fn", layer_scale=True, keys=False),
+}
+KEY_DTYPES = tuple(dtype for dtype, codes in CODES.items() if codes.keys)
 HEAD_DIMS = (64, 128, 256)
-
-
-def group_sizes(dtype: str) -> tuple[int, ...]:
-    """Return the group sizes that the kernels read of a dtype that has groups."""
-    return (NVFP4_GROUP,) if dtype == "nvfp4" else GROUP_SIZES
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -91,9 +96,9 @@ class SideLayout:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, get_args(Dtype))
-        _check_choice(f"granularity of dtype {self.dtype}", self.granularity, GRANULARITIES[self.dtype])
+        _check_choice(f"granularity of dtype {self.dtype}", self.granularity, CODES[self.dtype].granularities)
         if self.granularity == "per_group":
-            _check_choice("group_size", self.group_size, group_sizes(self.dtype))
+            _check_choice("group_size", self.group_size, CODES[self.dtype].group_sizes)
         elif self.group_size is not None:
             raise ValueError(f"group_size must be None with granularity {self.granularity}, got {self.group_size}")
 
@@ -108,19 +113,19 @@ class SideLayout:
         return self.granularity in ("per_tensor", "per_head")
 
     @property
-    def has_static_scales(self) -> bool:
-        """Whether any scale is calibrated before anything is written: all of them, or the one that those of blocks are in."""
-        return self.static or self.in_blocks
+    def layer_scale(self) -> bool:
+        """Whether stored scales are in units of one calibrated scale of the layer."""
+        return CODES[self.dtype].layer_scale
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether it is nvfp4, whose stored scales are in units of a scale of the layer."""
-        return self.dtype == "nvfp4"
+    def has_static_scales(self) -> bool:
+        """Whether any scale is calibrated before anything is written."""
+        return self.static or self.layer_scale
 
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return BITS[self.dtype] == 4
+        return CODES[self.dtype].bits == 4
 
     @property
     def dynamic(self) -> bool:
@@ -129,22 +134,18 @@ class SideLayout:
 
     @property
     def limit(self) -> float:
-        """Largest magnitude of a code.
-
-        Raises:
-            KeyError: The side is exact: it has no codes.
-        """
-        return LIMITS[self.dtype]
+        """Largest magnitude of a code; 0 of an exact side, which has no codes."""
+        return CODES[self.dtype].limit
 
     @property
     def storage(self) -> str:
         """Element type of the pool."""
-        return STORAGE[self.dtype]
+        return CODES[self.dtype].storage
 
     @property
     def scale_storage(self) -> str:
         """Element type of stored scales."""
-        return "float8_e4m3fn" if self.in_blocks else "float16"
+        return CODES[self.dtype].scale_storage
 
     def width(self, head_dim: int) -> int:
         """Return W, the storage elements of one token of one head."""
@@ -158,11 +159,11 @@ class SideLayout:
 
     def code_bytes(self, head_dim: int) -> int:
         """Return the bytes of the codes of one token of one head."""
-        return head_dim * BITS[self.dtype] // 8
+        return head_dim * CODES[self.dtype].bits // 8
 
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token of one head, stored scales included."""
-        return self.code_bytes(head_dim) + (1 if self.in_blocks else 2) * self.groups(head_dim)
+        return self.code_bytes(head_dim) + (1 if self.layer_scale else 2) * self.groups(head_dim)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     x = x.float()
     if side.exact:
         return x.to(getattr(torch, side.storage)), None
-    if side.in_blocks:
+    if side.layer_scale:
         assert static_scale is not None
         return _in_blocks(x, side, static_scale)
     scale = None
@@ -144,7 +144,7 @@ def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) ->
         codes = rows(f"{name}_pool")
         if form.dtype == "int4":
             codes = torch.cat([(codes & 15) - 8, codes >> 4], -1)
-        if form.in_blocks:
+        if form.layer_scale:
             byte = codes.view(torch.uint8)
             code = torch.cat([byte & 15, byte >> 4], -1)
             magnitude = torch.tensor(E2M1, device=code.device)[(code % 8).long()]

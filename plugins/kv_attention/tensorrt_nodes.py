@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, Dtype, SideLayout
+from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, Dtype, SideLayout
 
 NAMESPACE = "kv"
 
@@ -56,19 +56,10 @@ Compute = Literal["fp32", "fp16", "bf16"]
 Spec = tuple[str, tuple[int | str, ...]]
 """Name of a trt.DataType and dimensions of a tensor; a dimension that may vary is its letter."""
 
-FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, "fp16": 1, "int8": 2, "fp8_e4m3": 6, "bf16": 7, "int4": 9, "nvfp4": 10}
-"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType. int4 and nvfp4 are
-formats of the codes; TensorRT sees them two to a byte, as INT8, because a plugin takes neither INT4 nor FP4."""
+FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, **{dtype: codes.number for dtype, codes in CODES.items()}}
+"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType."""
 
-DATA_TYPES: dict[Dtype | Compute, str] = {
-    "fp32": "FLOAT",
-    "fp16": "HALF",
-    "bf16": "BF16",
-    "fp8_e4m3": "FP8",
-    "int8": "INT8",
-    "int4": "INT8",
-    "nvfp4": "INT8",
-}
+DATA_TYPES: dict[Dtype | Compute, str] = {"fp32": "FLOAT", **{dtype: codes.data_type for dtype, codes in CODES.items()}}
 
 PARTIAL_TYPES: dict[Compute, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "HALF"}
 """Names of the trt.DataType of partial_acc, by the type of the queries."""
@@ -115,7 +106,7 @@ CONTEXT_REDUCE = Node("context_reduce", "context_reduce", ("partial_acc", "parti
 
 def scales_of(side: SideLayout) -> Scales:
     """Return which scales a side has."""
-    return "blocks" if side.in_blocks else "static" if side.static else "dynamic" if side.dynamic else "none"
+    return "blocks" if side.layer_scale else "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
 def node_of(operation: Layered, layout: CacheLayout) -> Node:
@@ -190,7 +181,7 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
         specs |= {
             name: (activation, ("L", "T", heads, dim) if layers else several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
-            f"{name}_scale_pool": ("FP8" if side.in_blocks else "HALF", (*rows, side.groups(dim))),
+            f"{name}_scale_pool": ("FP8" if side.layer_scale else "HALF", (*rows, side.groups(dim))),
             f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
             f"{name}_exact": ("HALF", (*layers, "M", heads, layout.exact_tokens, dim)),
         }

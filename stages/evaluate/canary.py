@@ -63,7 +63,7 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
     """
     layer = shape.layers // 2
     key = policy.sides(layer)[Side.KEY]
-    shared = key.granularity == "per_tensor" or key.in_blocks
+    shared = key.static_granularity == "per_tensor"
     place, head = (f"in layer {layer}", None) if shared else (f"in one head of layer {layer}", 0)
 
     def scaled(name: str, side: Side, factor: float, head: int | None) -> SmallFault:

@@ -1,8 +1,9 @@
-"""Writes the calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
+"""The calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
@@ -10,7 +11,7 @@ from pipeline.core.strict import Unreadable, parse_json
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
-from stages.workloads.prompts import render
+from stages.workloads.prompts import render, token_ids
 
 TEXTS = "texts.json"
 
@@ -80,3 +81,28 @@ def texts_from_file(path: Path, samples: int) -> list[str]:
     if not texts:
         raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
     return texts
+
+
+def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
+    """Encode the texts that are not blank, with special tokens as `token_ids` adds them.
+
+    Args:
+        tokenizer: The checkpoint's tokenizer.
+        texts: The calibration texts.
+        max_length: Longer texts are cut to this many tokens.
+        vocab_size: The model's.
+
+    Raises:
+        UserError: Every text is blank, or the tokenizer does not belong to the model.
+    """
+    encoded = (token_ids(tokenizer, text, max_length) for text in texts if text.strip())
+    samples = [ids for ids in encoded if ids]
+    if not samples:
+        raise UserError(f"calibration.samples={len(texts)}: every text is empty; give at least one that is not")
+    largest = max(max(ids) for ids in samples)
+    if largest >= vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer makes token {largest}, the model's vocab_size is {vocab_size}; "
+            "give the checkpoint its own tokenizer"
+        )
+    return samples

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
-from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.exports import export_refusal, tensorrt_llm_refusal
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, KVPolicy
@@ -20,17 +20,11 @@ from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.checkpoints import load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
+from stages.quantize import validate
+from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype
 from stages.quantize.recipe import cache_quantizers
 from stages.quantize.run import dequantized_weights, quantized_model, resolve_device
-from stages.quantize.tokens import tokenize
-from stages.quantize.validate import (
-    validate_tensorrt_llm,
-    validate_unified_hf,
-)
-
-Report = dict[str, Any]
-"""What `exports.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
 
 
 def export(
@@ -74,78 +68,51 @@ def export(
     model = quantized_model(info, weights, samples, seed, progress, resolve_device(made["device"]))
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
-    adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE))
+    adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales))
     copy_checkpoint(judged, out / "checkpoint")
     for name in (POLICY_FILE, SCALES_FILE):
         shutil.copyfile(quantized / name, out / name)
-    report = export_all(model, info, out, weights=weights, policy=policy, scales=scales, progress=progress)
+    adapter.cast_for_export(model, source_dtype(info))
+    report = {}
+    for done, (name, write) in enumerate((("tensorrt_llm", _tensorrt_llm), ("unified_hf", _unified_hf))):
+        progress("exporting", done, 2)
+        report[name] = write(model, info, out / name, weights, policy, scales)
+    progress("exporting", 2, 2)
     (out / "exports.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def export_all(
-    model: torch.nn.Module,
-    info: CheckpointInfo,
-    out: Path,
-    *,
-    weights: WeightsFormat,
-    policy: KVPolicy,
-    scales: KVScales,
-    progress: Progress,
-) -> dict[str, Report]:
-    """Write `out/unified_hf` and `out/tensorrt_llm` where possible.
+Report = dict[str, Any]
+"""What `exports.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
 
-    Tensors that are not quantized get the checkpoint's dtype.
 
-    Args:
-        model: The quantized model. The exporters change it in place: it must not be used afterwards.
-        info: The source checkpoint.
-        out: Directory of the quantize stage.
-        weights: Format of the linear layers.
-        policy: Formats of the stored keys and values.
-        scales: The static scales that the exports must carry.
-        progress: Called with a label, the exports done, and the exports in all.
-
-    Returns:
-        A report for each of the two exports.
-
-    Raises:
-        ExportMismatch: An export is not what it declares, or not what the policy says.
-    """
-    layers, dtype = info.shape.layers, source_dtype(info)
-    reports: dict[str, Report] = {}
-    adapter.cast_for_export(model, dtype)
-
-    progress("exporting", 0, 2)
-    reason = export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info)
+def _tensorrt_llm(
+    model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
+) -> Report:
+    reason = export_refusal(policy, validate.TENSORRT_LLM.algorithms) or tensorrt_llm_refusal(info)
     if reason:
-        reports["tensorrt_llm"] = {"written": False, "reason": reason}
-    else:
-        target = out / "tensorrt_llm"
-        adapter.export_tensorrt_llm(copy.deepcopy(model), target, dtype)
-        validate_tensorrt_llm(target, policy, weights, layers, scales, scale_floor=adapter.TENSORRT_LLM_SCALE_FLOOR)
-        floor = adapter.TENSORRT_LLM_SCALE_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
-        reports["tensorrt_llm"] = _written(policy, floor, shared=True)
+        return {"written": False, "reason": reason}
+    adapter.export_tensorrt_llm(copy.deepcopy(model), out, source_dtype(info))
+    validate.validate_tensorrt_llm(out, policy, weights, info.shape.layers, scales)
+    floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
+    return _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
 
-    progress("exporting", 1, 2)
-    reason = export_refusal(policy, UNIFIED_HF_KV)
+
+def _unified_hf(
+    model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
+) -> Report:
+    """Write the export, the last one: the exporter changes the model in place."""
+    reason = export_refusal(policy, validate.UNIFIED_HF.algorithms)
     if reason:
-        reports["unified_hf"] = {"written": False, "reason": reason}
-    else:
-        target = out / "unified_hf"
-        adapter.export_unified_hf(model, target)
-        validate_unified_hf(target, policy, weights, layers, scales, scale_floor=adapter.UNIFIED_HF_SCALE_FLOOR)
-        # The exporter writes no tokenizer; an engine needs the whole checkpoint in one directory.
-        for name in info.other_files:
-            if name in TOKENIZER_FILES:
-                shutil.copyfile(info.path / name, target / name)
-        reports["unified_hf"] = _written(policy, adapter.UNIFIED_HF_SCALE_FLOOR, shared=False)
-    progress("exporting", 2, 2)
-    return reports
+        return {"written": False, "reason": reason}
+    adapter.export_unified_hf(model, out)
+    validate.validate_unified_hf(out, policy, weights, info.shape.layers, scales)
+    # The exporter writes no tokenizer; an engine needs the whole checkpoint in one directory.
+    for name in info.other_files:
+        if name in TOKENIZER_FILES:
+            shutil.copyfile(info.path / name, out / name)
+    return _written(policy, "scale", shared=False)
 
 
-def _written(policy: KVPolicy, floor: float, *, shared: bool) -> Report:
-    report: Report = {"written": True}
-    if policy.quantized:
-        report["kv_scale"] = f"max(scale, {floor:g})" if floor else "scale"
-        report["kv_scale_shared_by_keys_and_values"] = shared
-    return report
+def _written(policy: KVPolicy, rule: str, *, shared: bool) -> Report:
+    scales = {"kv_scale": rule, "kv_scale_shared_by_keys_and_values": shared} if policy.quantized else {}
+    return {"written": True, **scales}

@@ -1,4 +1,4 @@
-"""The only module that imports ModelOpt, versions 0.37 to 0.47. It absorbs the differences between the versions.
+"""The only module that imports ModelOpt, versions 0.44 to 0.47.
 
 Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
@@ -39,14 +39,6 @@ from stages.quantize.recipe import (
 from stages.quantize.scales import Extremes
 
 VERSION: str = modelopt.__version__
-_VERSION = tuple(int(part) for part in VERSION.split(".")[:2])
-
-BACKEND_AVAILABLE = _VERSION >= (0, 41)
-"""Whether ModelOpt accepts a quantization function of ours."""
-UNIFIED_HF_SCALE_FLOOR = 1.0 if _VERSION < (0, 43) else 0.0
-"""Smallest FP8 cache scale that the unified HF export writes: max(amax / 448, 1) before 0.43, then amax / 448."""
-TENSORRT_LLM_SCALE_FLOOR = 1.0
-"""The TensorRT-LLM export always writes max(amax / 448, 1)."""
 
 ForwardLoop = Callable[[torch.nn.Module], None]
 """Runs every calibration text through the model."""
@@ -71,12 +63,11 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
             with contextlib.redirect_stdout(stdout):
                 forward_loop(model)
 
-        config, loop = _config(recipe), None if forward_loop is None else printing_loop
-        if not _has_quantizers(model):
-            mtq.quantize(model, config, loop)
-        else:  # Before 0.44 ModelOpt refuses to quantize a model twice.
-            mtq.set_quantizer_by_cfg(model, config["quant_cfg"])
-            mtq.calibrate(model, config["algorithm"], loop)
+        # Every quantizer is disabled first, since the presets of 0.47 do not.
+        rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+        rules += [{"quantizer_name": name, "cfg": cfg, "enable": True} for name, cfg in recipe.entries]
+        config = {"quant_cfg": rules, "algorithm": recipe.algorithm}
+        mtq.quantize(model, config, None if forward_loop is None else printing_loop)
     check_enabled(recipe.expected, enabled_attributes(model))
 
 
@@ -128,8 +119,6 @@ def measure(
         with contextlib.ExitStack() as hooks:
             for place, granularity in places.items():
                 quantizer = _quantizer(model, place)
-                # Before 0.44 a second configuration leaves the first one's axis in the calibrator.
-                quantizer.axis = AXES[granularity]
                 if rotation == "hadamard":
                     for handle in _rotate_around(quantizer):
                         hooks.callback(handle.remove)
@@ -153,7 +142,7 @@ def measure(
 
 def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, CacheQuantizer]) -> None:
     """Enable the quantizers of keys and values, by name, with scales that are measured already."""
-    if not _has_quantizers(model):
+    if not any(isinstance(module, TensorQuantizer) for module in model.modules()):
         quantize_model(model, NOTHING, None)
     for name, settings in quantizers.items():
         quantizer = cast(Any, model.get_submodule(name))
@@ -168,7 +157,7 @@ def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, CacheQ
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:
     """Return (name, quantizer) of every enabled quantizer."""
-    return [(name, module) for name, module in model.named_modules() if _is_enabled(module)]
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, TensorQuantizer) and part.is_enabled]
 
 
 def enabled_attributes(model: torch.nn.Module) -> dict[str, Attributes]:
@@ -248,30 +237,10 @@ def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -
         export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=1)
 
 
-def _config(recipe: Recipe) -> dict[str, Any]:
-    """Return ModelOpt's configuration. It first disables every quantizer, since the presets of 0.47 do not."""
-    if _VERSION >= (0, 44):
-        rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-        rules += [{"quantizer_name": name, "cfg": cfg, "enable": True} for name, cfg in recipe.entries]
-        return {"quant_cfg": rules, "algorithm": recipe.algorithm}
-    # Versions before 0.44 apply the dict in order: "default" at its end would disable everything again.
-    table: dict[str, Any] = {"default": {"enable": False}}
-    table |= {name: {**cfg, "enable": True} for name, cfg in recipe.entries}
-    return {"quant_cfg": table, "algorithm": recipe.algorithm}
-
-
-def _has_quantizers(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, TensorQuantizer) for module in model.modules())
-
-
-def _is_enabled(module: torch.nn.Module) -> bool:
-    return isinstance(module, TensorQuantizer) and module.is_enabled
-
-
 def _attributes(quantizer: Any) -> Attributes:
     attributes: Attributes = {"num_bits": quantizer.num_bits, "axis": quantizer.axis}
     attributes |= {"narrow_range": quantizer.narrow_range, "type": "dynamic" if quantizer._dynamic else "static"}
-    return attributes | ({"backend": quantizer.backend} if BACKEND_AVAILABLE else {})
+    return {**attributes, "backend": quantizer.backend}
 
 
 def _quantizer(model: torch.nn.Module, place: Place) -> Any:

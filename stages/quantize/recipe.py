@@ -55,9 +55,6 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
 STATIC: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_channel")
 """Granularities of static scales from coarse to fine. The maximum of a coarse one is the maximum of its parts."""
 
-_FLOAT_BITS: dict[str, tuple[int, int]] = {"fp8_e4m3": (4, 3)}
-"""Floating-point codes that ModelOpt knows per tensor or axis: exponent and mantissa bits. It refuses E5M2."""
-
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
     "none": [],
@@ -132,7 +129,7 @@ def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Gr
             if form.scale == "calibrated":
                 places = by_rotation.setdefault(form.rotation, {})
                 place = layer, name.base
-                needed = "per_tensor" if form.in_blocks else form.granularity
+                needed = form.static_granularity or form.granularity
                 places[place] = max(places.get(place, "per_tensor"), needed, key=STATIC.index)
     return by_rotation
 
@@ -146,23 +143,14 @@ def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
     return Recipe("max", tuple(attributes.items()), attributes)
 
 
-def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales, *, backend: bool) -> dict[str, CacheQuantizer]:
-    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none.
-
-    Args:
-        policy: Formats of the stored keys and values.
-        shape: The model's KV shape.
-        scales: The static scales.
-        backend: Whether ModelOpt takes BACKEND (>= 0.41). Where it does not, a format that needs it has no quantizer, and
-            only kv_policy.json says how that side is stored.
-    """
-    quantizers: dict[str, CacheQuantizer] = {}
-    for layer, static in enumerate(scales.layers):
-        forms = policy.sides(layer)
-        for side in SIDES:
-            if expressed_by(forms[side], backend=backend).startswith("modelopt"):
-                quantizers[quantizer_name((layer, side))] = cache_quantizer(forms[side], static.get(side), shape)
-    return quantizers
+def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales) -> dict[str, CacheQuantizer]:
+    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none."""
+    return {
+        quantizer_name((layer, side)): cache_quantizer(form, static.get(side), shape)
+        for layer, static in enumerate(scales.layers)
+        for side, form in policy.sides(layer).items()
+        if side in SIDES and not form.exact
+    }
 
 
 def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> CacheQuantizer:
@@ -173,7 +161,7 @@ def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> 
         settings = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": arguments}
         return CacheQuantizer(settings, None, (), rotated=False)
     axis = AXES[form.granularity]
-    attributes: Attributes = {"num_bits": _FLOAT_BITS.get(form.dtype, form.code.bits), "axis": axis}
+    attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": axis}
     if form.code.kind == "integer":
         # Without narrow_range a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
         attributes["narrow_range"] = True
@@ -190,17 +178,19 @@ def native(form: Format) -> bool:
 
     It has no asymmetric formats: its `bias` is no zero point, the codes stay symmetric.
     """
-    known = form.code.kind == "integer" or form.dtype in _FLOAT_BITS
-    return known and form.symmetric and form.granularity in AXES
+    return form.code.modelopt_bits is not None and form.symmetric and form.granularity in AXES
 
 
-def expressed_by(form: Format, *, backend: bool) -> str:
-    """Name who rounds keys or values of this format in ModelOpt's model, in the words of quantizers.json."""
+def expressed_by(side: Side, form: Format) -> str:
+    """Name who rounds a side of this format in ModelOpt's model, in the words of quantizers.json.
+
+    The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
+    """
+    if side.in_window:
+        return "sidecar only"
     if form.exact:
         return "not quantized"
-    if native(form):
-        return "modelopt"
-    return "modelopt with kvgate's arithmetic" if backend else "sidecar only"
+    return "modelopt" if native(form) else "modelopt with kvgate's arithmetic"
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:

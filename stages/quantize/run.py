@@ -10,15 +10,15 @@ import transformers
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import POLICY_FILE, KVPolicy, Side
+from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
-from stages.quantize.tokens import tokenize
 
 CPU = torch.device("cpu")
 
@@ -74,11 +74,11 @@ def quantize(
     measured = measure(cache_model.to(runs_on), info, policy, _forward_loop("cache", samples, progress))
     model = model.cpu()
     scales = static_scales(policy, info.shape, measured, info.path)
-    quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    quantizers = cache_quantizers(policy, info.shape, scales)
     adapter.add_cache_quantizers(model, quantizers)
     enabled = adapter.enabled_attributes(model)
-    expected = weight_recipe(weights, layers).expected
-    check_enabled({**expected, **{name: quantizer.attributes for name, quantizer in quantizers.items()}}, enabled)
+    cache = {name: quantizer.attributes for name, quantizer in quantizers.items()}
+    check_enabled({**weight_recipe(weights, layers).expected, **cache}, enabled)
     used = samples if weights != "none" or measured else []
 
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -89,7 +89,9 @@ def quantize(
         "device": runs_on.type,
         "weights": weights,
         "kv_policy": policy.name,
-        "kv_expressed_by": [_expressed_by(policy, layer) for layer in range(layers)],
+        "kv_expressed_by": [
+            {side: expressed_by(side, form) for side, form in policy.sides(layer).items()} for layer in range(layers)
+        ],
         "quantizers": {"count": len(enabled), "enabled": sorted(enabled)},
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
     }
@@ -181,15 +183,4 @@ def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forw
     return {
         rotation: adapter.measure(model, places, rotation, forward_loop, info.path)
         for rotation, places in measurements(policy, info.shape.layers).items()
-    }
-
-
-def _expressed_by(policy: KVPolicy, layer: int) -> dict[Side, str]:
-    """Name who rounds each side of a layer in ModelOpt's model.
-
-    The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
-    """
-    return {
-        name: "sidecar only" if name.in_window else expressed_by(form, backend=adapter.BACKEND_AVAILABLE)
-        for name, form in policy.sides(layer).items()
     }

@@ -228,10 +228,10 @@ def shape_changes(engine: PlanEngine, record: PlanRecord, policy: KVPolicy) -> C
         tensors = session.bound | session.written
         described = session.inputs | session.outputs
         tensors |= {name: session.tensor(tensor, most) for name, tensor in described.items() if name not in tensors}
-    for name, tensor in tensors.items():
-        session.check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
 
     def change(times: int) -> None:
+        for name, tensor in tensors.items():  # which live as long as this function
+            session.check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
         for turn in range(times):
             sizes = most | {"B": 1 + turn % limits.max_batch, "P": 1 + turn % limits.sequence_pages}
             for name, described in session.inputs.items():

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from faults.fault import Fault
 from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.formats.oracle import Stored
 from stages.engines.oracle.cache import Storage
-from stages.engines.oracle.formats import Stored
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,37 @@
 Legend: H = KV heads, T = tokens, D = head_dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
 from benchmarks.numerics.scales import calibrated_scales
-from pipeline.core.formats import CODES, GROUP_SIZES, BlockScale, Format, Granularity, Rotation, ScaleSource
-from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
+from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
+from pipeline.formats import graph, oracle
+from pipeline.formats.oracle import Static, Stored
+from pipeline.formats.spec import GROUP_SIZES
+from pipeline.formats.table import CODES
+from stages.engines.onnx.formats import GRAPHS
+from stages.engines.oracle.formats import ORACLES, dequantize, hadamard, quantize, static_scales
 
 LARGEST = 65504 / 128**0.5
 """Largest magnitude that every format can store: a rotation may gather a head of 128 channels in one of them, and the
 caches refuse what does not fit in float16."""
+
+
+def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new width of integers is one folder, and an entry in each table."""
+    spec = replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None))
+    monkeypatch.setitem(CODES, "int2", spec)
+    monkeypatch.setitem(ORACLES, "int2", oracle.Integer(spec))
+    monkeypatch.setitem(GRAPHS, "int2", graph.Integer(spec))
 
 
 def every_format() -> list[Format]:

@@ -106,7 +106,7 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
         model.float()
     scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
     scales.check(policy, info.shape, "quantized_model")
-    quantizers = cache_quantizers(policy, info.shape, scales, backend=adapter.BACKEND_AVAILABLE)
+    quantizers = cache_quantizers(policy, info.shape, scales)
     adapter.add_cache_quantizers(model, quantizers)
     return model, scales
 

@@ -13,13 +13,13 @@ from onnx_fixtures import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, sh
 from tensorrt_stubs_builder import Tensor
 
 from pipeline.core.kv import KVPolicy, LayerOverride
+from pipeline.formats.body import FLOAT_TYPES
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
-from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.append import use_append
 from stages.engines.tensorrt.shapes import Limits

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
-from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
 POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]

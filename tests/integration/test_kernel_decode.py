@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import GROUP_SIZES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -65,7 +65,7 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
 
 
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in GROUP_SIZES), "nvfp4 16"]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
 RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]

@@ -27,9 +27,9 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.exports import NVFP4, UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
+from pipeline.formats.oracle import Static, Stored
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize, static_scales
-from stages.quantize import modelopt_adapter as adapter
+from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model
 
@@ -249,7 +249,6 @@ def test_float16_scales_move_no_more_codes_than_their_rounding_explains(
     assert rms(oracle - witness) < 0.5 * rms(oracle - exact)
 
 
-@pytest.mark.skipif(not adapter.BACKEND_AVAILABLE, reason="ModelOpt >= 0.41")
 @pytest.mark.parametrize("form", FOREIGN, ids=name)
 def test_modelopt_hands_its_backend_the_whole_format(
     form: Format, model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path

@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, fmt, make_bundle, make_engine, shared_decoder
 
 from benchmarks.cpu_cases import AttentionCase, Heads
 from pipeline.artifacts.digest import tree_files
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import CODES, Code
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.onnx.backend import OnnxBackend
 from stages.engines.onnx.config import OnnxRuntimeConfig
@@ -140,7 +140,7 @@ def test_an_engine_decodes_alike_with_the_kernel_and_without(name: str, decoder:
 def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    add_int2(monkeypatch)
     int2, int4 = fmt("int2", "per_token"), BY_NAME["int4"].key
     override: dict[str, Any] = {"layers": (1,), "key": int2, "value": None}
     policy = KVPolicy.model_validate({"name": "mixed", "key": int4, "value": int4, "overrides": (override,)})

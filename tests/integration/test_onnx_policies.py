@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
+from format_cases import add_int2
 from onnx_fixtures import (
     BY_NAME,
     POLICIES,
@@ -25,7 +26,6 @@ from onnx_fixtures import (
     shared_decoder,
 )
 
-from pipeline.core.formats import CODES, Code
 from pipeline.core.kv import KVPolicy, Side
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.oracle.engine import OracleEngine
@@ -125,7 +125,7 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
 ) -> None:
     engine, oracle = pair
     forms = [form for copy, form in engine.policy.sides(1).items() if copy.base is side]
-    shared = any(form.granularity == "per_tensor" or form.in_blocks for form in forms)
+    shared = any(form.static_granularity == "per_tensor" for form in forms)
     head = None if shared else head  # heads that share a scale are corrupted together
     sound = forced(engine, texts[-1:])
     for each in pair:
@@ -211,7 +211,7 @@ def test_a_new_integer_format_is_one_entry_of_codes(
     model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    add_int2(monkeypatch)
     grouped = fmt("int2", "per_group", group_size=16, symmetric=False)
     rotated = fmt("int2", "per_channel", symmetric=False, rotation="hadamard")
     decoder = shared_decoder(tmp_path_factory, "float32")

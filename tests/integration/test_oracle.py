@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
 from pipeline.core.engine import Engine
-from pipeline.core.formats import CODES, Code
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
 from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
@@ -191,7 +191,7 @@ def test_the_prefill_of_one_chunk_is_transformers_own(model: Any, texts: list[li
 def test_a_new_integer_code_needs_nothing_but_its_entry(
     monkeypatch: pytest.MonkeyPatch, model64: Any, texts: list[list[int]]
 ) -> None:
-    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    add_int2(monkeypatch)
     int2 = BY_NAME["int4_g32"].key.model_copy(update={"dtype": "int2"})
     engine = make_oracle(model64, KVPolicy(name="int2", key=int2, value=int2), SHAPE)
     np.testing.assert_allclose(one_pass(engine, texts), step_by_step(engine, texts), rtol=0, atol=EXACT)

@@ -15,11 +15,10 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.export_tensors import ExportMismatch
 from stages.quantize.materialize import write_dequantized
 from stages.quantize.recipe import NOTHING, measurements, measuring_recipe
 from stages.quantize.run import dequantized_weights, load_model
-from stages.quantize.validate import validate_unified_hf
+from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
 torch.set_num_threads(1)
 

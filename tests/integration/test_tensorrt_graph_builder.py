@@ -10,15 +10,16 @@ from typing import Any
 import onnx
 import pytest
 import tensorrt_stubs_builder as builder
+from amount import STRIDE
 from onnx import helper
 from onnx_fixtures import nothing
 from tensorrt_graph_cases import PROGRAMS, REAL, SM, SPLITS, TYPES, Surgery, surgeries
 from tensorrt_stubs_builder import Plan, Tensor
 
+from pipeline.formats.body import FLOAT_TYPES
 from plugins.kv_attention.tensorrt_nodes import node_of
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE
-from stages.engines.onnx.graph import FLOAT_TYPES
 from stages.engines.tensorrt.append import append_groups
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Parsed, build, parse
@@ -217,6 +218,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
 
 
+@pytest.mark.skipif(STRIDE > 1, reason="12 s of CPU: make test-long")
 def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[str, Surgery], tmp_path: Path) -> None:
     surgery = graphs["fp8k_int4v"]
     info, model = surgery.bundle.model, onnx.ModelProto()

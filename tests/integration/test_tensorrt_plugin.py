@@ -23,6 +23,7 @@ import yaml
 from tensorrt_stubs_builder import Plan, Tensor, Triple
 
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.formats.graph import onnx_type
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
@@ -42,7 +43,6 @@ from plugins.kv_attention.tensorrt_nodes import (
     plan_attributes,
     reduce_attributes,
 )
-from stages.engines.onnx.formats import onnx_type
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
 

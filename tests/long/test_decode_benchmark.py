@@ -25,7 +25,7 @@ from benchmarks import (
 )
 from benchmarks.attention_cases import Case, Row
 from benchmarks.recording import write_json
-from plugins.kv_attention import ops
+from plugins.kv_attention import launch
 
 torch.set_num_threads(1)
 
@@ -282,16 +282,17 @@ def test_only_tuning_may_ask_for_more_than_the_gpu_has() -> None:
         toy([with_ways(by_name("fp8"), too_much)])
 
 
-def test_the_judged_rows_are_the_operators_own_and_tuned_ones_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judged_rows_are_the_launchs_own_and_tuned_ones_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def spied(*positional: Any, **named: Any) -> Tensor:
-        calls.append(named["work"].shape)
+        if named["variant"] is None:
+            calls.append(named["plan"].work.shape)
         out: Tensor = shipped(*positional, **named)
         return out
 
-    shipped = ops.decode_attention
-    monkeypatch.setattr(ops, "decode_attention", spied)
+    shipped = launch.decode_attention
+    monkeypatch.setattr(launch, "decode_attention", spied)
     toy([by_name("fp8k_int4v")])
     assert calls == [(4, 5), (4, 5)]  # one run selects the candidate, one is timed
     toy([by_name("fp8k_int4v tuned")])

@@ -162,7 +162,7 @@ def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None
 def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_the_codes(compiled: dict[str, Any], number: int) -> None:
     case, kernel = CASES[number], compiled["decode"][number]
     absent = {f"{name}_scale" for name, stored in (("key", case.layout.key), ("value", case.layout.value)) if stored.exact}
-    absent |= set() if case.layout.value.in_blocks else {"value_block_scale"}
+    absent |= set() if case.layout.value.layer_scale else {"value_block_scale"}
     inputs = [name for name in DECODE_INPUTS if name not in absent]
     exact = EXACT_INPUTS if case.layout.exact_tokens else ()
     assert_a_plain_launch_runs(kernel, [*inputs, *TABLES, *exact, "table_width", "partial_acc", "partial_ml"])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference, short_model
+from kernel_engine_cases import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 from transfers import counted_transfers
 
@@ -34,7 +34,7 @@ def model() -> Any:
 @pytest.fixture
 def engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> KernelEngine:
     prefill_by_reference(monkeypatch)
-    monkeypatch.setattr(launch, "decode_attention", attend_by_reference)
+    decode_by_reference(monkeypatch)
     return KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)))
 
 

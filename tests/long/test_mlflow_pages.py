@@ -124,11 +124,9 @@ def test_mlflows_own_comparison_begins_with_the_distance(tracked: Tracked, brows
     assert chosen.split() == ["quality/kl_mean"]
 
 
-def test_a_run_shows_its_verdict_line_by_line_and_its_datasets(tracked: Tracked, browser: Opened) -> None:
+def test_a_run_shows_its_verdict_and_its_datasets(tracked: Tracked, browser: Opened) -> None:
     text = text_of(browser, tracked.run_of("int4"), "Registered as version")
     assert "copy: 40 of 64 answers lost" in text
-    row = browser.page.get_by_role("row").filter(has_text="accuracy").filter(has_text="copy").first
-    assert row.inner_text().split()[:4] == ["FAIL", "accuracy", "copy", "-0.625"]
     datasets = text.partition("Datasets")[2].partition("Tags")[0]
     assert "copy" in datasets
     assert "tool_call" in datasets

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.engines.oracle import vllm_formats
+from pipeline.formats.vllm_token_head.oracle import signs, token_head
+from pipeline.formats.vllm_turboquant.oracle import turboquant
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
 DIMS = (64, 96)
@@ -55,7 +56,7 @@ def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> 
     (keys, values), theirs = stored
     slot, dim = theirs["turboquant"], keys.shape[-1]
     assert slot.shape[-1] == dim + dim // 2 + 4
-    codes, scale, zero = vllm_formats.turboquant(values)
+    codes, scale, zero = turboquant(values)
     assert np.array_equal(slot[..., :dim], keys.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
     assert np.array_equal(nibbles(slot[..., dim:-4]), codes.numpy())
     assert np.array_equal(slot[..., -4:-2], scale.view(torch.uint8).numpy())
@@ -65,7 +66,7 @@ def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> 
 def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
     x, theirs = stored
     for states, side in zip(x, ("key", "value"), strict=True):
-        codes, scale = vllm_formats.token_head(states)
+        codes, scale = token_head(states)
         assert np.array_equal(nibbles(theirs[side]), codes.numpy())
         assert np.array_equal(theirs[f"{side}_scale"].view(np.int32), scale[..., 0].numpy().view(np.int32))
 
@@ -73,5 +74,5 @@ def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays])
 def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays]) -> None:
     x, theirs = stored
     size = x.shape[-1]
-    assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), vllm_formats.signs(size).numpy())
+    assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), signs(size).numpy())
     np.testing.assert_allclose(theirs["rotated_back"], x.numpy(), rtol=0, atol=1e-5 * float(x.abs().max()))

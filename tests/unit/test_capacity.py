@@ -11,9 +11,8 @@ from pipeline.config.compose import plan
 from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.planning.capacity import measure, memory_budget
+from pipeline.planning.capacity import Capacity, PolicyCapacity, measure, memory_budget
 from pipeline.planning.labels import labelled, overrides_of
-from pipeline.planning.records import Capacity, PolicyCapacity
 from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
@@ -75,52 +74,32 @@ def mix(*contexts: tuple[int, int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "at_ceiling"),
-    [("fp16", 368_640, 258_048), ("fp8", 737_280, 516_096), ("int4_g64", 1_387_821, 971_475)],
-)
-def test_live_tokens_of_45_gib_and_their_70_percent_are_the_published_ones(
-    tmp_path: Path, name: str, tokens: int, at_ceiling: int
-) -> None:
-    """GiB of 1024^3 bytes; INT4 with one float16 scale for 64 channels, symmetric; tokens before pages are rounded up."""
-    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE), name)
-    assert (entry.tokens_that_fit, entry.tokens_at_ceiling) == (tokens, at_ceiling)
-
-
-def test_the_published_971475_tokens_are_a_share_of_tokens_and_one_more_than_that_share_of_the_memory_holds(
-    tmp_path: Path,
-) -> None:
-    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE)
-    assert found.ceiling_bytes == 45 * GIB * 7 // 10
-    assert found.ceiling_bytes // (34 * KIB) == 971_474
-    entry = of(found, "int4_g64")
-    assert entry.used_bytes <= found.ceiling_bytes, "requests are admitted by bytes"
-
-
-@pytest.mark.parametrize(
-    ("name", "gib"),
+    ("name", "tokens", "at_ceiling", "gib"),
     [
-        ("fp16", {8192: 1.0, 32768: 4.0, 131072: 16.0}),
-        ("fp8", {8192: 0.5, 32768: 2.0, 131072: 8.0}),
-        ("int4_g64", {8192: 0.27, 32768: 1.06, 131072: 4.25}),
+        ("fp16", 368_640, 258_048, {8192: 1.0, 32768: 4.0, 131072: 16.0}),
+        ("fp8", 737_280, 516_096, {8192: 0.5, 32768: 2.0, 131072: 8.0}),
+        ("int4_g64", 1_387_821, 971_475, {8192: 0.27, 32768: 1.06, 131072: 4.25}),
     ],
 )
-def test_contexts_of_a_llama_8b_take_the_published_gib(tmp_path: Path, name: str, gib: dict[int, float]) -> None:
-    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), name)
-    for tokens, published in gib.items():
-        assert round(entry.token_bytes.total * tokens / GIB, 2) == published
+def test_what_45_gib_hold_of_a_llama_8b_and_what_contexts_take_are_the_published_figures(
+    tmp_path: Path, name: str, tokens: int, at_ceiling: int, gib: dict[int, float]
+) -> None:
+    """GiB of 1024^3 bytes; INT4 with one float16 scale for 64 channels, symmetric; tokens before pages are rounded up."""
+    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE)
+    entry = of(found, name)
+    assert (entry.tokens_that_fit, entry.tokens_at_ceiling) == (tokens, at_ceiling)
+    assert {length: round(entry.bytes_per_token * length / GIB, 2) for length in gib} == gib
+    # 70 % of the memory holds an INT4 token fewer than 70 % of the tokens: requests are admitted by bytes.
+    assert found.ceiling_bytes // (34 * KIB) == 971_474
+    assert entry.used_bytes <= found.ceiling_bytes == 45 * GIB * 7 // 10
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(4096, 1.34), (32768, 10.7), (131072, 42.9)])
 def test_contexts_of_a_70b_take_the_published_gigabytes_of_10_to_the_9(tmp_path: Path, tokens: int, gigabytes: float) -> None:
     """0.33 GB at 4k and 160 GB at 128k, which are published too, are neither these heads nor this arithmetic."""
     entry = of(capacity(tmp_path, LLAMA_70B, "capacity.gpu_gib=45", *BARE), "fp16")
-    size = entry.token_bytes.total * tokens / 1e9
+    size = entry.bytes_per_token * tokens / 1e9
     assert round(size, 2 if gigabytes < 10 else 1) == gigabytes
-
-
-def test_codes_scales_and_sides_of_a_token_are_told_apart(tmp_path: Path) -> None:
-    found = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), "fp8k_int4v").token_bytes
-    assert (found.keys, found.values, found.scales, found.total) == (32 * KIB, 17 * KIB, KIB, 49 * KIB)
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
@@ -134,18 +113,11 @@ def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
 
 
 def test_heads_are_divided_among_gpus_and_copied_where_there_are_more(tmp_path: Path) -> None:
-    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE), "fp16")
-    assert entry.by_ranks == {1: 128 * KIB, 2: 64 * KIB, 4: 32 * KIB, 8: 16 * KIB, 16: 16 * KIB}
-    assert entry.token_bytes_of_a_gpu == 16 * KIB
-    assert entry.tokens_that_fit == 8 * 368_640
     found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
+    entry = of(found, "fp16")
+    assert (entry.bytes_per_token, entry.model_bytes_per_token) == (16 * KIB, 128 * KIB)
+    assert entry.tokens_that_fit == 8 * 368_640
     assert "each head's cache is stored 2 times" in found.notes[0]
-    assert found.kv_heads_of_a_gpu == 1
-
-
-def test_grouped_heads_are_set_beside_one_head_each_and_one_for_all(tmp_path: Path) -> None:
-    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE), "fp8")
-    assert entry.by_heads == {"MHA": 256 * KIB, "GQA": 64 * KIB, "MQA": 8 * KIB}
 
 
 def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(tmp_path: Path) -> None:
@@ -155,21 +127,39 @@ def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(t
     assert of(found, "fp16").live_tokens == 32 * (65 + 128)
 
 
-def test_a_shared_prefix_is_stored_once_for_its_whole_pages(tmp_path: Path) -> None:
-    shared = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((256, 1)), "capacity.shared_prefix_tokens=130"]
-    entry = of(capacity(tmp_path, LLAMA_8B, *shared, *BARE), "fp16")
-    assert entry.requests == (128 - 2) // 2, "of 128 pages, two are shared, and each request has two of its own"
-    assert entry.requests_without == {"shared prefix": 32}
+@pytest.mark.parametrize(
+    ("asked", "config", "name", "requests", "pages"),
+    [
+        # of 128 pages, two are shared, and each request has two of its own
+        ([mix((256, 1)), "capacity.shared_prefix_tokens=130"], LLAMA_8B, "fp16", 63, 2 + 63 * 2),
+        ([mix((256, 1))], LLAMA_8B, "fp16", 32, 32 * 4),
+        # layers keep no more pages than their tokens touch
+        ([mix((8192, 1)), "capacity.eviction={first: 4, latest: 1024}"], LLAMA_8B, "fp16", 7, 7 * 17),
+        ([mix((8192, 1))], LLAMA_8B, "fp16", 1, 128),
+        ([mix((8192, 1))], MISTRAL_7B, "fp16", 2, 128),
+        # a quarter of the pages stays on the GPU
+        ([mix((8192, 1)), "capacity.offload_share=0.75"], LLAMA_8B, "fp16", 4, 4 * 32),
+    ],
+    ids=["shared prefix", "no prefix", "eviction", "all kept", "sliding layers", "offload"],
+)
+def test_requests_hold_the_pages_that_their_use_leaves_them(
+    tmp_path: Path, asked: list[str], config: dict[str, Any], name: str, requests: int, pages: int
+) -> None:
+    entry = of(capacity(tmp_path, config, "capacity.gpu_gib=1", "capacity.ceiling=1", *asked, *BARE), name)
+    assert (entry.requests, entry.used_bytes) == (requests, pages * 64 * 128 * KIB)
 
 
-def test_eviction_and_sliding_layers_keep_no_more_pages_than_their_tokens_touch(tmp_path: Path) -> None:
-    long = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), *BARE]
-    evicted = of(capacity(tmp_path, LLAMA_8B, *long, "capacity.eviction={first: 4, latest: 1024}"), "fp16")
-    assert evicted.used_bytes == evicted.requests * 17 * 8 * 1024 * KIB
-    assert (evicted.requests, evicted.requests_without["eviction"]) == (7, 1)
-    sliding = of(capacity(tmp_path, MISTRAL_7B, *long), "fp16")
-    assert (sliding.requests, sliding.requests_without["sliding layers"]) == (2, 1)
-    assert sliding.outweighs_weights_from == 1, "there are none in this budget"
+def test_offload_says_what_moves_in_every_step(tmp_path: Path) -> None:
+    away = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), "capacity.offload_share=0.75", *BARE]
+    entry = of(capacity(tmp_path, LLAMA_8B, *away), "fp16")
+    assert entry.host_bytes == 3 * GIB
+    assert entry.host_ms_per_step == pytest.approx(3 * GIB / 25e9 * 1e3)
+
+
+def test_exact_tokens_and_windows_cost_every_request(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE)
+    assert of(found, "int4_sinks").request_bytes == 68 * 128 * KIB
+    assert of(found, "fp8k_int4v_aged").request_bytes > 128 * 64 * 32 * KIB
 
 
 @pytest.mark.parametrize("name", ["fp16_window", "fp8_streaming", "int4_streaming"])
@@ -178,38 +168,7 @@ def test_a_policys_own_eviction_counts_as_its_engine_counts_it(name: str) -> Non
     shape = KVShape(layers=3, kv_heads=2, head_dim=64)
     cost = SequenceCost(policy, shape, [None] * 3)
     for tokens in (1, 64, 4096, 4159, 4160, 4161, 4223, 4224, 4225, 100_000):
-        assert cost.alone(tokens) == policy.sequence_bytes(shape, tokens)
-
-
-def test_offload_says_what_stays_and_what_moves_in_every_step(tmp_path: Path) -> None:
-    away = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), "capacity.offload_share=0.75", *BARE]
-    entry = of(capacity(tmp_path, LLAMA_8B, *away), "fp16")
-    assert (entry.requests, entry.requests_without["offload"]) == (4, 1)
-    assert entry.offload is not None
-    assert entry.offload.host_bytes == 3 * GIB
-    assert entry.offload.ms_per_step == pytest.approx(3 * GIB / 25e9 * 1e3)
-
-
-def test_sinks_and_windows_pay_from_a_length_on(tmp_path: Path) -> None:
-    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", *BARE)
-    assert of(found, "fp8").smaller_than["fp16"] == 1
-    assert of(found, "bf16").smaller_than["fp16"] is None
-    sinks, aged = of(found, "int4_sinks"), of(found, "fp8k_int4v_aged")
-    assert sinks.smaller_than["int4"] is None
-    assert sinks.exact_bytes == 68 * 128 * KIB
-    assert sinks.smaller_than["fp16"] == 65, "8.5 MiB of exact tokens weigh more than the 6 MiB that a page saves"
-    assert aged.window_bytes == 128 * 64 * 32 * KIB
-    assert aged.smaller_than["fp8"] is not None
-    assert aged.smaller_than["fp8"] > 8192
-
-
-def test_the_cache_outweighs_the_weights_from_a_length_on(tmp_path: Path) -> None:
-    entry = of(capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=80", "capacity.concurrency=1"), "fp16")
-    from_tokens = entry.outweighs_weights_from
-    assert from_tokens is not None
-    weights = 2 * 8_030_261_248
-    pages = -(-from_tokens // 64)
-    assert (pages - 1) * 64 * 128 * KIB <= weights < pages * 64 * 128 * KIB
+        assert cost.own(tokens).gpu == policy.sequence_bytes(shape, tokens)
 
 
 def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> None:
@@ -234,7 +193,6 @@ GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma
 def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: Path) -> None:
     gemma = read_model(written(tmp_path, GEMMA))
     assert gemma.windows == (4096, None) * 16
-    assert gemma.weight_bytes("none", 1) is None
     assert "taken as hidden_size / num_attention_heads = 128" in gemma.notes[0]
     nested = read_model(written(tmp_path, {"model_type": "gemma3", "text_config": GEMMA | {"sliding_window_pattern": 4}}))
     assert nested.windows == (4096, 4096, 4096, None) * 8

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Window
-from pipeline.planning.sequences import Admitted, SequenceCost, admit, holds_from
+from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Window
+from pipeline.planning.sequences import Admitted, SequenceCost, admit
 from pipeline.planning.use import Eviction
 
 PAGE = 64
@@ -121,34 +121,3 @@ def test_requests_are_admitted_as_an_allocator_would_page_by_page(
         live += tokens
         expected = Admitted(number + 1, live, allocator.gpu, allocator.host)
     assert admit(cost, cycle, budget) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@example(
-    KVPolicy(name="bytes", key=FORMATS[2], value=FORMATS[2]),
-    KVPolicy(name="recent", key=FORMATS[1], value=FORMATS[2], recent_tokens=31),
-    KVShape(layers=3, kv_heads=1, head_dim=32),
-    [None, 1, 1],
-    None,
-)
-@given(policy=policies, other=policies | st.just(FP16_POLICY), shape=shapes, layers=sliding, eviction=evictions)
-def test_a_break_even_length_is_the_one_that_trying_every_length_finds(
-    policy: KVPolicy, other: KVPolicy, shape: KVShape, layers: list[int | None], eviction: Eviction | None
-) -> None:
-    ours, theirs = (SequenceCost(one, shape, layers, eviction=eviction) for one in (policy, other))
-
-    def gain(tokens: int) -> int:
-        return theirs.alone(tokens) - ours.alone(tokens)
-
-    settled = max(ours.settled_pages, theirs.settled_pages)
-    found = holds_from(gain, ours.borders | theirs.borders, settled, theirs.growth - ours.growth)
-    limit = max(4 * (found or 0), 64 * (settled + 40))
-    while found is None and all(gain(tokens) > 0 for tokens in range(limit - 2 * PAGE, limit)):
-        limit *= 2  # exact tokens of the other are made up for by its smaller pages, later
-        assert limit < 1 << 20, "it is never lost, and should have been found"
-    without = [tokens for tokens in range(1, limit) if gain(tokens) <= 0]
-    if found is None:
-        assert without
-        assert without[-1] >= limit - 2 * PAGE
-    else:
-        assert found == (without[-1] if without else 0) + 1

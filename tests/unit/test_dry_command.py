@@ -50,7 +50,7 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Chain, "_get", noted)
-            run(config, "20260101-000000-1-a", jobs.sweeping, [])
+            run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
     return found
 
 
@@ -170,7 +170,7 @@ def test_what_is_met_after_the_inputs_is_found_before_any_work(
     assert foretell(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
     said = capsys.readouterr().err
     assert "this machine has no GPU" in said
-    assert "is no SQLite database" in said
+    assert "is not a database" in said
 
 
 def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, fitting, fixed, name, tensors, tried
+from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, add_int2, fitting, fixed, name, tensors, tried
 from hypothesis import given, settings
 from torch import Tensor
 
-from pipeline.core import formats
-from pipeline.core.formats import CODES, MIN_SCALE, Code, Format
-from stages.engines.oracle.formats import Static, Stored, dequantize, hadamard, quantize
+from pipeline.core.formats import Format
+from pipeline.formats.oracle import Static, Stored
+from pipeline.formats.spec import MIN_SCALE
+from pipeline.formats.table import CODES
+from stages.engines.oracle.formats import dequantize, hadamard, quantize
 
 torch.set_num_threads(1)
 examples = settings(max_examples=25, derandomize=True, deadline=None)
@@ -78,7 +80,7 @@ def resolved(trial: Trial) -> Tensor:
     and a second pass finds another minimum. A static zero is a float32 that code * scale is added to. A block of NVFP4 whose
     scale is subnormal may not use its largest code.
     """
-    if trial.form.in_blocks:
+    if trial.form.code.block:
         assert trial.static is not None
         return trial.step_HTD >= 2.0**-6 * trial.static.scale
     finest = 2.0**-20 if trial.form.static else 3 * 2.0**-10
@@ -117,8 +119,8 @@ def test_groups_with_both_signs_are_idempotent_in_asymmetric_formats(x_HTD: Tens
 def test_every_integer_code_survives_packing_in_every_channel(
     bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new width is one entry of CODES: int2 exists nowhere else."""
-    monkeypatch.setitem(formats.CODES, "int2", Code("integer", 2, 1.0))
+    """int2 exists nowhere else."""
+    add_int2(monkeypatch)
     form = Format(dtype=f"int{bits}", granularity="per_tensor", symmetric=symmetric, scale="calibrated")
     lowest, highest = (-int(form.code.limit), int(form.code.limit)) if symmetric else (0, form.code.levels)
     codes = torch.arange(lowest, highest + 1).float()

@@ -16,6 +16,7 @@ HEAVY = {"torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "
 
 ROOMS = (
     "plugins",
+    "pipeline.formats",
     "pipeline.core",
     "pipeline.checkpoint",
     "pipeline.gguf",
@@ -61,7 +62,6 @@ ROOMS = (
     "pipeline.dry",
     "pipeline.api",
     "pipeline.__main__",
-    "pipeline.kvgate",
     "stages.selftest",
     "stages.lm_eval",
     "benchmarks",
@@ -142,13 +142,13 @@ def test_there_are_no_circles() -> None:
     "name", [room for room in ROOMS if (ROOT / room.replace(".", "/")).is_dir() and room.startswith("pipeline.")]
 )
 def test_a_room_of_the_pipeline_is_small(name: str) -> None:
-    modules = [module for module in MODULES if module != name and room(module) == name]
+    modules = [module for module, path in MODULES.items() if module != name and path.parent == ROOT / name.replace(".", "/")]
     assert 0 < len(modules) <= MODULES_IN_A_ROOM
 
 
 def test_the_pipeline_imports_stages_inside_functions_alone() -> None:
     """They import torch, for which a configuration error must not wait; what describes a backend's configuration is light."""
-    for module in (name for name in MODULES if name.startswith("pipeline")):
+    for module in (name for name in MODULES if name.startswith("pipeline") and not is_arithmetic(name)):
         tops = {name for name in imported_at_the_top(MODULES[module]) if name.split(".")[0] in ("stages", "plugins", "torch")}
         heavy = {name for name in tops if not re.fullmatch(r"stages\.engines\.\w+\.config", name)}
         assert not heavy, f"{module} imports {sorted(heavy)} at its top"
@@ -158,6 +158,21 @@ def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
     """Backends, by the name of their folder."""
     dynamic = [name for name in MODULES if name.startswith("pipeline") and "import_module(" in MODULES[name].read_text("utf-8")]
     assert dynamic == ["pipeline.core.backends", "pipeline.loading"]
+
+
+def is_arithmetic(module: str) -> bool:
+    """Whether it is the arithmetic of a number format."""
+    return module.startswith("pipeline.formats.") and module.rsplit(".", maxsplit=1)[-1] in ("oracle", "graph", "body")
+
+
+def test_the_arithmetics_of_formats_are_imported_by_stages_alone_and_the_two_do_not_know_each_other() -> None:
+    for name in MODULES:
+        used = {module for module in imported_modules(name) if is_arithmetic(module)}
+        kind = name.split(".")[-1]
+        if is_arithmetic(name):
+            assert all((module.split(".")[-1] == "oracle") == (kind == "oracle") for module in used), name
+        else:
+            assert not used or not name.startswith(("pipeline", "plugins")), name
 
 
 def test_plugins_stand_alone() -> None:

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
-from pipeline.core.formats import CODES, Format
+from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Side, Window, live_tokens
 from pipeline.core.scales import KVScales, SideScales
+from pipeline.formats.table import CODES
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)

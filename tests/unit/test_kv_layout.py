@@ -9,19 +9,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from pipeline.core import formats
 from pipeline.core.formats import Format, ScaleSource
 from pipeline.core.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
+from pipeline.formats import spec
+from pipeline.formats.nvfp4 import spec as nvfp4
+from pipeline.formats.table import CODES
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import (
-    GRANULARITIES,
     HEAD_DIMS,
     KEY_DTYPES,
     PAGE_TOKENS,
     CacheLayout,
     Dtype,
     SideLayout,
-    group_sizes,
     pack_int4,
     unpack_int4,
 )
@@ -30,8 +30,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float
 SIDES = [
     SideLayout(dtype, granularity, size)
     for dtype in get_args(Dtype)
-    for granularity in GRANULARITIES[dtype]
-    for size in (group_sizes(dtype) if granularity == "per_group" else (None,))
+    for granularity in page_format.CODES[dtype].granularities
+    for size in (page_format.CODES[dtype].group_sizes if granularity == "per_group" else (None,))
 ]
 FP8_TOKEN, FP8_TENSOR = SideLayout("fp8_e4m3", "per_token"), SideLayout("fp8_e4m3", "per_tensor")
 INT4_G64, BF16 = SideLayout("int4", "per_group", 64), SideLayout("bf16")
@@ -46,7 +46,7 @@ def policy_format(side: SideLayout) -> Format:
         granularity=side.granularity,
         group_size=side.group_size,
         scale=source,
-        block_scale="max" if side.in_blocks else "none",
+        block_scale="max" if side.layer_scale else "none",
     )
 
 
@@ -103,11 +103,11 @@ def test_scales_have_the_shapes_that_the_granularity_says() -> None:
 
 def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
-    assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (formats.MIN_SCALE, formats.MAX_FLOAT16)
-    assert page_format.NVFP4_GROUP == formats.NVFP4_GROUP
+    assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (spec.MIN_SCALE, spec.MAX_FLOAT16)
+    assert CODES["nvfp4"].block == page_format.NVFP4_GROUP
     assert (page_format.SMALLEST_BLOCK_SCALE, page_format.LARGEST_BLOCK_SCALE) == (
-        formats.SMALLEST_NVFP4_SCALE,
-        formats.LARGEST_NVFP4_SCALE,
+        nvfp4.SMALLEST_SCALE,
+        nvfp4.LARGEST_SCALE,
     )
     for side in SIDES:
         form = policy_format(side)
@@ -117,7 +117,11 @@ def test_constants_and_bytes_are_those_of_the_policies() -> None:
                 assert side.groups(dim) == form.scales_per_token(dim)
         assert side.exact == form.exact
         assert (side.static, side.has_static_scales) == (form.static, form.has_static_scales)
-        assert side.exact or side.limit == form.code.limit
+        assert (side.limit, side.storage, side.scale_storage) == (
+            form.code.limit,
+            form.code.storage.torch,
+            form.code.scale_storage.torch,
+        )
 
 
 @pytest.mark.parametrize(

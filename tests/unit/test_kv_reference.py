@@ -14,9 +14,9 @@ from test_kv_layout import SIDES, policy_format
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.formats.oracle import Static
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, pack_int4
-from stages.engines.oracle.formats import Static
 from stages.engines.oracle.formats import dequantize as oracle_dequantize
 from stages.engines.oracle.formats import quantize as oracle_quantize
 
@@ -34,7 +34,7 @@ def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
     """Scales (1) or (H) for which a few numbers saturate."""
     if not side.has_static_scales:
         return None
-    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.limit * (448.0 if side.in_blocks else 1.0))
+    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.limit * (448.0 if side.layer_scale else 1.0))
     return largest if side.granularity == "per_head" else largest.amax()[None]
 
 

@@ -8,16 +8,19 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from format_cases import add_int2
 from onnx import helper
 
 from pipeline.checkpoint.exports import NVFP4
-from pipeline.core.formats import CODES, MIN_SCALE, Code, Format, Granularity
+from pipeline.core.formats import Format, Granularity
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales, SideScales
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
+from pipeline.formats.graph import onnx_type
+from pipeline.formats.spec import MIN_SCALE
 from stages.engines.base import Mode
-from stages.engines.onnx.formats import SideCodec, onnx_type
+from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function
-from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
 from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
@@ -41,7 +44,7 @@ def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, comp
     if static is not None:
         for name, values in codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0).items():
             binding.bind_cpu_input(name, values)
-    stored = [np.zeros((*x.shape[:3], width), storage.numpy_type) for storage, width in codec.arrays.values()]
+    stored = [np.zeros((*x.shape[:3], width), storage.numpy) for storage, width in codec.arrays.values()]
     for (name, (storage, _)), array in zip(codec.arrays.items(), stored, strict=True):
         binding.bind_output(name, "cpu", 0, onnx_type(storage), array.shape, array.ctypes.data)
     session.run_with_iobinding(binding)
@@ -150,7 +153,7 @@ def attend(policy: KVPolicy, mode: Mode, compute: Compute) -> np.ndarray:
         for name, (storage, width) in codec.arrays.items():
             dims = (4, 2, PAGE_TOKENS, width)
             codes = rng.integers(-128, 128, dims).astype(np.int8)
-            array = codes if storage.numpy_type == np.int8 else rng.uniform(0.01, 0.1, dims).astype(storage.numpy_type)
+            array = codes if storage.numpy == "int8" else rng.uniform(0.01, 0.1, dims).astype(storage.numpy)
             feeds[name] = onnx_type(storage), array
     for name in ("key_exact", "value_exact"):
         exact = rng.standard_normal((2, 2, policy.exact_tokens, 64)).astype(np.float16)
@@ -174,7 +177,7 @@ def test_nvfp4_is_rounded_in_float32_where_the_graph_computes_in_float16(form: F
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_new_integer_format_stores_what_the_oracle_stores(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODES, "int2", Code("integer", 2, 1.0))
+    add_int2(monkeypatch)
     form = Format(dtype="int2", granularity="per_token", symmetric=symmetric, scale="dynamic")
     assert quantize(np.zeros((1, 1, 1, 64)), form)[0].shape == (1, 1, 1, 16)
     assert_stores_what_the_oracle_stores(form)

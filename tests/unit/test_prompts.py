@@ -11,8 +11,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.tokens import BundleTokenizer
-from stages.quantize.calibration import calibration_texts
-from stages.quantize.tokens import tokenize
+from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import prompt_ids, render, token_ids
 
 CHAT = Sample(

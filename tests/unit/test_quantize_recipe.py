@@ -1,16 +1,18 @@
-"""Recipes and static scales: data in, data out, no ModelOpt."""
+"""Recipes, static scales and texts: data in, data out."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
-from pipeline.core.errors import UserError
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
 from pipeline.core.scales import KVScales, SideScales
+from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import (
     BACKEND,
     cache_quantizer,
@@ -21,8 +23,8 @@ from stages.quantize.recipe import (
     measuring_recipe,
     weight_recipe,
 )
+from stages.quantize.run import resolve_device
 from stages.quantize.scales import Extremes, Measured, static_scales
-from stages.quantize.tokens import tokenize
 
 SMALL = KVShape(layers=2, kv_heads=2, head_dim=16)
 
@@ -57,7 +59,7 @@ def test_weights_and_their_inputs_are_expected_with_their_attributes(weights: We
 def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
     scales = KVScales(layers=({Side.KEY: ONE}, {Side.KEY: ONE, Side.VALUE: SideScales(scale=(1.0, 2.0))}))
     override = LayerOverride(layers=(1,), value=static("int8", "per_head"))
-    quantizers = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales, backend=True)
+    quantizers = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales)
     assert {name: cache.attributes for name, cache in quantizers.items()} == {
         "model.layers.0.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
         "model.layers.0.self_attn.v_bmm_quantizer": {
@@ -80,23 +82,19 @@ def test_maxima_lie_along_the_axes_of_their_granularity(granularity: Granularity
 
 def test_exact_sides_have_no_quantizer() -> None:
     nothing = KVScales(layers=({}, {}))
-    assert cache_quantizers(policy(FP16, BF16), SMALL, nothing, backend=True) == {}
+    assert cache_quantizers(policy(FP16, BF16), SMALL, nothing) == {}
 
 
 @pytest.mark.parametrize(
     ("form", "static_scales"), [(INT4_GROUP, None), (INT8_ASYMMETRIC, None), (E5M2, ONE)], ids=["group", "asymmetric", "e5m2"]
 )
-def test_what_modelopt_cannot_round_is_left_to_the_backend_or_the_sidecar(
-    form: Format, static_scales: SideScales | None
-) -> None:
+def test_what_modelopt_cannot_round_is_left_to_the_backend(form: Format, static_scales: SideScales | None) -> None:
     cache = cache_quantizer(form, static_scales, SMALL)
     assert cache.attributes["backend"] == BACKEND
     arguments = cache.attributes["backend_extra_args"]
     assert Format.model_validate(arguments["format"]) == form
     assert arguments["static"] == (static_scales and static_scales.model_dump())
-    scales = KVScales(layers=({Side.KEY: ONE} if static_scales else {},) * 2)
-    assert cache_quantizers(policy(form, FP16), SMALL, scales, backend=False) == {}
-    assert expressed_by(form, backend=False) == "sidecar only"
+    assert expressed_by(Side.KEY, form) == "modelopt with kvgate's arithmetic"
 
 
 def test_rotated_sides_are_rotated_around_modelopts_quantizer_and_by_the_backend() -> None:
@@ -236,11 +234,6 @@ def test_texts_are_cut_and_empty_ones_left_out() -> None:
     assert tokenize(Words(), ["a bb ccc", "", "dd"], 2, 10) == [[1, 2], [2]]
 
 
-def test_calibration_without_a_token_is_refused() -> None:
-    with pytest.raises(UserError, match=r"calibration\.samples=2: every text is empty"):
-        tokenize(Words(), ["", " "], 8, 10)
-
-
 def test_a_tokenizer_of_another_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"makes token 4, the model's vocab_size is 4"):
         tokenize(Words(), ["four"], 8, 4)
@@ -253,3 +246,15 @@ def test_entrance_and_validation_load_neither_torch_nor_modelopt() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("device", "found", "means"), [("auto", False, "cpu"), ("cpu", True, "cpu"), ("auto", True, "cuda")])
+def test_auto_is_a_gpu_where_there_is_one(device: str, found: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    assert resolve_device(device).type == means
+
+
+def test_a_gpu_that_is_missing_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU here; set quantize\.device=auto"):
+        resolve_device("cuda")

@@ -14,10 +14,9 @@ from pipeline.config.compose import plan
 from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVShape
-from pipeline.planning.capacity import measure
+from pipeline.planning.capacity import Capacity, measure
 from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
-from pipeline.planning.records import Capacity
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
 from pipeline.terminal.planning_tables import command_line, recommendation_lines
@@ -217,7 +216,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
         (["gates.max_mean_kl=1e-6"], "FAIL: "),
         (["backend=torch"], "no evidence that counts: it was judged with backend=onnxruntime, not torch"),
         (["weights=fp8"], "no evidence that counts: it was judged with weights=none, not fp8"),
-        (["capacity.tensor_parallel=2"], "no evidence that counts: it was judged on 1 GPU, not 2"),
+        (["capacity.tensor_parallel=2"], "no evidence that counts: it was judged with capacity.tensor_parallel=1, not 2"),
         (["capacity.concurrency=17"], "PASS, but covered up to batch 16 and 17 requests at once are asked"),
     ],
 )

@@ -3,11 +3,10 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import pytest
 from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
-from pipeline.registry import processes
-from pipeline.registry.contents import EMPTY_PAGE, RunPage, Workload, run_color
+from pipeline.core.errors import UserError
+from pipeline.registry.contents import COLOURS, EMPTY_PAGE, RunPage, Workload
+from pipeline.registry.mlflow_runs import LOCK
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited, Registration
@@ -73,8 +73,7 @@ def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: M
     parent = store.client.get_run(run_id)
     assert "mlflow.parentRunId" not in parent.data.tags
     assert parent.data.tags["sweep"] == "s1"
-    assert parent.data.tags["pid"] == str(os.getpid())
-    assert parent.data.tags["mlflow.runColor"] == run_color("PASS", "fp8")
+    assert parent.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert parent.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
     assert parent.info.status == "FINISHED"
     query = f"tags.`mlflow.parentRunId` = '{run_id}'"
@@ -222,14 +221,13 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
     assert said == ["PASS. KiB/token 0.5, mean KL 0.123", "FAIL. KiB/token 2. copy: 9 of 9 answers lost"]
 
 
-def test_views_are_listed_by_name_and_one_that_is_gone_is_no_error(store: MlflowStore) -> None:
-    store.save_view("one", "first")
-    store.save_view("one", "second")
-    store.save_view("two", "third")
-    assert store.views() == {"one": "second", "two": "third"}
+def test_views_are_listed_and_one_that_is_gone_is_no_error(store: MlflowStore) -> None:
+    for name in ("one", "one", "two"):
+        store.save_view(name, "content")
+    assert sorted(store.views()) == ["one", "two"]
     for name in ("one", "two", "two"):
         store.remove_view(name)
-    assert store.views() == {}
+    assert store.views() == []
 
 
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
@@ -247,71 +245,64 @@ def test_registering_leaves_the_environment_as_it_was(store: MlflowStore, tmp_pa
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
+def leave_a_run_open(work: Path) -> str:
+    """Open a run in a process that is killed while its stage runs, and return the run's id."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from pipeline.registry.runs import open_store
+from pipeline.registry.tracking import Tracking
+store = open_store(Tracking(), Path({str(work)!r}), "tiny")
+with store.recorded("killed", {{}}) as run_id:
+    print(run_id, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    this_process = processes.identity()
-    container = {**this_process, "place": "another boot pid:[1]", "pid": str(dead.pid)}
-    now = datetime.now(UTC)
-    owners = {
-        "dead": {**this_process, "pid": str(dead.pid)},
-        "pid used again": {**this_process, "pid_start": "1"},
-        "alive": {**this_process, **processes.lease(now - 2 * processes.LEASE_TIME)},
-        "alive in a container": {**container, **processes.lease(now)},
-        "dead in a container": {**container, **processes.lease(now - 2 * processes.LEASE_TIME)},
-        "elsewhere, without a lease": container,
-        "somebody's own": {},
-    }
-    runs = {who: store.client.create_run(store.experiment_id, tags=tags).info.run_id for who, tags in owners.items()}
-    MlflowStore(locate(Tracking(), work, "tiny"))
-    status = {who: store.client.get_run(run).info.status for who, run in runs.items()}
-    killed = {who for who, state in status.items() if state == "KILLED"}
-    assert killed == {"dead", "pid used again", "dead in a container"}
-    assert set(status.values()) == {"KILLED", "RUNNING"}
+    dead = leave_a_run_open(work)
+    child = store.create_run("stage", {"mlflow.parentRunId": dead, LOCK: store.client.get_run(dead).data.tags[LOCK]})
+    elsewhere = store.create_run("of another work directory", {LOCK: "0123"})
+    somebodys = store.create_run("somebody's own", {})
+    status = {}
+    with store.recorded("alive", {}) as alive:
+        MlflowStore(store.location)
+        for run_id in (dead, child, elsewhere, somebodys, alive):
+            status[run_id] = store.client.get_run(run_id).info.status
+    assert status == dict.fromkeys((dead, child), "KILLED") | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
+    assert list(store.location.runs.iterdir()) == []
 
 
 def test_a_run_that_its_process_closed_after_the_search_stays_as_it_was_closed(
     store: MlflowStore, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = store.client.create_run(store.experiment_id, tags=processes.identity())
+    run_id = leave_a_run_open(work)
+    search = store.client.search_runs
 
-    def closed_and_dead(_tags: Mapping[str, str]) -> bool:
-        store.client.set_terminated(run.info.run_id, "FINISHED")
-        return True
+    def closed_after_it(*arguments: Any, **options: Any) -> Any:
+        found = search(*arguments, **options)
+        store.client.set_terminated(run_id, "FINISHED")
+        return found
 
-    monkeypatch.setattr(processes, "abandoned", closed_and_dead)
-    MlflowStore(locate(Tracking(), work, "tiny"))
-    assert store.client.get_run(run.info.run_id).info.status == "FINISHED"
-
-
-def test_a_run_puts_its_lease_off_as_long_as_it_is_open(store: MlflowStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "BEAT_S", 0.01)
-    later = datetime.now(UTC) + timedelta(days=1)
-    with store.recorded("lease", {}) as run_id:
-        first = store.client.get_run(run_id).data.tags[processes.LEASE]
-        monkeypatch.setattr(processes, "lease", lambda: {processes.LEASE: later.isoformat()})
-        for _ in range(500):
-            renewed = store.client.get_run(run_id).data.tags[processes.LEASE]
-            if renewed != first:
-                break
-            time.sleep(0.01)
-    assert renewed == later.isoformat()
+    monkeypatch.setattr(store.client, "search_runs", closed_after_it)
+    store.close_left_open()
+    assert store.client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_store_that_was_moved_with_its_work_directory_finds_its_files_and_writes_no_others(
+def test_a_work_directory_that_was_moved_is_refused_until_its_old_path_leads_there(
     store: MlflowStore, work: Path, tmp_path: Path
 ) -> None:
     done = track_one(store, judged(tmp_path, "moved"), "before")
     there = work.rename(work.with_name("moved"))
     try:
+        with pytest.raises(UserError, match=f"which was moved to {there}/mlartifacts: .*mkdir -p {work} && ln -s ") as caught:
+            MlflowStore(locate(Tracking(), there, "tiny"))
+        assert not work.exists()
+        subprocess.run(str(caught.value).partition("new one: ")[2], shell=True, check=True)
         moved = MlflowStore(locate(Tracking(), there, "tiny"))
         assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
-        (model,) = moved.client.search_logged_models([moved.experiment_id], "name = 'moved'")
-        assert Path(model.artifact_location.removeprefix("file://")).is_relative_to(there)
-        again = track_one(moved, judged(tmp_path, "moved_on"), "after")
-        assert artifacts(moved, registered(again).run_id).keys() == {"report.json"}
-        assert not work.exists()
     finally:
+        shutil.rmtree(work, ignore_errors=True)
         there.rename(work)
-    MlflowStore(locate(Tracking(), work, "tiny"))
-    assert artifacts(store, registered(done).run_id).keys() == {"report.json"}

@@ -16,9 +16,10 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.formats.oracle import Stored
+from pipeline.formats.vllm_token_head.oracle import signs, token_head_values
 from pipeline.run.inputs import check_inputs
-from stages.engines.oracle import vllm_formats
-from stages.engines.oracle.formats import Stored, dequantize, quantize
+from stages.engines.oracle.formats import dequantize, quantize
 
 CONF = Path(__file__).parents[2] / "conf" / "kv"
 K8V4, INT4 = (
@@ -78,7 +79,7 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
     matrix = np.ones((1, 1))
     while len(matrix) < 64:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    rotated = (x * vllm_formats.signs(64)).double().numpy() @ matrix
+    rotated = (x * signs(64)).double().numpy() @ matrix
     scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
     zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
     bits = stored.scale[..., 0].numpy().view(np.int32)
@@ -89,14 +90,14 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
     off = np.abs(unpacked(stored).numpy() - np.clip(steps, 0, 15))
     assert off[whole].max() <= 0.5 + 1e-3
     back = dequantize(stored, INT4.value, None).double().numpy()
-    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * vllm_formats.signs(64).numpy()
+    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * signs(64).numpy()
     np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
 
 
 def test_the_signs_are_those_that_vllm_draws() -> None:
-    bits = sum(1 << i for i, sign in enumerate(vllm_formats.signs(64)[:16].tolist()) if sign > 0)
+    bits = sum(1 << i for i, sign in enumerate(signs(64)[:16].tolist()) if sign > 0)
     assert f"{bits:04x}" == SIGNS
-    assert torch.equal(vllm_formats.signs(96), vllm_formats.signs(32).repeat(3))
+    assert torch.equal(signs(96), signs(32).repeat(3))
 
 
 @pytest.mark.parametrize("size", [32, 64, 96, 128])
@@ -105,7 +106,7 @@ def test_vllms_rotation_is_undone_to_a_rounding(size: int) -> None:
     codes = torch.full((3, size), 7.0)
     scale = torch.ones(3, 1).view(torch.int32) & -16
     assert dequantize(quantize(x, INT4.key, None), INT4.key, None).sub(x).norm() < 0.1 * x.norm()
-    assert not vllm_formats.token_head_values(codes, (scale | 7).view(torch.float32)).any()
+    assert not token_head_values(codes, (scale | 7).view(torch.float32)).any()
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
     width, groups = value.width(dim), value.groups(dim)
     # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. Of
     # nvfp4, whose scales are multiplied into the codes, it is as many channels as a word of four scales covers.
-    chunk = min(width, 64 if value.in_blocks else dim // groups) if groups else width
+    chunk = min(width, 64 if value.layer_scale else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     parts = _query_parts(layout.key, query_dtype, sm)
     size = columns * dim * parts
@@ -144,7 +144,7 @@ def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int
         halvings = 2
     else:
         # Scales of blocks take the registers that whole pages of packed codes leave.
-        halvings = 1 if not value.packed or value.in_blocks or size > 1024 or software else 0
+        halvings = 1 if not value.packed or value.layer_scale or size > 1024 or software else 0
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not crowded:
         return tile, 1
@@ -192,7 +192,7 @@ def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | Non
 
 
 def _scale_kind(side: SideLayout, dynamic: str) -> str:
-    if side.in_blocks:
+    if side.layer_scale:
         return "block"
     kinds = {"none": "none", "per_tensor": "tensor", "per_head": "head", "per_token": dynamic, "per_group": dynamic}
     return kinds[side.granularity]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.core.formats import MAX_FLOAT16
+from pipeline.formats.spec import MAX_FLOAT16
 from plugins.kv_attention.layout import CacheLayout
 
 

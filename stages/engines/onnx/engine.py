@@ -15,10 +15,10 @@ from pipeline.artifacts.digest import json_digest
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import PREFILL_CHUNK
 from pipeline.core.scales import KVScales
+from pipeline.formats.body import NUMPY_FLOATS
 from stages.engines.base import Mode, check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.config import CpuAttention
-from stages.engines.onnx.graph import NUMPY_FLOATS
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel

@@ -19,9 +19,9 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.records import Progress
+from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
-from stages.engines.onnx.graph import DOMAIN
 from stages.engines.onnx.weights import store_weights
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]

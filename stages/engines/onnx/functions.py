@@ -21,9 +21,9 @@ from itertools import pairwise
 import onnx
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.formats.body import Body
 from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec, layer_codecs
-from stages.engines.onnx.graph import Body
 from stages.engines.onnx.reading import read_scores, read_values
 
 MASKED = {"float32": -1e30, "float16": -6e4}

@@ -108,7 +108,7 @@ class PagedEngine(ChunkedEngine):
             return StoredCopy(
                 first,
                 codes,
-                None if scale is None else scale[1] if self.policy.sides(layer)[side].in_blocks else scale[1].view(np.float16),
+                None if scale is None else scale[1].view(self.policy.sides(layer)[side].code.scale_storage.numpy),
                 None if zero is None else zero[1].view(np.float16),
                 None if static_scale is None else self._host(static_scale)[0],
                 None if static_zero is None else self._host(static_zero)[0],

@@ -7,35 +7,13 @@ Shapes: B sequences, H KV heads, R query rows of a KV head, P pages, T = P * 64 
 scales of a token.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from pipeline.core.kv import PAGE_TOKENS
+from pipeline.formats.body import Body
+from pipeline.formats.graph import Gather, Stream
 from stages.engines.onnx.formats import SideCodec
-from stages.engines.onnx.graph import Body
-
-_MAGNITUDES = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-_E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_BYTES = np.arange(-128, 128) % 256
-E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
-"""What the lower and the upper four bits of a byte of NVFP4 stand for, by the signed byte plus 128."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One of the n numbers of every stored element, in the compute dtype: x of shape (B, H, T, D / n).
-
-    Its code is gain * x + offset. Where the stream is nested, x still contains the higher numbers of the element, so that
-    2 ** bits times the next stream's x is subtracted from that.
-    """
-
-    x: str
-    gain: float = 1.0
-    offset: float = 0.0
-    nested: bool = False
 
 
 def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
@@ -94,33 +72,6 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
     return codec.rotated(body, out)
 
 
-def _streams(body: Body, codec: SideCodec, index: str, nested: bool) -> list[Stream]:
-    """The pages' codes, widened to the compute dtype but not scaled; all streams together are the channels in order."""
-    pool, code = f"{codec.side}_pool", codec.form.code
-    _, width = codec.arrays[pool]
-    if codec.form.in_blocks:
-        codes = body.op("Cast", gather_pages(body, pool, index, codec.kv_heads, width), to=onnx.TensorProto.INT32)
-        byte = body.op("Add", codes, body.const(128, np.int32))
-        return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
-    if code.kind == "float":
-        # Gather is not defined on float8, so the bound part of the pool is widened before it.
-        wide = body.op("DequantizeLinear", pool, body.real(1.0))
-        return [Stream(gather_pages(body, wide, index, codec.kv_heads, width))]
-    codes = gather_pages(body, pool, index, codec.kv_heads, width)
-    if code.kind == "exact":
-        return [Stream(body.to_compute(codes))]
-    # Split by floor and fraction of byte / 2 ** (8 - bits), which is exact in float16 too.
-    step = 2.0**code.bits
-    x = body.op("DequantizeLinear", codes, body.real(2.0 ** (code.bits - 8)))
-    streams: list[Stream] = []
-    for offset in reversed(codec.packing[1:]):
-        x = body.op("Mul", x, body.real(step)) if streams else x
-        whole = body.op("Floor", x)
-        x = x if nested else body.op("Sub", x, whole)
-        streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
-    return [Stream(x, step if streams else 1.0, codec.packing[0], nested and bool(streams)), *streams]
-
-
 def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
     """The linear map M from streams to codes, (D, D + one column for each part with an offset); None when they are equal.
 
@@ -145,7 +96,8 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
     groups = codec.groups
     # Nesting saves a pass over the codes, but its sums are of numbers 2 ** bits as large: too large for float16, which has
     # 11 bits, and for more than two parts.
-    parts = _streams(body, codec, index, nested=groups <= 1 and len(codec.packing) == 2 and body.compute == "float32")
+    nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
+    parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
     if not groups:
         return parts, []
     if groups == 1:
@@ -174,18 +126,18 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
 def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
     """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
     pool = f"{codec.side}_{parameter}_pool"
-    if codec.form.in_blocks:
-        # The layer's scale is too small for float16, but not its products with those of blocks.
-        wide = body.op("DequantizeLinear", pool, body.const(1.0, np.float32))
-        blocks = body.op("Mul", gather_pages(body, wide, index, codec.kv_heads, codec.groups), f"{codec.side}_scale")
-    else:
-        blocks = gather_pages(body, pool, index, codec.kv_heads, codec.groups)
+    blocks = codec.graph.scales(body, pool, _pages(body, codec, index), codec.options)
     return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
 
 
 def _spread(body: Body, codec: SideCodec) -> str:
     """The membership matrix M (g, D) of channels in groups: x @ M.T sums each group's channels, x @ M repeats per channel."""
     return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
+
+
+def _pages(body: Body, codec: SideCodec, index: str) -> Gather:
+    """What gathers the pages `index` (B, H, P) of a pool and a width."""
+    return lambda pool, width: gather_pages(body, pool, index, codec.kv_heads, width)
 
 
 def gather_pages(body: Body, pool: str, index: str, kv_heads: int, width: int) -> str:

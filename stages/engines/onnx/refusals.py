@@ -11,7 +11,7 @@ from pipeline.core.kv import KVPolicy
 def refuse_zeros_in_scales(policy: KVPolicy) -> None:
     """Raise UserError for a format whose stored scale holds its zero in bits."""
     for key, form in policy.formats:
-        if form.zero_in_scale:
+        if not form.symmetric and form.code.zero_storage is None:
             raise UserError(
                 f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
                 f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"

@@ -10,12 +10,13 @@ from onnx import helper, numpy_helper
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.scales import KVScales
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
+from pipeline.formats.graph import onnx_type
+from pipeline.formats.spec import FLOAT16
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
-from stages.engines.onnx.formats import SideCodec, onnx_type
+from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
-from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
-from stages.engines.paged.layout import FLOAT16
 
 IR_VERSION = 10
 INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT

@@ -13,8 +13,9 @@ from torch import Tensor
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales
+from pipeline.formats.oracle import Static, Stored
 from stages.engines.oracle.attention import Copies, Sources
-from stages.engines.oracle.formats import Static, Stored, dequantize, quantize, static_scales
+from stages.engines.oracle.formats import dequantize, quantize, static_scales
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side
+from pipeline.formats.oracle import Stored
 from stages.engines.oracle.attention import Span, check_finite
 from stages.engines.oracle.cache import LayerStorage
-from stages.engines.oracle.formats import Stored
 
 SIDES = (Side.KEY, Side.VALUE)
 Gains = Mapping[Side, Tensor | None]

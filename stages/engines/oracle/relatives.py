@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, Side
+from pipeline.formats.oracle import Static, Stored
 from stages.engines.oracle.cache import LayerStorage, Storage
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import Static, Stored, quantize
+from stages.engines.oracle.formats import quantize
 
-OTHER_FLOAT = {"fp8_e4m3": "fp8_e5m2", "fp8_e5m2": "fp8_e4m3"}
 SIDES = (Side.KEY, Side.VALUE)
 
 
@@ -35,7 +35,7 @@ class Coarser(Storage):
         stored = super().write(x)
         if self.form.exact:
             return stored
-        mask = 0xEE if self.form.code.bits == 4 else 0xFE
+        mask = 0xFF - sum(1 << self.form.code.bits * j for j in range(self.form.code.packed))
         codes = (stored.codes.view(torch.uint8) & mask).view(stored.codes.dtype)
         return replace(stored, codes=codes)
 
@@ -68,8 +68,8 @@ def relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
         keeping = twin.policy.model_copy(update={"eviction": None})
         yield "nothing is evicted", OracleEngine(twin.model, keeping, twin.shape, storages, twin.prefill_chunk)
     forms = {storage.form for layer in storages for storage in layer.values()}
-    if any(form.dtype in OTHER_FLOAT for form in forms):
-        others = {form: form.model_copy(update={"dtype": OTHER_FLOAT.get(form.dtype, form.dtype)}) for form in forms}
+    if any(form.code.neighbour for form in forms):
+        others = {form: form.model_copy(update={"dtype": form.code.neighbour or form.dtype}) for form in forms}
         names = " and ".join(sorted({form.dtype.removeprefix("fp8_").upper() for form in others.values() if form not in forms}))
         yield f"codes are {names}", each(lambda s: Storage(others[s.form], s.static))
         yield (

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import StoredCopy
+from pipeline.formats.oracle import Static, Stored
 from stages.engines.base import Logits
 from stages.engines.oracle.attention import Block, BlockView, Copies, Sources
 from stages.engines.oracle.cache import LayerStorage, Storage, one_pass
-from stages.engines.oracle.formats import TYPES, Static, Stored, dequantize
+from stages.engines.oracle.formats import dequantize
 
 SMALLEST = 1e-30
 """Keeps a vector of zeros from dividing by zero."""
@@ -127,10 +128,10 @@ def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
 
 def read_copy(copy: StoredCopy, storage: Storage) -> Copies:
     """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32."""
-    codes = torch.from_numpy(np.ascontiguousarray(copy.codes)).view(TYPES.get(storage.form.dtype, torch.int8))
-    scales = _tensor(copy.scale)
-    if scales is not None and storage.form.in_blocks:
-        scales = scales.view(torch.float8_e4m3fn)
+    code, scales = storage.form.code, _tensor(copy.scale)
+    codes = torch.from_numpy(np.ascontiguousarray(copy.codes)).view(getattr(torch, code.storage.torch))
+    if scales is not None:
+        scales = scales.view(getattr(torch, code.scale_storage.torch))
     stored = Stored(codes, scales, _tensor(copy.zero))
     scale = _tensor(copy.static_scale)
     static = None if scale is None else Static(scale, _tensor(copy.static_zero))

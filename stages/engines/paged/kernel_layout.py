@@ -11,12 +11,11 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import (
-    GRANULARITIES,
+    CODES,
     HEAD_DIMS,
     KEY_DTYPES,
     CacheLayout,
     SideLayout,
-    group_sizes,
 )
 
 POLICY_FIX = "set backend.device=cpu, or choose another policy"
@@ -110,10 +109,10 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
         return KernelRefusal(f"{key}.rotation", form.rotation, "the CUDA kernels do not rotate")
     if not form.symmetric:
         return KernelRefusal(f"{key}.symmetric", "false", "the CUDA kernels have no zero points")
-    plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(GRANULARITIES))
+    plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(CODES))
     if form.dtype not in dtypes:
         return KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
-    granularities = GRANULARITIES[form.dtype]
+    granularities = CODES[form.dtype].granularities
     if form.granularity not in granularities:
         reason = f"the CUDA kernels hold {form.dtype} {_listed(granularities)}"
         return KernelRefusal(f"{key}.granularity", form.granularity, reason)
@@ -122,7 +121,7 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
 
 def _refuse_groups(key: str, form: Format) -> KernelRefusal | None:
     """The reason why the kernels do not hold the groups of a format whose dtype and granularity they hold."""
-    sizes = group_sizes(form.dtype)
+    sizes = CODES[form.dtype].group_sizes  # type: ignore[index]  # its caller narrowed
     if form.granularity == "per_group" and form.group_size not in sizes:
         return KernelRefusal(f"{key}.group_size", form.group_size, f"the CUDA kernels take {_listed(sizes)}")
     if form.block_scale == "4over6":

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
+from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices, entries, evict, pages_for
-from stages.engines.paged.layout import FLOAT16, layer_sides
+from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.places import Places, Spans, exact_places, lookup, table
 from stages.engines.paged.sequences import PagedSequence, SequencePages
 
@@ -41,10 +41,10 @@ class PagedPool(SequencePages):
             for side, stored in layer_sides(policy, shape, layer).items():
                 allocator = self.window_pages if side.in_window else self.pages
                 for name, (storage, width) in stored.arrays.items():
-                    self._add(f"{name}.{layer}", allocator, (PAGE_TOKENS, width), storage.numpy_type)
+                    self._add(f"{name}.{layer}", allocator, (PAGE_TOKENS, width), storage.numpy)
             if policy.exact_tokens:
                 for name in ("key_exact", "value_exact"):
-                    self._add(f"{name}.{layer}", self.buffers, (policy.exact_tokens, shape.head_dim), FLOAT16.numpy_type)
+                    self._add(f"{name}.{layer}", self.buffers, (policy.exact_tokens, shape.head_dim), FLOAT16.numpy)
 
     def _add(self, name: str, allocator: PageAllocator, dims: tuple[int, int], dtype: npt.DTypeLike) -> None:
         self.arrays[name] = self._zeros((0, self.shape.kv_heads, *dims), np.dtype(dtype))

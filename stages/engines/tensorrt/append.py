@@ -17,11 +17,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from pipeline.formats.body import NUMPY_FLOATS, cache_arithmetic
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import Layered, cache_attributes, node_of
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.graph import NUMPY_FLOATS, cache_arithmetic
 from stages.engines.onnx.surgery import INT32, NOT_FINITE, Dims
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.extents import MOST_ELEMENTS

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import MAX_FLOAT16
 from pipeline.core.kv import PAGE_TOKENS, KVShape
+from pipeline.formats.spec import MAX_FLOAT16
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices

@@ -12,6 +12,7 @@ import onnx
 from onnx import helper
 
 from pipeline.core.kv import KVPolicy
+from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
     NAMESPACE,
@@ -28,7 +29,6 @@ from plugins.kv_attention.tensorrt_nodes import (
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
-from stages.engines.onnx.graph import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 
 PLUGIN_VERSION = "1"

@@ -6,16 +6,11 @@ from pipeline.checkpoint.exports import describe_format, holder
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.interpreter import Interpreter, probe
+from stages.engines.vllm.library import PROGRAM, on_cpu
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2"
-SAME = {
-    "fp8_e4m3 per_tensor": ("fp8_e4m3", "fp8"),
-    "fp8_e4m3 per_head": ("fp8_e4m3", "fp8"),
-    "fp8_e5m2 per_tensor": ("fp8_e5m2",),
-}
-"""A quantized format -> the types of vLLM's cache that mean the same arithmetic, the first of which is taken."""
 SIXTEEN = {"float16": "fp16", "bfloat16": "bf16"}
 """A type of activations -> the format of a cache that is not quantized."""
 OTHERWISE = {
@@ -46,7 +41,7 @@ def check_inputs(config: VllmConfig, job: Job) -> None:
     refusal = _refuse_shape(job.checkpoint, config)
     if refusal is not None:
         raise UserError(refusal)
-    interpreter = probe(config.python)
+    interpreter = probe(PROGRAM, config.python)
     dtype = chosen(config, named)
     refusal = refuse_dtype(config, job.policy, dtype, interpreter)
     if refusal is not None:
@@ -59,7 +54,8 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     """Return the types of vLLM's cache that hold a policy. Raises UserError when none does."""
     reason = _other_than_two_formats(policy)
     form = describe_format(policy.key)
-    held = ("auto",) if policy.key.exact else SAME.get(form, ())
+    plain = policy.key.symmetric and policy.key.rotation == "none"
+    held = ("auto",) if policy.key.exact else policy.key.code.vllm.get(policy.key.granularity, ()) if plain else ()
     if reason is None and policy.key.dtype == "fp8_e5m2" and policy.key.scale != "uncalibrated":
         reason = "it reads E5M2 at scale 1.0 alone"
     if reason is None and not held:
@@ -96,7 +92,7 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
     reason = described.refused.get(dtype)
     if reason is not None:
         return f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
-    if interpreter.on_cpu and config.block_size % 32:
+    if on_cpu(interpreter) and config.block_size % 32:
         return f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64"
     return None
 

@@ -12,19 +12,16 @@ from onnx import helper
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
+from pipeline.formats.fp16.spec import FP16
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec
-from stages.engines.onnx.graph import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
 
 NATIVE_DOMAIN = "kvgate.native"
 
 OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
 """The kernel's operators by compute dtype."""
-
-KINDS = (("fp16", True), ("bf16", True), ("fp8_e4m3", True), ("fp8_e5m2", True),
-         ("int8", True), ("int8", False), ("int4", True), ("int4", False), ("nvfp4", True))  # fmt: skip
-"""Codes that the kernel reads, and whether they are symmetric: in the order of the enumeration in codes.h."""
 
 LANES = 16
 """Channels of a vector. A head has a whole number of them, and so has each half of one whose codes of four bits share bytes."""
@@ -89,9 +86,9 @@ def _refusal(spec: AttentionSpec) -> str | None:
     """Why the kernel does not hold a layer, None when it does."""
     for side, codec in spec.sides.items():
         form = codec.form
-        if (form.dtype, form.symmetric) not in KINDS:
+        if form.code.native[not form.symmetric] is None:
             return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is none that the kernel reads"
-        step = LANES * len(codec.packing) if form.code.bits < 8 else LANES
+        step = LANES * form.code.packed
         if codec.head_dim % step:
             return f"head_dim {codec.head_dim} is no multiple of {step}, which the kernel takes for {form.dtype}"
     return None
@@ -101,8 +98,8 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes, as `create` in operator.c reads them."""
     place = {name: number for number, name in enumerate(_inputs(spec))}
     policy, shape = spec.policy, spec.shape
-    exact = (KINDS.index(("fp16", True)), 0, 0, 0, 1, 1, 0)
-    sides = {side: [ABSENT] * 8 for side in Side}
+    exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
+    sides: dict[Side, list[int | None]] = {side: [ABSENT] * 8 for side in Side}
     for side, codec in spec.sides.items():
         sides[side] = [*_side(codec), place[next(iter(codec.arrays))]]
     # The function body multiplies queries with the scaling in the compute dtype.
@@ -127,12 +124,12 @@ def _inputs(spec: AttentionSpec) -> list[str]:
     return ["query", "key", "value", *spec.tables, *spec.cache]
 
 
-def _side(codec: SideCodec) -> tuple[int, ...]:
+def _side(codec: SideCodec) -> tuple[int | None, ...]:
     """Kind, groups, asymmetric, static, heads and channels of a static scale, rotated."""
     form = codec.form
     _, heads, _, channels = next(iter(codec.constants.values()), (1, 1, 1, 1))
     return (
-        KINDS.index((form.dtype, form.symmetric)),
+        form.code.native[not form.symmetric],
         codec.groups,
         int(not form.symmetric),
         int(form.has_static_scales),

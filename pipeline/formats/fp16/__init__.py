@@ -1,0 +1,1 @@
+"""float16, the type of the baseline's cache."""

@@ -1,0 +1,1 @@
+"""FP8 with 5 bits of exponent and 2 of mantissa."""

@@ -1,0 +1,178 @@
+"""What the formats' arithmetics in ONNX's operators share. They write codes in one function and read them in another.
+
+Shapes: B sequences, H KV heads, S new tokens, P pages, T = P * 64 positions, D head_dim, W code elements of a token, g scales
+of a token, n code streams.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from pipeline.formats.body import Body
+from pipeline.formats.spec import FLOAT16, MAX_FLOAT16, MIN_SCALE, PACKED, Element, Spec
+
+Gather = Callable[[str, int], str]
+"""Gathers the pages of a pool (N, H, 64, width): (B, H, T, width)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a policy says of a format, and the names of what it has in the graph."""
+
+    head_dim: int
+    groups: int
+    """Scales of one token of one head; 0 where they are static."""
+    symmetric: bool
+    static: bool
+    """Whether all scales are fixed at build time."""
+    block_scale: str
+    scale: str
+    """Name of the static scale, where there is one."""
+    zero: str
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One of the n numbers of every stored element, in the compute dtype: x of shape (B, H, T, D / n).
+
+    Its code is gain * x + offset. Where the stream is nested, x still contains the higher numbers of the element, so that
+    2 ** bits times the next stream's x is subtracted from that.
+    """
+
+    x: str
+    gain: float = 1.0
+    offset: float = 0.0
+    nested: bool = False
+
+
+class Graph(ABC):
+    """A format's nodes."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def write(self, body: Body, x: str, options: Options) -> list[str]:
+        """Append the nodes that quantize new tokens x (B, H, S, D): codes (B, H, S, W), scales and zeros (B, H, S, g)."""
+
+    @abstractmethod
+    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
+        """Widen the pages' codes, not scaled; all streams together are the channels in order.
+
+        nested: Whether streams may be nested, which saves a pass over the codes.
+        """
+
+    def scales(self, body: Body, pool: str, gather: Gather, options: Options) -> str:  # noqa: ARG002  (a subclass)
+        """Gather stored scales or zeros of the pages, as the numbers that they are."""
+        return gather(pool, options.groups)
+
+
+class Exact(Graph):
+    """Floating-point numbers that are not scaled."""
+
+    def write(self, body: Body, x: str, options: Options) -> list[str]:  # noqa: ARG002  (none)
+        return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+        return [Stream(body.to_compute(gather(pool, options.head_dim)))]
+
+
+class Scaled(Graph):
+    """Codes in units of a scale, static or stored as a float16."""
+
+    @abstractmethod
+    def encode(self, body: Body, steps: str, options: Options) -> str:
+        """Round numbers in units of their scale, from their zero, to the nearest code, ties to even, saturating; pack."""
+
+    def write(self, body: Body, x: str, options: Options) -> list[str]:
+        if options.static:
+            shifted = x if options.symmetric else body.op("Sub", x, body.to_compute(options.zero))
+            return [self.encode(body, body.op("Div", shifted, body.to_compute(options.scale)), options)]
+        if options.groups > 1:
+            x = body.reshape(x, 0, 0, 0, options.groups, -1)
+        zeros = []
+        if options.symmetric:
+            amax = body.op("ReduceMax", body.op("Abs", x), body.ints([-1]), keepdims=1)
+            factor = body.op("Div", amax, body.real(self.spec.limit))
+        else:
+            high = body.op("ReduceMax", x, body.ints([-1]), keepdims=1)
+            zeros = [_zero(body, body.op("ReduceMin", x, body.ints([-1]), keepdims=1))]
+            zero = body.to_compute(zeros[0])
+            factor = body.op("Div", body.op("Sub", high, zero), body.real(self.spec.levels))
+            x = body.op("Sub", x, zero)
+        # The codes belong to the rounded scale, which is read back, not to the exact one.
+        factor = body.op("Clip", factor, body.real(MIN_SCALE), body.real(MAX_FLOAT16))
+        scale = body.op("Cast", factor, to=onnx_type(FLOAT16))
+        stored = [body.op("Div", x, body.to_compute(scale)), scale, *zeros]
+        if options.groups > 1:
+            stored = [body.reshape(part, 0, 0, 0, -1) for part in stored]
+        return [self.encode(body, stored[0], options), *stored[1:]]
+
+
+class Float(Scaled):
+    """Floating-point numbers of a byte."""
+
+    def encode(self, body: Body, steps: str, options: Options) -> str:  # noqa: ARG002  (of Scaled)
+        clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
+        return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+        # Gather is not defined on float8, so the bound part of the pool is widened before it.
+        return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
+
+
+class Integer(Scaled):
+    """Whole numbers, packed: symmetric around 0, or 0 to `levels` from a zero."""
+
+    def encode(self, body: Body, steps: str, options: Options) -> str:
+        limit, levels = self.spec.limit, float(self.spec.levels)
+        low, high = (-limit, limit) if options.symmetric else (0.0, levels)
+        codes = body.op("Clip", body.op("Round", steps), body.real(low), body.real(high))
+        return self.pack(body, codes, options)
+
+    def pack(self, body: Body, codes: str, options: Options) -> str:
+        """Pack codes (B, H, S, D), in the compute dtype, as they are stored."""
+        offsets = self.offsets(symmetric=options.symmetric)
+        weights = 2.0 ** (self.spec.bits * np.arange(len(offsets)))
+        if len(weights) > 1:
+            # Whole numbers below 256, so that the product is exact; one node instead of a chain of them.
+            width = options.head_dim // len(weights)
+            codes = body.op("MatMul", codes, body.real(np.kron(weights[:, None], np.eye(width))))
+        offset = float(weights @ offsets)
+        return body.op("Cast", body.op("Sub", codes, body.real(offset)) if offset else codes, to=onnx_type(PACKED))
+
+    def offsets(self, *, symmetric: bool) -> list[float]:
+        """Return, for each number of a byte, from the lowest bits up, its code minus the number that is stored."""
+        half = 2.0 ** (self.spec.bits - 1)
+        lowest = 0.0 if symmetric else half
+        return [lowest - half] * (self.spec.packed - 1) + [lowest]
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
+        # Split by floor and fraction of byte / 2 ** (8 - bits), which is exact in float16 too.
+        offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
+        step = 2.0**bits
+        x = body.op("DequantizeLinear", gather(pool, options.head_dim // len(offsets)), body.real(2.0 ** (bits - 8)))
+        streams: list[Stream] = []
+        for offset in reversed(offsets[1:]):
+            x = body.op("Mul", x, body.real(step)) if streams else x
+            whole = body.op("Floor", x)
+            x = x if nested else body.op("Sub", x, whole)
+            streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
+        return [Stream(x, step if streams else 1.0, offsets[0], nested and bool(streams)), *streams]
+
+
+def onnx_type(element: Element) -> int:
+    """Return ONNX's number of an element type."""
+    kind: int = onnx.TensorProto.DataType.Value(element.onnx)
+    return kind
+
+
+def _zero(body: Body, low: str) -> str:
+    """Round `low` down to a float16, at most about two units in the last place below, so that no code is below 0."""
+    nearest = body.to_compute(body.op("Cast", low, to=onnx_type(FLOAT16)))
+    unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))
+    below = body.op("Where", body.op("Greater", nearest, low), body.op("Sub", nearest, unit), nearest)
+    return body.op("Cast", body.op("Max", below, body.real(-MAX_FLOAT16)), to=onnx_type(FLOAT16))

@@ -1,0 +1,1 @@
+"""Integers of 4 bits, two to a byte."""

@@ -1,0 +1,1 @@
+"""Integers of 8 bits."""

@@ -1,0 +1,61 @@
+"""The arithmetic in torch."""
+
+import torch
+from torch import Tensor
+
+from pipeline.formats.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
+from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, groups_of
+
+E2M1 = torch.tensor(MAGNITUDES)
+
+
+class Blocks(Arithmetic):
+    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's.
+
+    `max` makes a block's largest magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error.
+    """
+
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
+        assert static is not None, "NVFP4 has a scale of the layer"
+        layer_scale, blocks = static.scale, groups_of(x, options.groups)
+        amax = blocks.abs().amax(-1)
+
+        def rounded(largest_code: float) -> tuple[Tensor, Tensor, Tensor]:
+            """Scales that make the largest magnitude this code, the codes, and each block's squared error."""
+            scale = (amax / (largest_code * layer_scale)).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
+            step = (scale.float() * layer_scale).unsqueeze(-1)
+            codes = _encode(blocks / step, towards_zero=options.towards_zero)
+            return scale, codes, (_decode(codes) * step - blocks).square().sum(-1)
+
+        scale, codes, error = rounded(6.0)
+        if options.block_scale == "4over6":
+            other_scale, other_codes, other_error = rounded(4.0)
+            better = other_error < error
+            codes = torch.where(better.unsqueeze(-1), other_codes, codes)
+            scale = torch.where(better, other_scale.float(), scale.float()).to(torch.float8_e4m3fn)
+        low, high = codes.flatten(-2).chunk(2, dim=-1)
+        return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
+
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
+        assert static is not None, "NVFP4 has a scale of the layer"
+        assert stored.scale is not None, "and one of each block"
+        scale, byte = stored.scale.float() * static.scale, stored.codes.view(torch.uint8)
+        codes = _decode(torch.cat([byte & 15, byte >> 4], dim=-1))
+        return (groups_of(codes, scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
+    """Codes 0 to 15 of numbers in units of their scale: the nearest, ties to even codes, saturating."""
+    magnitude = steps.abs().clamp(max=6.0)
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    whole = magnitude / unit
+    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2() + 1) + 8 * (steps < 0)
+
+
+def _decode(codes: Tensor) -> Tensor:
+    magnitude = E2M1[(codes % 8).long()]
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+ORACLE = Blocks(NVFP4)

@@ -1,0 +1,1 @@
+"""vLLM's int4_per_token_head, in its rotation and rounding."""

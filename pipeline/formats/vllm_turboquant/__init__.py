@@ -1,0 +1,1 @@
+"""The values of vLLM's turboquant_k8v4, in its rounding."""
