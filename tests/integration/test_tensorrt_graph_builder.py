@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import tensorrt_stubs_builder as builder
+from amount import STRIDE
 from onnx import helper
 from onnx_fixtures import nothing
 from tensorrt_graph_cases import SM, Surgery, surgeries
@@ -147,6 +148,7 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
 
 
+@pytest.mark.skipif(STRIDE > 1, reason="12 s of CPU: make test-long")
 def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[str, Surgery], tmp_path: Path) -> None:
     surgery = graphs["fp8k_int4v"]
     info, model = surgery.bundle.model, onnx.ModelProto()
