@@ -27,7 +27,6 @@ from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, sta
 from pipeline.core.errors import INTERRUPTED, REFUSALS, UserError, describe, exit_code
 from pipeline.core.redaction import redact_output
 from pipeline.registry.summary import new_sweep
-from pipeline.run.inputs import check_inputs
 from pipeline.terminal import console
 
 SWEEP_VARIABLE = "KVGATE_SWEEP"
@@ -71,7 +70,6 @@ def _job(composed: DictConfig) -> None:
             number,
             of,
             beside_others=beside_others,
-            as_json=JSON in _own_options,
         )
     except Exception as error:
         # Hydra would add a line of its own to an exception. A sweep goes on; its summary remembers the exit code.
@@ -186,6 +184,8 @@ def _dispatch(argv: list[str]) -> int:
 
         return foretell(planned)
     with console.doing("checking the inputs"):
+        from pipeline.run.inputs import check_inputs
+
         for job in planned.jobs:
             check_inputs(job)
     sweep = new_sweep()
@@ -197,14 +197,23 @@ def _dispatch(argv: list[str]) -> int:
     ):
         sys.argv.append(f"+hydra.job.env_set.{variable}='{value}'")
     if not planned.sweeping:
-        _job()
-        return _exit_codes[0] if _exit_codes else 0
+        return _single(planned.jobs[0])
     from pipeline.terminal.commands import repeated
 
     typed = repeated(arguments.overrides)
     if arguments.config_dir:
         typed = ["--config-dir", str(arguments.config_dir), *typed]
     return _sweep(planned, sweep, typed)
+
+
+def _single(job: Config) -> int:
+    """Run the one job of a command and return its exit code."""
+    if job.stage == "status":  # it is asked often, and Hydra would compose its configuration three times more
+        from pipeline.upkeep.status import show_status
+
+        return _shown(lambda: show_status(job, as_json=JSON in _own_options))
+    _job()
+    return _exit_codes[0] if _exit_codes else 0
 
 
 def _sweep(planned: Plan, sweep: str, typed: Sequence[str]) -> int:

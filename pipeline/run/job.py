@@ -35,8 +35,6 @@ class Run:
     sweeping: bool
     label: str
     """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
-    as_json: bool = False
-    """Whether stage=status prints one JSON document (`--json`)."""
 
     def registry(self) -> "MlflowStore":
         """Open the registry. Raises UserError when tracking is off."""

@@ -142,7 +142,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "tune": lambda run: tune(run.chain),
     "route": route,
     "monitor": monitor,
-    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "status": lambda run: show_status(run.config, as_json=False),
     "prune": lambda run: prune(run.config),
 }
 
@@ -167,7 +167,6 @@ def run(
     of: int = 1,
     *,
     beside_others: bool = False,
-    as_json: bool = False,
 ) -> None:
     """Run one job and record in summary.json how it ended.
 
@@ -179,7 +178,6 @@ def run(
         number: Of the job among those of the command, from 1.
         of: How many jobs the command has.
         beside_others: Whether they run at once.
-        as_json: Whether stage=status prints one JSON document.
 
     Raises:
         UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
@@ -191,7 +189,7 @@ def run(
     try:
         about = None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}"
         console.begin(console.Job(config.stage, label, number, of, beside_others), about)
-        job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label, as_json)
+        job = Run(config, open_chain(config, Store(config.work / "artifacts")), sweep, sweeping, label)
         with holding(config), required_libraries():
             STAGES[config.stage](job)
         code = 0
