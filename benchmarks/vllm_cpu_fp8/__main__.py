@@ -95,7 +95,7 @@ def _vllm(given: argparse.Namespace, checkpoint: Path, kv: str, texts: Sequence[
         scales.write_text(_ones(policy, inspect_checkpoint(checkpoint).shape).model_dump_json(), encoding="utf-8")
         VllmBackend(config).build(checkpoint, bundle, policy=policy, scales=scales, progress=lambda *_: None)
     log(f"vLLM: {kv}")
-    engine: VllmEngine = load_engine(bundle, python=given.python, timeout_s=1800, threads=given.threads)
+    engine: VllmEngine = load_engine(bundle, config)
     rows = engine.forced_together([(text, given.prompt) for text in texts])
     engine.close()
     return rows

@@ -12,14 +12,16 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.movelog import MoveLog
-from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
+
+if TYPE_CHECKING:  # statistics take a while to load
+    from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def judged_again(
     listed: Sequence[Candidate],
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: Decide,
+    decide: "Decide",
     model: str,
     name: str | None = None,
 ) -> list[Candidate]:
@@ -147,7 +149,7 @@ def promote(
     candidates: Sequence[Candidate],
     log: MoveLog,
     replay: Replay,
-    decide: Decide,
+    decide: "Decide",
     *,
     sweep: str,
     name: str | None = None,

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.summary import Candidate, evidence_digest
 from pipeline.trust.movelog import Registry
 from pipeline.verdict.coverage import Limits
-from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import REPORT_FILE, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:  # statistics take a while to load
+    from pipeline.verdict.gates import Decide
 
 PASS = "PASS"
 
@@ -75,7 +77,7 @@ class Proof:
     verdict: Verdict
 
 
-def verify(candidate: Candidate, replay: Replay, decide: Decide, registry: Registry) -> Proof:
+def verify(candidate: Candidate, replay: Replay, decide: "Decide", registry: Registry) -> Proof:
     """Check the evidence of a candidate again: as it lies on disk now, and as the registry cites it.
 
     Raises:

@@ -142,8 +142,6 @@ class Summary(StrictModel):
     """Display names of its jobs, in the order of the command line."""
     exit_codes: Mapping[int, int] = {}
     """Number of a job, from 1 in that order -> its exit code. A job that was killed, or still runs, is not there."""
-    errors: Mapping[int, str] = {}
-    """Number of a job -> what it was refused for, a line a problem."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, once a promotion or a rollback chose it."""
@@ -280,9 +278,7 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     return _update(workdir, sweep, change)
 
 
-def finish(
-    workdir: Path, sweep: str | None, exit_code: int, job: int = 1, error: str | None = None, latest: bool = True
-) -> Summary:
+def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
     Args:
@@ -290,7 +286,6 @@ def finish(
         sweep: The job's sweep; None when the job worked on the candidates of the last one, and its code replaces the sweep's.
         exit_code: The job's.
         job: Its number within the sweep, from 1. A job that a cluster ran twice counts once, as it ended last.
-        error: What it was refused for.
         latest: As for `begin`.
     """
 
@@ -298,10 +293,9 @@ def finish(
         if sweep is None:
             return old.model_copy(update={"exit_code": exit_code})
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
-        errors = {known: said for known, said in old.errors.items() if known != job} | ({job: error} if error else {})
         ended = sum(code != INTERRUPTED for code in codes.values())
         worst = max(codes.values(), key=SEVERITY.index)
-        return old.model_copy(update={"exit_codes": codes, "errors": errors, "ended": ended, "exit_code": worst})
+        return old.model_copy(update={"exit_codes": codes, "ended": ended, "exit_code": worst})
 
     return _update(workdir, sweep, change, latest)
 

@@ -213,12 +213,7 @@ class Limits(Record):
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
         """Return what an engine was built for, from its bundle.json: plans of TensorRT, and TensorRT-LLM, have limits."""
-        asked = record.get("asked", {})
-        batches = (record.get("max_batch"), asked.get("max_batch_size"), asked.get("build_config.max_batch_size"))
-        return cls(
-            tokens=record.get("max_tokens", record.get("max_seq_len")),
-            batch=next((batch for batch in batches if batch is not None), None),
-        )
+        return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:
         return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}"

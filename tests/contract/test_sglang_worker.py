@@ -19,11 +19,11 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import LoadConfig
-from stages.engines.sglang import targets
+from stages.engines.interpreter.process import probe
 from stages.engines.sglang.backend import SglangBackend
+from stages.engines.sglang.build import PROGRAM, cache_dtype, server_args
 from stages.engines.sglang.config import SglangConfig
-from stages.engines.sglang.engine import SglangEngine, load_engine
-from stages.engines.sglang.interpreter import probe
+from stages.engines.sglang.engine import EVALUATION, SglangEngine, load_engine
 from stages.evaluate.decoding.system import measure_system
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def make_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Path:
 
 
 def open_engine(bundle: Path, python: str, timeout_s: int = 120) -> SglangEngine:
-    return load_engine(bundle, python=python, timeout_s=timeout_s)
+    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s))
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_the_fake_has_the_recorded_signatures(monkeypatch: pytest.MonkeyPatch) -
 def test_every_argument_that_is_given_is_one_of_the_release() -> None:
     config = config_of("python3", attention_backend="flashinfer")
     for kv in ("fp16", "fp8_uncalibrated", "fp8_e5m2"):
-        cache = targets.cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config)
+        cache = cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config)
         assert cache in FACTS["kv_cache_dtype"]
-        assert targets.evaluation(targets.server_args(config, cache)).keys() <= set(FACTS["server_args"])
+        assert {*server_args(config, cache), *EVALUATION} <= set(FACTS["server_args"])
 
 
 def test_requests_steps_and_answers_give_the_same_rows(engine: SglangEngine) -> None:
@@ -122,9 +122,8 @@ def test_times_are_of_steps_of_all_requests(engine: SglangEngine) -> None:
 
 def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -> None:
     command = (bundle / "launch.txt").read_text()
-    assert command.startswith(
-        "python -m sglang.launch_server --model-path checkpoint --dtype bfloat16 --kv-cache-dtype fp8_e4m3 "
-    )
+    assert command.startswith("python -m sglang.launch_server --model-path checkpoint --dtype bfloat16 ")
+    assert " --kv-cache-dtype fp8_e4m3 " in command
     flags = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", command)]
     assert set(flags) <= set(FACTS["server_args"])
     assert (bundle / "checkpoint" / "model.safetensors").is_file()
@@ -158,16 +157,16 @@ def test_a_step_whose_logits_were_not_seen_is_noticed(bundle: Path, tmp_path: Pa
 def test_what_is_missing_says_how_to_get_it(bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     for python in (None, "/nowhere/python"):
         with pytest.raises(MissingRequirement, match=r"pip install sglang==0\.5\.23"):
-            probe(python)
+            probe(PROGRAM, python)
     with pytest.raises(MissingRequirement, match=r"SGLang cannot be used there \(ImportError: libcudart"):
-        probe(make_sglang_interpreter(tmp_path / "broken", mode="broken install"))
+        probe(PROGRAM, make_sglang_interpreter(tmp_path / "broken", mode="broken install"))
     with pytest.raises(MissingRequirement, match=r"pinned for SGLang 0\.5\.23, .* has 0\.6\.0"):
         open_engine(bundle, make_sglang_interpreter(tmp_path / "newer", release="0.6.0"))
     without = config_of(make_sglang_interpreter(tmp_path / "cpu", gpu=False))
     job = Job("evaluate", KVPolicy.model_validate(conf("kv", "fp8_uncalibrated")), "none", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
-        targets.check_inputs(without, job)
-    targets.check_inputs(config_of(make_sglang_interpreter(tmp_path / "gpu")), job)
+        SglangBackend(without).check_inputs(job)
+    SglangBackend(config_of(make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def test_what_is_missing_says_how_to_get_it(bundle: Path, tiny_checkpoint: Path,
 )
 def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) -> None:
     with pytest.raises(UserError, match=rf"^kv={kv}: backend=sglang cannot hold it \({expected}.*choose kv=fp16, bf16"):
-        targets.cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config_of("python3"))
+        cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config_of("python3"))
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_its_key(engine: SglangEngine) -> None:

@@ -16,9 +16,11 @@ import yaml
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter
+from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
-from stages.engines.trtllm.interpreter import WORKER, Interpreter
+from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
 from stages.engines.trtllm.worker import kvgate_forcing
 from stages.quantize.validate import TENSORRT_LLM
@@ -154,7 +156,9 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
 @pytest.mark.parametrize("sm", [89, 90, 100, 103, 119, 120])
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite: Rewrite) -> None:
     major, minor = divmod(sm, 10)
-    here = Interpreter("python", "1.2.1", "3.12.3", (("Fake", f"{major}.{minor}", "580.95"),))
+    device = Device(name="Fake", compute_cap=f"{major}.{minor}", driver="580.95")
+    described = Description(protocol=1, release="1.2.1", python="3.12.3", devices=[device])
+    here = Interpreter(PROGRAM, "python", described)
     for (weights, algorithm), name in product(ALGORITHMS.items(), ("fp16", "fp8", "int8_tensor")):
         cache = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}[name]
         quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
@@ -222,7 +226,7 @@ def test_the_algorithms_that_we_declare_are_tensorrt_llms() -> None:
 
 def worker_calls() -> Iterator[tuple[str, ast.Call]]:
     """Every call in the worker by the name that is called."""
-    for node in ast.walk(ast.parse(WORKER.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(PROGRAM.script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             yield name, node
@@ -243,11 +247,11 @@ def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
 
 
 def test_the_worker_needs_nothing_but_what_tensorrt_llm_brings() -> None:
-    text = WORKER.read_text(encoding="utf-8")
+    text = PROGRAM.script.read_text(encoding="utf-8")
     known = {*ENGINE["modules"], *PYTORCH["modules"]}
     assert set(re.findall(r"tensorrt_llm(?:\.\w+)+(?=[\"'. ])|(?<=from )tensorrt_llm(?:\.\w+)*", text)) <= known
-    brought = {"numpy", "tensorrt_llm", "kvgate_channel", "kvgate_forcing", "torch"}
-    for file in (WORKER, Path(kvgate_forcing.__file__)):
+    brought = {"numpy", "tensorrt_llm", "kvgate_channel", "kvgate_rows", "kvgate_forcing", "torch"}
+    for file in (PROGRAM.script, Path(kvgate_forcing.__file__)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []

@@ -15,15 +15,19 @@ from trtllm_exports import conf, make_bundle, make_exports
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from stages.engines.interpreter.process import CHANNEL
+from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.interpreter import WORKER, probe
+from stages.engines.trtllm.library import PROGRAM, rank_capabilities
 from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     return make_exports(tiny_checkpoint, tmp_path_factory.mktemp("trtllm") / "quantized", "fp8")
+
+
+def gpus(here: Interpreter) -> list[tuple[str, str, str]]:
+    return [(device.name, device.compute_cap, device.driver) for device in here.devices]
 
 
 def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = None, **changes: Any) -> Path:
@@ -41,7 +45,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
 )
 def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -> None:
     with pytest.raises(MissingRequirement) as raised:
-        probe(python)
+        probe(PROGRAM, python)
     text = str(raised.value)
     assert text.startswith(expected)
     for part in ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"):
@@ -52,16 +56,16 @@ def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -
 def test_an_interpreter_whose_tensorrt_llm_does_not_import_is_missing_it(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", mode="broken install")
     with pytest.raises(MissingRequirement, match=r"cannot be used there \(ImportError: libth_common\.so"):
-        probe(python)
+        probe(PROGRAM, python)
 
 
 def test_what_is_no_python_is_told_by_what_it_said(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", says="Welcome to the login node!")
     with pytest.raises(UserError, match="no answer to describe but b'Welcome to the login node!'"):
-        probe(python)
+        probe(PROGRAM, python)
     other = make_interpreter(tmp_path / "other", says='{"ok": {"protocol": 7, "release": "1.2.1"}}')
     with pytest.raises(UserError, match="does not speak protocol 1 of this kvgate"):
-        probe(other)
+        probe(PROGRAM, other)
 
 
 @pytest.mark.parametrize(
@@ -74,24 +78,24 @@ def test_what_is_no_python_is_told_by_what_it_said(tmp_path: Path) -> None:
     ],
 )
 def test_the_release_decides_the_target(tmp_path: Path, release: str, asked: str, target: str) -> None:
-    here = probe(make_interpreter(tmp_path / "bin", release=release))
+    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
     assert (here.release, resolve(asked, here)) == (release, target)
-    assert here.gpus == (("Fake H0", "9.0", "580.95"),)
+    assert gpus(here) == [("Fake H0", "9.0", "580.95")]
 
 
 @pytest.mark.parametrize(
     ("release", "asked"), [("1.1.0", "auto"), ("0.21.0", "engine"), ("1.3.0", "engine"), ("1.2.1", "pytorch")]
 )
 def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, release: str, asked: str) -> None:
-    here = probe(make_interpreter(tmp_path / "bin", release=release))
+    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
     with pytest.raises(MissingRequirement, match=rf"has TensorRT-LLM {release}, backend\.target={asked} needs 1\.[23]"):
         resolve(asked, here)
 
 
 def test_a_release_that_was_not_read_is_a_warning_that_says_what_may_differ(tmp_path: Path) -> None:
-    assert probe(make_interpreter(tmp_path / "read", release="1.3.0rc20")).unread is None
-    warning = probe(make_interpreter(tmp_path / "later", release="1.4.0rc1")).unread
-    assert str(warning).startswith("warning: TensorRT-LLM 1.4.0rc1 was not read, 1.2 and 1.3 were: LLM arguments")
+    assert probe(PROGRAM, make_interpreter(tmp_path / "read", release="1.3.0rc20")).unread is None
+    warning = probe(PROGRAM, make_interpreter(tmp_path / "later", release="1.4.0rc1")).unread
+    assert str(warning).startswith("warning: TensorRT-LLM 1.4.0rc1 was not read, 1.2 and 1.3 were: its arguments")
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -99,7 +103,7 @@ def test_the_canary_finds_the_attention_where_a_release_has_it(tmp_path: Path, p
     module = tmp_path / "tensorrt_llm" / "_torch" / place / "trtllm.py"
     module.parent.mkdir(parents=True)
     module.write_text("class TrtllmAttention: pass\n")
-    path = os.pathsep.join(map(str, (tmp_path, WORKER.parent, CHANNEL)))
+    path = os.pathsep.join(map(str, (tmp_path, PROGRAM.script.parent, CHANNEL)))
     command = [sys.executable, "-c", "import kvgate_worker; print(kvgate_worker._attention_module().__file__)"]
     found = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONPATH": path})
     assert found.stdout.strip() == str(module)
@@ -175,20 +179,20 @@ def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: 
 
 
 def test_integers_are_refused_where_tensorrt_llm_builds_none(tmp_path: Path) -> None:
-    here = probe(make_interpreter(tmp_path / "bin", gpus=("10.0", "9.0")))
+    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("10.0", "9.0")))
     fp8, int8 = (KVPolicy.model_validate(conf("kv", name)) for name in ("fp8", "int8_tensor"))
     refuse_integers(fp8, "fp8", here, 1)
     with pytest.raises(UserError, match=r"kv=int8_tensor: TensorRT-LLM builds no INT8 cache for Fake H0, SM 10\.0"):
         refuse_integers(int8, "none", here, 1)
     with pytest.raises(UserError, match=r"weights=int4_awq: .* no integer weights for Fake H0, SM 10\.0; choose weights=fp8"):
         refuse_integers(fp8, "int4_awq", here, 1)
-    refuse_integers(int8, "int8_sq", probe(make_interpreter(tmp_path / "other", gpus=("9.0", "10.0"))), 1)
+    refuse_integers(int8, "int8_sq", probe(PROGRAM, make_interpreter(tmp_path / "other", gpus=("9.0", "10.0"))), 1)
 
 
 def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "9.0"))
-    here = probe(python)
-    assert here.compute_capabilities(1) == ["9.0"]
+    here = probe(PROGRAM, python)
+    assert rank_capabilities(here, 1) == ["9.0"]
     shipped = {**conf("backend", "trtllm"), "python": python}
     assert interpreter_parts(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
     with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
@@ -197,8 +201,8 @@ def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path:
 
 def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    here = probe(make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
-    assert here.gpus == (("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95"))
+    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
+    assert gpus(here) == [("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95")]
 
 
 @pytest.mark.parametrize(
@@ -206,20 +210,20 @@ def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeyp
     [
         '{"ok": 1}',
         '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3"}}',
-        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "gpus": [{"name": "H100"}]}}',
-        '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "gpus": []}}',
+        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": [{"name": "H100"}]}}',
+        '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "devices": []}}',
     ],
 )
 def test_an_answer_that_lacks_something_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
     with pytest.raises(UserError, match=r"does not speak protocol 1 of this kvgate, answered describe with b'\{") as raised:
-        probe(make_interpreter(tmp_path / "bin", says=says))
+        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("says", ["[]", "7", '{"error": 1}', "{}"])
 def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
     with pytest.raises(UserError, match="no answer to describe but b'"):
-        probe(make_interpreter(tmp_path / "bin", says=says))
+        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
 
 
 def test_a_build_that_fails_is_told_with_the_builders_last_words(quantized: Path, tmp_path: Path) -> None:

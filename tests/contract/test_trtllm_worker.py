@@ -16,16 +16,15 @@ from fake_interpreter import make_interpreter
 from trtllm_exports import make_bundle, make_exports, open_engine
 
 from pipeline.core.errors import UserError
-from stages.engines.interpreter.process import CHANNEL
-from stages.engines.interpreter.protocol import RunAnswer
-from stages.engines.trtllm.interpreter import Worker
-from stages.engines.trtllm.protocol import Description
+from stages.engines.interpreter.process import CHANNEL, Worker
+from stages.engines.interpreter.protocol import Description, RunAnswer
+from stages.engines.trtllm.library import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = [1, 2, 3, 4]
 SAYS_WHAT_IT_IS = (
-    '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "gpus": '
-    '[{"name": "Fake", "compute_cap": "9.0", "driver_version": "580.95"}]}}'
+    '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": '
+    '[{"name": "Fake", "compute_cap": "9.0", "driver": "580.95"}]}}'
 )
 """To whatever is asked."""
 
@@ -70,7 +69,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
-    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+    with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
         assert worker.call("describe", 30, key="k", answer=Description).release == "1.2.1"
         assert len(processes_with(str(tmp_path / "bin"))) == 1
         folder = worker.folder
@@ -81,7 +80,7 @@ def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
 def test_a_worker_leaves_no_open_file(tmp_path: Path) -> None:
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
-    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+    with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
         worker.call("describe", 30, key="k", answer=Description)
     assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -130,14 +129,14 @@ def test_a_runtime_that_answers_something_else_is_told_with_what_it_said(bundle:
 
 def test_the_timeout_covers_a_request_that_is_not_read(tmp_path: Path) -> None:
     started = time.monotonic()
-    with Worker(script(tmp_path, "exec sleep 600")) as worker:
+    with Worker(PROGRAM, script(tmp_path, "exec sleep 600")) as worker:
         with pytest.raises(UserError, match="k=1: TensorRT-LLM did not answer run in time"):
             worker.call("run", 1, key="k", answer=RunAnswer, requests=[1] * 1_000_000)
         assert time.monotonic() - started < 20
 
 
 def test_a_long_request_arrives_whole(tmp_path: Path) -> None:
-    with Worker(script(tmp_path, "read -r line; echo '{\"error\": \"'${#line}'\"}'; exec cat >/dev/null")) as worker:
+    with Worker(PROGRAM, script(tmp_path, "read -r line; echo '{\"error\": \"'${#line}'\"}'; exec cat >/dev/null")) as worker:
         text = "x" * 300_000
         with pytest.raises(RuntimeError, match=str(len('{"op": "run", "text": ""}') + len(text))):
             worker.call("run", 60, key="k", answer=RunAnswer, text=text)
@@ -145,12 +144,12 @@ def test_a_long_request_arrives_whole(tmp_path: Path) -> None:
 
 def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:
     python = script(tmp_path, "exec cat /dev/zero")
-    with Worker(python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
+    with Worker(PROGRAM, python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
         worker.call("describe", 60, key="k", answer=Description)
 
 
 def test_the_last_words_of_a_long_log_cost_no_memory(tmp_path: Path) -> None:
-    with Worker(make_interpreter(tmp_path / "bin")) as worker:
+    with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
         with (worker.folder / "log").open("r+b") as log:
             log.truncate(64 << 20)
             log.seek(0, os.SEEK_END)
@@ -183,10 +182,11 @@ def test_an_interrupt_leaves_no_process(bundle: Path, tmp_path: Path, mode: str)
 def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     code = (
-        "import sys; from stages.engines.trtllm.interpreter import Worker; "
+        "import sys; from stages.engines.interpreter.process import Worker; "
+        "from stages.engines.trtllm.library import PROGRAM; "
         "from stages.engines.interpreter.protocol import EmptyAnswer; "
         "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
-        "Worker(sys.argv[1]).call('build', 600, key='k', answer=EmptyAnswer, flags=flags)"
+        "Worker(PROGRAM, sys.argv[1]).call('build', 600, key='k', answer=EmptyAnswer, flags=flags)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, python], cwd=ROOT)
     deadline = time.monotonic() + 30

@@ -16,7 +16,8 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.engines.vllm.interpreter import probe
+from stages.engines.interpreter.process import probe
+from stages.engines.vllm.library import PROGRAM
 from stages.engines.vllm.targets import refuse_dtype
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.delivery import audit_scales
@@ -54,7 +55,7 @@ def _has(process: Path, text: str) -> bool:
 )
 def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -> None:
     with pytest.raises(MissingRequirement) as raised:
-        probe(python)
+        probe(PROGRAM, python)
     assert str(raised.value).startswith(expected)
     assert "vllm/vllm-openai:v0.32.0" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -62,12 +63,12 @@ def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -
 
 def test_an_interpreter_whose_vllm_does_not_import_is_missing_it(tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement, match=r"vLLM cannot be used there \(ImportError: libc10_cuda\.so"):
-        probe(make_vllm_interpreter(tmp_path / "bin", mode="broken install"))
+        probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", mode="broken install"))
 
 
 def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.30 or later; make vllm"):
-        probe(make_vllm_interpreter(tmp_path / "bin", release="0.11.2"))
+        probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", release="0.11.2"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_pa
 )
 def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as raised:
-        probe(make_vllm_interpreter(tmp_path / "bin", says=says))
+        probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", says=says))
     assert "\n" not in str(raised.value)
     await_none_with(tmp_path)
 
@@ -126,7 +127,7 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason(
     tmp_path: Path, mode: str, kv: str, expected: str
 ) -> None:
     config = config_of(make_vllm_interpreter(tmp_path / "bin", mode=mode))
-    refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(config.python))
+    refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(PROGRAM, config.python))
     assert re.match(expected, str(refusal))
 
 
@@ -140,9 +141,9 @@ def test_engine_arguments_that_vllm_refuses_or_changes_are_told(tiny_checkpoint:
 
 
 def test_a_bundle_of_another_release_or_platform_is_refused_with_both(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirement, match=r"pinned for vLLM 0\.32\.0 on cpu, .* has 0\.33\.1 on cpu"):
+    with pytest.raises(MissingRequirement, match=r"pinned for vLLM 0\.32\.0, .* has 0\.33\.1"):
         open_vllm(bundle, make_vllm_interpreter(tmp_path / "newer", release="0.33.1"))
-    with pytest.raises(MissingRequirement, match=r"0\.32\.0 on cpu, .* has 0\.32\.0 on tpu"):
+    with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has it on tpu"):
         open_vllm(bundle, make_vllm_interpreter(tmp_path / "tpu", mode="on a tpu"))
 
 

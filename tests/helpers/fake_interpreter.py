@@ -45,7 +45,7 @@ def _script(path: Path, text: str) -> None:
 def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "sound", says: str | None = None) -> str:
     """The path of a new one that has the fake vLLM, and a torch of its own."""
     folder.mkdir(parents=True)
-    (folder / "torch.py").write_text("from vllm.cpu_torch import __version__, cpu, tensor\n", encoding="utf-8")
+    (folder / "torch.py").write_text("from vllm.cpu_torch import __version__, cpu, cuda, tensor\n", encoding="utf-8")
     return _python(
         folder,
         f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
@@ -58,7 +58,7 @@ def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "
     """The path of a new one that has the fake SGLang, and a GPU that torch shows. Where no logits are made, torch is a stub."""
     folder.mkdir(parents=True)
     if mode not in ("sound", "skips a step") or release != "0.5.23" or not gpu:
-        stub = "from types import SimpleNamespace\n\n__version__, cuda, Tensor = '0.stub', SimpleNamespace(), None\n"
+        stub = "from types import SimpleNamespace\n\ncuda, Tensor = SimpleNamespace(), None\n"
         (folder / "torch.py").write_text(stub, encoding="utf-8")
     return _python(
         folder,

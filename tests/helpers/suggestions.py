@@ -6,27 +6,26 @@ from functools import cache
 from typing import Any, get_args
 
 from pipeline.config import CONF
-from pipeline.config.completion import records
 from pipeline.config.compose import plan
 from pipeline.config.config import Config, Stage
 from pipeline.core.errors import UserError
 
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
 
-HOLE = "\x00"
-"""Stands in a message for what a run fills in."""
-
 OVERRIDE = re.compile(r"(?<![\w./$-])(?P<key>\+?[a-z_]+(?:\.\w+)*)=(?P<value>'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^\s,;:)(\"'\]]+)")
 CORRECTED = re.compile(r"(?P<key>[\w.]+)=(?P<wrong>\S+): no such option, did you mean (?P<right>[^\s?]+)\?")
 RENAMED = re.compile(r"(?P<key>[\w.]+): unknown key, did you mean (?P<right>\w+)\?")
 
 
-def keys(model: Any = Config, prefix: str = "") -> Iterator[str]:
+def keys(annotation: Any = Config, prefix: str = "") -> Iterator[str]:
     """Yield every key of the configuration, of all backends."""
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        for below in records([field.annotation]):
-            yield from keys(below, f"{prefix}{name}.")
+    for part in get_args(annotation) or (annotation,):
+        if get_args(part):
+            yield from keys(part, prefix)
+        elif hasattr(part, "model_fields"):
+            for name, field in part.model_fields.items():
+                yield f"{prefix}{name}"
+                yield from keys(field.annotation, f"{prefix}{name}.")
 
 
 KEYS = frozenset(keys())
@@ -66,23 +65,16 @@ def suggested(message: str) -> Iterator[str]:
             yield f"{found['key']}={found['right']}"
 
 
-def arguments(text: str) -> Iterator[str]:
-    """Yield the overrides of a text that is nothing else: arguments of a command that a message puts together."""
-    words = text.split()
-    if all(OVERRIDE.fullmatch(word) and word.lstrip("+").partition("=")[0] in KEYS | GROUPS for word in words):
-        yield from words
-
-
 def renamed(message: str) -> list[str]:
     """Return the keys that a message gives for misspelt ones."""
     return [f"{found['key'].rpartition('.')[0]}.{found['right']}".lstrip(".") for found in RENAMED.finditer(message)]
 
 
 def filled(override: str) -> str:
-    """Return an override with something in place of what only a run knows: FILE, NAME, a hole of a message."""
+    """Return an override with something in place of what only a run knows: FILE, NAME."""
     key, _, value = override.partition("=")
     name = key.lstrip("+")
-    if HOLE not in value and not re.fullmatch(r"'?[A-Z]+'?|\{\w+(:\w+)?\}", value):
+    if not re.fullmatch(r"'?[A-Z]+'?|\{\w+(:\w+)?\}", value):
         return override
     if name in PLACES and not value.startswith("["):
         return f"{key}={PLACES[name]}"

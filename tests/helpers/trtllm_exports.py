@@ -75,16 +75,21 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     return folder
 
 
-def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
-    """A bundle of the exports, as the chain builds it."""
-    config = TrtllmConfig.model_validate(
+def config_of(python: str, **changes: Any) -> TrtllmConfig:
+    return TrtllmConfig.model_validate(
         {**conf("backend", "trtllm"), "python": python, "max_seq_len": 512, "max_input_len": 500, **changes}
     )
+
+
+def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
+    """A bundle of the exports, as the chain builds it."""
     out.mkdir()
     policy = KVPolicy.model_validate(conf("kv", kv))
-    TrtllmBackend(config).build(quantized, out, policy=policy, scales=quantized / SCALES_FILE, progress=lambda *_: None)
+    TrtllmBackend(config_of(python, **changes)).build(
+        quantized, out, policy=policy, scales=quantized / SCALES_FILE, progress=lambda *_: None
+    )
     return out
 
 
 def open_engine(bundle: Path, python: str, timeout_s: int = 60) -> TrtllmEngine:
-    return load_engine(bundle, python=python, timeout_s=timeout_s, build_timeout_s=60)
+    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s, build_timeout_s=60))

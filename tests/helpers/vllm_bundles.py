@@ -44,4 +44,4 @@ def make_vllm_bundle(checkpoint: Path, out: Path, kv: str, python: str, **change
 
 
 def open_vllm(bundle: Path, python: str, timeout_s: int = 300) -> VllmEngine:
-    return load_engine(bundle, python=python, timeout_s=timeout_s, threads=1)
+    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s))

@@ -18,12 +18,13 @@ from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
+from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.process import probe
 from stages.engines.interpreter.tensors import read_tensors, write_tensors
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.vllm.bundle import CHECKPOINT
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.interpreter import probe
+from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import kl_of_rows
 from stages.workloads import generate
@@ -66,7 +67,7 @@ def oracle_of(bundle: Path, checkpoint: Path, kv: str) -> OracleEngine:
 
 
 def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
-    described = probe(vllm_python).description
+    described = probe(PROGRAM, vllm_python).description
     assert described.platform == "cpu"
     assert described.torch.startswith("2.13.0")
     assert {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "nvfp4"} <= set(described.cache_dtypes)

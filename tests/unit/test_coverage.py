@@ -191,8 +191,6 @@ def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> N
     [
         ({"backend": "onnxruntime"}, Limits()),
         ({"max_batch": 16, "max_tokens": 4096}, Limits(tokens=4096, batch=16)),
-        ({"max_seq_len": 8192, "asked": {"build_config.max_batch_size": 8}}, Limits(tokens=8192, batch=8)),
-        ({"max_seq_len": 8192, "asked": {"max_batch_size": 4}}, Limits(tokens=8192, batch=4)),
     ],
 )
 def test_the_limits_of_each_backends_bundle_are_read(record: dict[str, object], limits: Limits) -> None:

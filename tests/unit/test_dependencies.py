@@ -26,6 +26,7 @@ ELSEWHERE = {
     "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
     "kvgate_sglang_forcing": "beside stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
     "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
+    "kvgate_rows": "stages/engines/interpreter/worker, which every such interpreter has on its path",
 }
 NOT_LOCKED = {"ray"}
 """Of an extra of its own name, which the locks do not install: it holds cloudpickle and joblib back."""

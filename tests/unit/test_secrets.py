@@ -146,10 +146,7 @@ def test_an_interpreter_of_its_own_sees_no_secret(planted: None, tmp_path: Path)
     script = tmp_path / "worker.py"
     script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
 
-    class Spy(Worker):
-        program = Program("vllm", "vLLM", script, "")
-
-    with Spy(sys.executable, {"OMP_NUM_THREADS": "1"}):
+    with Worker(Program("vllm", "vLLM", script, ""), sys.executable, OMP_NUM_THREADS="1"):
         pass
     seen = (tmp_path / "seen").read_text()
     assert "OMP_NUM_THREADS" in seen

@@ -10,18 +10,22 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
-from stages.engines.interpreter.protocol import PROTOCOL
+from stages.engines.bundle import BuiltFor
+from stages.engines.interpreter.protocol import PROTOCOL, Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
+PROBE_SECONDS = 300
+"""Importing a library from a cold disk takes a minute."""
 EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
@@ -32,7 +36,7 @@ LOG_TAIL_BYTES = 8 << 10
 A = TypeVar("A", bound=BaseModel)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A library that runs in an interpreter of its own."""
 
@@ -44,6 +48,85 @@ class Program:
     """The worker's script; the modules beside it can be imported there."""
     hint: str
     """How to get the library."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that a worker gets besides this process's own: no hub is asked, for one."""
+    read: tuple[str, ...] = ()
+    """Releases, or the beginnings of their numbers, whose sources the worker was read against. Another one is warned about."""
+    oldest: tuple[int, int] = (0, 0)
+    """The oldest release that has the names which the worker uses."""
+    description: type[Description] = Description
+    """The record of its answer to `describe`."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A library's interpreter and its machine, as it describes itself."""
+
+    program: Program
+    python: str
+    description: Any
+    """Of the type that the program names."""
+
+    @property
+    def release(self) -> str:
+        return str(self.description.release)
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """(major, minor) of the release."""
+        major, minor = self.release.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
+    def devices(self) -> list[Device]:
+        """Every GPU that CUDA shows it; none on a CPU."""
+        return list(self.description.devices)
+
+    @property
+    def compute_capabilities(self) -> list[str]:
+        """Those of all GPUs, each once."""
+        return sorted({device.compute_cap for device in self.devices})
+
+    @property
+    def unread(self) -> str | None:
+        """What may differ in a release that was not read; None for one that was."""
+        if any(f"{self.release}.".startswith(f"{release}.") for release in self.program.read):
+            return None
+        were = f"{' and '.join(self.program.read)} {'was' if len(self.program.read) == 1 else 'were'}"
+        return (
+            f"warning: {self.program.library} {self.release} was not read, {were}: its arguments, where scales and codes lie, "
+            "and what a logits processor is given may differ; arguments and each row of logits are checked all the same"
+        )
+
+    def require_release(self, bundle: Path, built_for: BuiltFor) -> None:
+        """Raise MissingRequirement unless the arguments of a bundle are pinned for this release."""
+        if built_for.version != self.release:
+            raise MissingRequirement(
+                f"{bundle}: its arguments are pinned for {self.program.library} {built_for.version}, {self.python} has "
+                f"{self.release}: build it again with stage=build, or give that release's python as backend.python"
+            )
+
+
+@cache
+def probe(program: Program, python: str | None) -> Interpreter:
+    """Return what `backend.python` has installed, asked once a process. Raises MissingRequirement without a fit release."""
+    path = find_python(program, python)
+    with Worker(program, path) as worker:
+        try:
+            described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=program.description)
+        except WorkerError as error:
+            reason = " ".join(str(error).split())
+            raise MissingRequirement(
+                f"backend.python={python}: {program.library} cannot be used there ({reason}); {program.hint}"
+            ) from error
+    found = Interpreter(program, path, described)
+    if found.number < program.oldest:
+        oldest = ".".join(map(str, program.oldest))
+        raise MissingRequirement(
+            f"backend.python={python}: has {program.library} {found.release}, backend={program.backend} needs {oldest} or "
+            f"later; {program.hint}"
+        )
+    return found
 
 
 def find_python(program: Program, python: str | None) -> str:
@@ -65,18 +148,18 @@ class WorkerError(RuntimeError):
 class Worker:
     """A process in another interpreter, in a process group of its own: its children are killed with it."""
 
-    program: ClassVar[Program]
-
-    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, program: Program, python: str, **environment: str) -> None:
         """Start the process.
 
         Args:
+            program: The library.
             python: The interpreter.
-            environment: Variables that it gets besides this process's own, of which it gets no secrets.
+            environment: Variables that it gets besides the program's and this process's own, of which it gets no secrets.
 
         Raises:
             MissingRequirement: The interpreter cannot be started.
         """
+        self.program = program
         self._scratch = tempfile.TemporaryDirectory(prefix=f"kvgate-{self.program.backend}-")
         self.folder = Path(self._scratch.name)
         """Directory for the worker's files, removed when it ends."""
@@ -93,7 +176,13 @@ class Worker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env={**inherited, **environment, "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1"},
+                    env={
+                        **inherited,
+                        **self.program.environment,
+                        **environment,
+                        "PYTHONPATH": modules,
+                        "PYTHONUNBUFFERED": "1",
+                    },
                     cwd=self.folder,
                     start_new_session=True,
                 )
@@ -149,22 +238,6 @@ class Worker:
             self._kill()
             raise
         return self._read(op, line, answer)
-
-    def describe(self, timeout_s: float, answer: type[A], asked: str | None) -> A:
-        """Return what the interpreter says of itself. Raises MissingRequirement where the library cannot be used there.
-
-        Args:
-            timeout_s: Seconds until the answer.
-            answer: The record of the answer.
-            asked: `backend.python` as it was given.
-        """
-        try:
-            return self.call("describe", timeout_s, key="backend.python", answer=answer)
-        except WorkerError as error:
-            reason = " ".join(str(error).split())
-            raise MissingRequirement(
-                f"backend.python={asked}: {self.program.library} cannot be used there ({reason}); {self.program.hint}"
-            ) from error
 
     def close(self) -> None:
         """End the worker, by force if it does not end itself, and remove its files."""

@@ -1,6 +1,6 @@
-"""The answers of a worker that are the same in every interpreter: one strict record for each request."""
+"""What a worker answers: one strict record for each request. A library's own facts are in records that extend these."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,10 +14,29 @@ class Device(StrictModel):
 
     name: str
     compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    """`8.9`"""
+    driver: str = ""
+    """Version of the driver, where the worker asks for it."""
+
+
+class Description(StrictModel):
+    """Answer to `describe`."""
+
+    protocol: Literal[1]
+    release: Annotated[str, Field(pattern=r"^\d+\.\d+")]
+    python: str
+    devices: list[Device]
+    """In CUDA's order: rank r runs on number r."""
 
 
 class EmptyAnswer(StrictModel):
     """Answer to `build` and `open`."""
+
+
+class Resolved(StrictModel):
+    """Answer to `validate`, and to `facts` of SGLang: arguments as the library resolves them."""
+
+    arguments: dict[str, Any]
 
 
 class Generation(StrictModel):
@@ -28,6 +47,8 @@ class Generation(StrictModel):
     """A file of float32, little-endian."""
     shape: Annotated[list[int], Field(min_length=2, max_length=2)]
     """(rows, vocabulary)"""
+    stored: str = ""
+    """A file with what the cache holds of the request; empty where it was not asked for, or the layout is not known."""
 
 
 class RunAnswer(StrictModel):
@@ -37,7 +58,8 @@ class RunAnswer(StrictModel):
 
 
 class Loaded(StrictModel):
-    """Answer to `load`: milliseconds."""
+    """Answer to `load`: milliseconds, and the most blocks of the cache that held tokens, where the library tells."""
 
     first_token_ms: list[float]
     step_ms: list[float]
+    blocks: int = 0

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,16 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.core.engine import Continuation, Engine, check_tokens
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.errors import UserError
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.records import LoadTimes, MemoryReport
 from stages.engines.base import Logits, SequenceTable
-from stages.engines.interpreter.process import A, Worker, WorkerError
-from stages.engines.interpreter.protocol import Generation, Loaded, RunAnswer
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
+from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.interpreter.process import A, Interpreter, Worker, WorkerError
+from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 
+TIMEOUT_KEY = "backend.request_timeout_s"
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
@@ -43,12 +47,14 @@ class _Sequence:
 
 
 class RequestEngine(Engine):
-    """An engine over one worker, but for how its model is opened and what it may be asked.
+    """An engine over one worker, but for the arguments that its library is opened with.
 
     The library takes most of the memory for its cache, so that only one engine of a process runs at a time: a request of
     another engine ends this one's worker, and this one's next request starts it again.
     """
 
+    length_key: ClassVar[str]
+    """The configuration's key that bounds a sequence."""
     max_tokens: int
     max_batch: int
     _static_scale_bytes = 0
@@ -56,21 +62,61 @@ class RequestEngine(Engine):
     _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
     def __init__(
-        self, policy: KVPolicy, shape: KVShape, vocab_size: int, *, max_tokens: int, max_batch: int, timeout_s: int
+        self, bundle: Path, described: ServedBundle, policy: KVPolicy, interpreter: Interpreter, config: InterpreterConfig
     ) -> None:
-        super().__init__(policy, shape, vocab_size)
-        self.max_tokens, self.max_batch = max_tokens, max_batch
-        self._timeout_s = timeout_s
+        super().__init__(policy, described.shape, described.vocab_size)
+        self.max_tokens, self.max_batch = described.max_tokens, described.max_batch
+        self._bundle, self._interpreter, self._timeout_s = bundle.absolute(), interpreter, config.request_timeout_s
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
+        self._fault = 1.0
+        self._faulted: tempfile.TemporaryDirectory[str] | None = None
 
     @abstractmethod
     def _open(self) -> Worker:
-        """Start a worker and load the model there. Raises UserError when that fails."""
+        """Start a worker and load the model there, as `_opened` does. Raises UserError when that fails."""
 
     @abstractmethod
+    def _write_faulted(self, checkpoint: Path, out: Path) -> None:
+        """Write the checkpoint with `_fault` to the new directory `out`."""
+
+    def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
+        """Start a worker and let it load a model. Raises UserError, and ends the worker, when it cannot."""
+        worker = Worker(self._interpreter.program, self._interpreter.python, **environment)
+        try:
+            worker.call("open", self._timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, model=str(model), **fields)
+        except WorkerError as error:
+            worker.close()
+            raise worker.refusal(f"cannot load {model}: {error}") from error
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+    def _checkpoint(self) -> Path:
+        """The checkpoint's directory. With a fault, another one is written for it."""
+        if self._fault == 1.0:
+            return self._bundle / CHECKPOINT
+        self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-canary-")
+        faulted = Path(self._faulted.name) / CHECKPOINT
+        self._write_faulted(self._bundle / CHECKPOINT, faulted)
+        return faulted
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Let keys be read with `factor` times the right scale, or be `factor` times the right ones, from then on.
+
+        The codes of a cache with scales stay right.
+        """
+        self._fault *= factor
+        self.close()
+
     def _check_fits(self, prompt: int, tokens: int) -> None:
         """Raise UserError for a request of so many tokens of a prompt and after it that the engine cannot hold."""
+        if prompt + tokens > self.max_tokens:
+            raise UserError(
+                f"backend.{self.length_key}={self.max_tokens}: a prompt of {prompt} tokens with {tokens} more does not fit; "
+                "raise it"
+            )
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """As `prefill`, all prompts in one request."""
@@ -124,21 +170,18 @@ class RequestEngine(Engine):
 
     def memory(self) -> MemoryReport:
         """Return the bytes of the live sequences by the policy's arithmetic, in whole pages."""
-        return self._memory_of(self._lengths())
+        return self._memory_of([len(state.prompt) + len(state.decoded) for state in self._sequences.values()])
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
         """Return the library's own times of `steps` decode steps: timing the steps from here would time the requests."""
-        loaded = self._load(prompts, steps, Loaded)
-        return LoadTimes(loaded.first_token_ms, loaded.step_ms, self._memory_of([len(prompt) + steps for prompt in prompts]))
-
-    def _load(self, prompts: Sequence[Sequence[int]], steps: int, answer: type[A]) -> A:
-        """Let the worker time prompts and `steps` decode steps of each."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
-        return self._call("load", answer, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
+        memory = self._memory_of([len(prompt) + steps for prompt in prompts], loaded.blocks)
+        return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
-    def _memory_of(self, lengths: Sequence[int]) -> MemoryReport:
-        """What sequences of these lengths take."""
+    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002  (vLLM counts blocks)
+        """What sequences of these lengths take; `blocks` is how many the library says that they took."""
         pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
         return MemoryReport(
             pool_bytes=self.policy.pool_bytes(self.shape, pages),
@@ -148,10 +191,6 @@ class RequestEngine(Engine):
             pages=pages,
             live_tokens=sum(lengths),
         )
-
-    def _lengths(self) -> list[int]:
-        """Tokens of each live sequence."""
-        return [len(state.prompt) + len(state.decoded) for state in self._sequences.values()]
 
     def close(self) -> None:
         """End the worker, which frees the memory; the next request starts it again."""
@@ -164,20 +203,25 @@ class RequestEngine(Engine):
         if hasattr(self, "_worker") and not sys.is_finalizing():
             self.close()
 
-    def _run(self, requests: Sequence[Request]) -> list[tuple[list[int], Logits]]:
-        """Run requests; return for each its tokens and the logits of the steps that are not left out."""
+    def _run(
+        self, requests: Sequence[Request], seen: Callable[[Sequence[Generation]], None] = lambda _: None, **fields: object
+    ) -> list[tuple[list[int], Logits]]:
+        """Run requests; return for each its tokens and the logits of the steps that are not left out.
+
+        Args:
+            requests: The requests, which are in flight at once.
+            seen: Called with the answers while their files are there.
+            fields: What else the worker is asked for.
+        """
         if not requests:
             return []
         for prompt, _, tokens, _ in requests:
             self._check_fits(len(prompt), tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
             named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
-            answers = self._answers(named, folder)
+            answers = self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers
+            seen(answers)
             return [(answer.tokens, self._rows(answer)) for answer in answers]
-
-    def _answers(self, requests: Sequence[dict[str, object]], folder: str) -> Sequence[Generation]:
-        """Let the worker run the requests; its files go to `folder`."""
-        return self._call("run", RunAnswer, requests=requests, folder=folder).answers
 
     def _rows(self, answer: Generation) -> Logits:
         """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
@@ -189,7 +233,7 @@ class RequestEngine(Engine):
             self._worker = self._only_one()
         library = self._worker.program.library
         try:
-            return self._worker.call(op, self._timeout_s, key="backend.request_timeout_s", answer=answer, **fields)
+            return self._worker.call(op, self._timeout_s, key=TIMEOUT_KEY, answer=answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{library}: {op}: {error}") from error
         except BaseException:  # the worker is gone, as Worker.call says
@@ -204,18 +248,6 @@ class RequestEngine(Engine):
         worker = self._open()
         RequestEngine._running = weakref.ref(self)
         return worker
-
-
-def open_model(worker: Worker, model: Path, timeout_s: int, answer: type[A], **fields: object) -> A:
-    """Let a worker load a model. Raises UserError, and ends the worker, when it cannot."""
-    try:
-        return worker.call("open", timeout_s, key="backend.request_timeout_s", answer=answer, model=str(model), **fields)
-    except WorkerError as error:
-        worker.close()
-        raise worker.refusal(f"cannot load {model}: {error}") from error
-    except BaseException:
-        worker.close()
-        raise
 
 
 def whole(tokens: Sequence[int], first: int) -> Request:

@@ -4,19 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.strict import PathText
+from stages.engines.interpreter.config import InterpreterConfig
 
 
-class SglangConfig(BackendConfig):
-    """SGLang, in an interpreter of its own: the arguments of its server, by their own names."""
+class SglangConfig(InterpreterConfig):
+    """SGLang: the arguments of its server, by their own names."""
 
     name: Literal["sglang"]
-    python: PathText | None
-    """The Python that has SGLang: a path, or a command on PATH."""
-    request_timeout_s: Annotated[int, Field(ge=1)]
-    """Seconds that loading a model may take, and also each batch of requests."""
     dtype: Literal["float16", "bfloat16"]
     """Type of activations and of a cache that is not quantized."""
     context_length: Annotated[int, Field(ge=PAGE_TOKENS)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.files import link_or_copy
+from stages.engines.interpreter.bundle import copy_checkpoint
 from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"
@@ -36,15 +36,11 @@ def read_config(checkpoint: Path) -> dict[str, Any]:
 
 def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
     """Write `source`, ModelOpt's export for one rank, as a checkpoint for `ranks` ranks to the new directory `out`."""
+    if ranks == 1:
+        copy_checkpoint(sorted(path.name for path in source.iterdir()), source, out)
+        return
     out.mkdir()
     config = read_config(source)
-    if ranks == 1:
-        for path in sorted(source.iterdir()):
-            if path.suffix == ".safetensors":
-                link_or_copy(path, out / path.name)
-            else:
-                shutil.copyfile(path, out / path.name)
-        return
     config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
     whole = read_tensors(source / "rank0.safetensors")

@@ -4,9 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.strict import PathText, StrictModel
+from stages.engines.interpreter.config import InterpreterConfig
 
 Switch = Literal["auto", "enable", "disable"]
 
@@ -40,18 +40,14 @@ class Serving(StrictModel):
     speculation: Speculation | None
 
 
-class TrtllmConfig(BackendConfig):
-    """TensorRT-LLM, in an interpreter of its own."""
+class TrtllmConfig(InterpreterConfig):
+    """TensorRT-LLM."""
 
     name: Literal["trtllm"]
     finer = ("fp8", "int8_tensor")
     target: Literal["auto", "engine", "pytorch"]
     """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
-    python: PathText | None
-    """The Python that has TensorRT-LLM: a path, or a command on PATH."""
     build_timeout_s: Annotated[int, Field(ge=1)]
-    request_timeout_s: Annotated[int, Field(ge=1)]
-    """Seconds that loading an engine may take, and also each batch of requests."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     max_batch_size: Annotated[int, Field(ge=1, le=4096)]
     max_input_len: Annotated[int, Field(ge=1)]

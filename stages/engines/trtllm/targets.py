@@ -11,8 +11,9 @@ from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_r
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.interpreter import INSTALL_HINT, Interpreter, probe, require_gpus
+from stages.engines.trtllm.library import PROGRAM, rank_capabilities, require_gpus
 
 TargetName = Literal["engine", "pytorch"]
 NO_INTEGERS_SM = range(100, 120)
@@ -79,14 +80,14 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     refusals = [_refuse_all(name, config, job) for name in candidates]
     if all(refusals):  # no target holds it, so that the interpreter need not be asked
         raise UserError(str(refusals[0]))
-    interpreter = probe(config.python)
+    interpreter = probe(PROGRAM, config.python)
     name = resolve(config.target, interpreter)
     refusal = _refuse_all(name, config, job)
     if refusal is not None:
         raise UserError(refusal)
     if name == "engine":
         require_gpus(interpreter, 1, "building an engine")
-        interpreter.compute_capabilities(config.tensor_parallel_size)  # refuses GPUs that differ
+        rank_capabilities(interpreter, config.tensor_parallel_size)  # refuses GPUs that differ
         refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
     if job.judges:
         check_judging(name, config, job.policy, interpreter)
@@ -94,10 +95,10 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
 
 def interpreter_parts(config: TrtllmConfig) -> dict[str, object]:
     """Return what the interpreter decides of a build, so that the bundle's key covers it."""
-    interpreter = probe(config.python)
+    interpreter = probe(PROGRAM, config.python)
     name = resolve(config.target, interpreter)
-    capabilities = interpreter.compute_capabilities(config.tensor_parallel_size) if name == "engine" else []
-    return {"target": name, "release": interpreter.release, "compute_capabilities": capabilities}
+    ranks = config.tensor_parallel_size
+    return {"target": name, "compute_capabilities": rank_capabilities(interpreter, ranks) if name == "engine" else []}
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
@@ -126,7 +127,7 @@ def resolve(target: str, installed: Interpreter) -> TargetName:
         releases = TARGETS[target].releases if target in TARGETS else "1.2 or later"
         raise MissingRequirement(
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={target} needs "
-            f"{releases}; {INSTALL_HINT}"
+            f"{releases}; {PROGRAM.hint}"
         )
     return available
 
@@ -182,7 +183,8 @@ def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
 
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
     """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
-    for gpu, capability, _ in interpreter.gpus[:ranks]:
+    for device in interpreter.devices[:ranks]:
+        gpu, capability = device.name, device.compute_cap
         if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
             continue
         if policy.key.dtype == "int8":

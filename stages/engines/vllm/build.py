@@ -1,120 +1,102 @@
 """Builds a bundle of vLLM: the checkpoint with the cache's scales, and the engine arguments of `vllm serve`."""
 
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, KVPolicy
+from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE
-from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
-from stages.engines.interpreter.process import WorkerError
-from stages.engines.vllm import settings
-from stages.engines.vllm.bundle import BACKEND, CHECKPOINT, ENGINE_ARGS_FILE, LIBRARY, VllmBundle
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, end_bundle
+from stages.engines.interpreter.process import Interpreter, Worker, WorkerError, probe
+from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.interpreter import Interpreter, Worker, probe
-from stages.engines.vllm.protocol import ValidatedArguments
+from stages.engines.vllm.library import PROGRAM
 from stages.engines.vllm.targets import cache_dtypes, chosen
 
 STEPS = 2
+ENGINE_ARGS_FILE = "engine_args.yaml"
+"""For `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
+
+
+class VllmBundle(ServedBundle):
+    """`bundle.json`."""
+
+    platform: str
+    """cpu or cuda."""
+    resolved: dict[str, Any]
+    """What vLLM makes of the arguments for this model, as far as that is looked at."""
+    kv_scales_in_checkpoint: bool
 
 
 def build_bundle(
-    checkpoint: Path,
-    out: Path,
-    *,
-    policy: KVPolicy,
-    scales: Path,
-    progress: Progress,
-    release: str,
-    platform: str,
-    **options: object,
+    checkpoint: Path, out: Path, config: VllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle.
-
-    Args:
-        checkpoint: The quantized checkpoint.
-        out: An empty directory.
-        policy: How the cache is stored.
-        scales: The policy's static scales, a kv_scales.json.
-        progress: Called with the steps that are done.
-        release: The interpreter's release of vLLM.
-        platform: What vLLM runs on there.
-        options: The backend's build_parts.
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json.
 
     Raises:
         UserError: vLLM has no such cache, refuses the engine arguments, or makes others of them.
         MissingRequirement: vLLM is not installed.
     """
-    config = VllmConfig.model_validate({**options, "name": BACKEND, "request_timeout_s": 600, "threads": None})
-    interpreter = probe(config.python)
-    assert (interpreter.release, interpreter.description.platform) == (release, platform), (
-        "the interpreter changed since it was probed"
-    )
+    interpreter = probe(PROGRAM, config.python)
     if interpreter.unread is not None:
         progress(interpreter.unread, 0, 0)
-    info = inspect_checkpoint(checkpoint)
-    measured = read_scales(scales, policy, info.shape)
-    write_policy(out, policy, measured)
-    for name in TOKENIZER_FILES:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, out / name)
     progress("build", 0, STEPS)
+    info, measured = begin_bundle(checkpoint, out, policy, scales)
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
-    arguments = settings.engine_args(config, chosen(config, cache_dtypes(policy, config)))
+    arguments = engine_args(config, chosen(config, cache_dtypes(policy, config)))
     progress("build", 1, STEPS)
     resolved = _resolve(interpreter, out / CHECKPOINT, arguments, config.request_timeout_s)
-    command = f"vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
-    (out / ENGINE_ARGS_FILE).write_text(
-        f"# {LIBRARY} {release}: {command}\n{OmegaConf.to_yaml(settings.as_flags(arguments))}", encoding="utf-8"
-    )
-    names = [POLICY_FILE, SCALES_FILE, ENGINE_ARGS_FILE]
-    names += sorted(path.relative_to(out).as_posix() for path in (out / CHECKPOINT).iterdir())
-    built_for = BuiltFor(library=LIBRARY, version=release, compute_capabilities=interpreter.compute_capabilities)
-    bundle = VllmBundle(
-        backend=BACKEND,
-        files={name: file_digest(out / name) for name in names},
-        built_for=built_for,
-        platform=platform,
-        layers=info.shape.layers,
-        kv_heads=info.shape.kv_heads,
-        head_dim=info.shape.head_dim,
-        vocab_size=info.vocab_size,
-        max_tokens=config.max_model_len,
-        max_batch=config.max_num_seqs,
-        engine_args=arguments,
-        resolved=resolved,
-        kv_scales_in_checkpoint=delivers_scales(policy),
-    )
-    write_bundle(out, bundle)
+    flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
+    command = f"# vLLM {interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
+    (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
+    end_bundle(
+        out, VllmBundle, interpreter, info,
+        max_tokens=config.max_model_len, max_batch=config.max_num_seqs, arguments=arguments, resolved=resolved,
+        platform=interpreter.description.platform, kv_scales_in_checkpoint=delivers_scales(policy),
+    )  # fmt: skip
     progress("build", STEPS, STEPS)
 
 
-def _resolve(interpreter: Interpreter, checkpoint: Path, arguments: settings.Settings, timeout_s: int) -> settings.Settings:
+def engine_args(config: VllmConfig, cache_dtype: str) -> dict[str, Any]:
+    """Return the engine arguments of serving, by the names of vLLM's EngineArgs."""
+    arguments: dict[str, Any] = {
+        "dtype": config.dtype,
+        "kv_cache_dtype": cache_dtype,
+        "block_size": config.block_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "trust_remote_code": False,
+        "load_format": "safetensors",
+        "seed": 0,
+    }
+    if config.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    return arguments
+
+
+def _resolve(interpreter: Interpreter, checkpoint: Path, arguments: Mapping[str, Any], timeout_s: int) -> dict[str, Any]:
     """Return the engine arguments as vLLM resolves them. Raises UserError for those that it refuses or changes."""
-    with Worker(interpreter.python) as worker:
+    asked = {"model": str(checkpoint.absolute()), "engine_args": dict(arguments)}
+    with Worker(PROGRAM, interpreter.python) as worker:
         try:
-            answer = worker.call(
-                "validate",
-                timeout_s,
-                key="backend.request_timeout_s",
-                answer=ValidatedArguments,
-                model=str(checkpoint.absolute()),
-                engine_args=arguments,
-            )
+            resolved = worker.call("validate", timeout_s, key="backend.request_timeout_s", answer=Resolved, **asked).arguments
         except WorkerError as error:
             raise worker.refusal(f"{interpreter.release} refuses these engine arguments: {error}") from error
-    changed = settings.differences(arguments, answer.engine_args)
+    # `auto` is vLLM's own choice.
+    changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
     if changed:
-        listed = "; ".join(f"{name} was asked as {asked} and is {is_now}" for name, (asked, is_now) in changed.items())
+        listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
         raise UserError(
-            f"backend.{next(iter(changed))}: {LIBRARY} {interpreter.release} makes something else of it: {listed}; "
-            "ask for what it makes"
+            f"backend.{changed[0]}: vLLM {interpreter.release} makes something else of it: {listed}; ask for what it makes"
         )
-    return answer.engine_args
+    return resolved

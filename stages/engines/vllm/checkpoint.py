@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
+from stages.engines.interpreter.bundle import copy_checkpoint
 from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG = "config.json"
@@ -38,12 +38,8 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
         policy: How the cache is stored.
         scales: Its static scales.
     """
-    out.mkdir()
-    for name in info.weight_files:
-        link_or_copy(info.path / name, out / name)
-    for name in info.other_files:
-        if name not in (CONFIG, INDEX):
-            shutil.copyfile(info.path / name, out / name)
+    kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
+    copy_checkpoint((*info.weight_files, *kept), info.path, out)
     config: dict[str, Any] = json.loads((info.path / CONFIG).read_text(encoding="utf-8"))
     if delivers_scales(policy):
         config["quantization_config"] = quantization_config(policy)
@@ -74,10 +70,8 @@ def quantization_config(policy: KVPolicy) -> dict[str, Any]:
 
 def write_faulted(checkpoint: Path, out: Path, scales: KVScales, key_fault: float) -> None:
     """Write a checkpoint to the new directory `out` whose keys' scales are `key_fault` times the right ones."""
-    out.mkdir()
-    for path in sorted(checkpoint.iterdir()):
-        if path.name != SCALES:
-            link_or_copy(path, out / path.name)
+    names = sorted(path.name for path in checkpoint.iterdir() if path.name != SCALES)
+    copy_checkpoint(names, checkpoint, out)
     write_scales(out, scales, key_fault)
 
 

@@ -4,19 +4,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.strict import PathText
+from stages.engines.interpreter.config import InterpreterConfig
 
 
-class VllmConfig(BackendConfig):
-    """vLLM, in an interpreter of its own: the arguments of `vllm serve`, by their own names."""
+class VllmConfig(InterpreterConfig):
+    """vLLM: the arguments of `vllm serve`, by their own names."""
 
     name: Literal["vllm"]
-    python: PathText | None
-    """The Python that has vLLM: a path, or a command on PATH."""
-    request_timeout_s: Annotated[int, Field(ge=1)]
-    """Seconds that loading a model may take, and also each batch of requests."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     """CPU threads of the engine; null leaves it to vLLM, which binds them to all cores."""
     dtype: Literal["float16", "bfloat16", "float32"]

@@ -6,8 +6,9 @@ from pipeline.checkpoint.exports import describe_format, holder
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.interpreter import Interpreter, probe
+from stages.engines.vllm.library import PROGRAM, on_cpu
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2"
 SIXTEEN = {"float16": "fp16", "bfloat16": "bf16"}
@@ -40,7 +41,7 @@ def check_inputs(config: VllmConfig, job: Job) -> None:
     refusal = _refuse_shape(job.checkpoint, config)
     if refusal is not None:
         raise UserError(refusal)
-    interpreter = probe(config.python)
+    interpreter = probe(PROGRAM, config.python)
     dtype = chosen(config, named)
     refusal = refuse_dtype(config, job.policy, dtype, interpreter)
     if refusal is not None:
@@ -91,7 +92,7 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
     reason = described.refused.get(dtype)
     if reason is not None:
         return f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
-    if interpreter.on_cpu and config.block_size % 32:
+    if on_cpu(interpreter) and config.block_size % 32:
         return f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64"
     return None
 

@@ -8,6 +8,7 @@ its name: this module is found there by the path that the worker was started wit
 from pathlib import Path
 from typing import Any
 
+import kvgate_rows
 import numpy as np
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
@@ -22,15 +23,9 @@ class ForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
         for row, params in enumerate(custom_param_list or []):
-            said, forced = list(params["__req__"].output_ids), params[FORCED]
-            step = len(said)
-            wrong = next((i for i, (token, known) in enumerate(zip(said, forced, strict=False)) if token != known), None)
-            if wrong is not None:
-                raise RuntimeError(f"step {wrong}: token {said[wrong]} was taken, {forced[wrong]} was forced")
-            _write(params, step, logits[row])
-            if step < len(forced):
-                logits[row] = float("-inf")
-                logits[row, forced[step]] = 0.0
+            said = list(params["__req__"].output_ids)
+            _write(params, len(said), logits[row])
+            kvgate_rows.force(logits[row], said, params[FORCED])
         return logits
 
 

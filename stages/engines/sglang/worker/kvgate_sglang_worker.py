@@ -4,33 +4,20 @@ Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0
 """
 
 import itertools
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import kvgate_channel
+import kvgate_rows
 
 
 def describe() -> dict[str, Any]:
     """Return what is installed here."""
     import sglang
-    import torch
 
-    gpus = range(torch.cuda.device_count())
-    return {
-        "protocol": kvgate_channel.PROTOCOL,
-        "release": sglang.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "torch": torch.__version__,
-        "devices": [
-            {
-                "name": torch.cuda.get_device_name(i),
-                "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i)),
-            }
-            for i in gpus
-        ],
-    }
+    described: dict[str, Any] = kvgate_rows.described(sglang.__version__)
+    return described
 
 
 class Model:
@@ -45,9 +32,7 @@ class Model:
     def facts(self) -> dict[str, Any]:
         """Return what the engine made of its arguments."""
         info = self.engine.get_server_info()
-        return {
-            "server_args": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}
-        }
+        return {"arguments": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}}
 
     def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
         """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
@@ -110,16 +95,8 @@ def _answer(request: dict[str, Any], path: str, output: dict[str, Any]) -> dict[
     """
     import kvgate_sglang_forcing as forcing
 
-    tokens, forced = list(output["output_ids"]), request["forced"]
-    if len(tokens) != request["tokens"] or tokens[: len(forced)] != forced:
-        raise RuntimeError(
-            f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
-        )
-    steps = Path(path + forcing.STEPS)
-    seen = {int(line) for line in steps.read_text().split()} if steps.exists() else set()
-    missing = set(range(request["skip"], request["tokens"])) - seen
-    if missing:
-        raise RuntimeError(f"step {min(missing)}: no logits were seen")
+    tokens, steps = list(output["output_ids"]), Path(path + forcing.STEPS)
+    kvgate_rows.check_answer(request, tokens, map(int, steps.read_text().split() if steps.exists() else ()))
     count = request["tokens"] - request["skip"]
     return {"tokens": tokens, "logits": path, "shape": [count, Path(path).stat().st_size // 4 // count]}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import kvgate_channel
 import kvgate_forcing
+import kvgate_rows
 
 ATTENTION = ("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt_llm._torch.attention.backends.trtllm")
 """Where releases from 1.3 on have had the attention of the PyTorch runtime, the earlier place first."""
@@ -29,25 +30,14 @@ def describe() -> dict[str, Any]:
     read from it.
     """
     import tensorrt_llm
-    import torch
 
-    count, driver = torch.cuda.device_count(), ""
-    if count:
+    described: dict[str, Any] = kvgate_rows.described(tensorrt_llm.__version__)
+    if described["devices"]:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
-    return {
-        "protocol": kvgate_channel.PROTOCOL,
-        "release": tensorrt_llm.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "gpus": [
-            {
-                "name": torch.cuda.get_device_name(i),
-                "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i)),
-                "driver_version": driver,
-            }
-            for i in range(count)
-        ],
-    }
+        for device in described["devices"]:
+            device["driver"] = driver
+    return described
 
 
 def build(flags: list[str]) -> dict[str, Any]:
@@ -62,7 +52,7 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
     """Return LLM arguments as the release's own class reads them."""
     from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
-    return {"llm_args": TorchLlmArgs(model=model, **llm_args).model_dump(mode="json")}
+    return {"arguments": TorchLlmArgs(model=model, **llm_args).model_dump(mode="json")}
 
 
 class Model:

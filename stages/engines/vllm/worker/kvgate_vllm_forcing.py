@@ -7,6 +7,7 @@ log-probabilities are of the same row, and the worker compares the two.
 from collections.abc import Sequence
 from typing import Any
 
+import kvgate_rows
 import numpy as np
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
@@ -29,19 +30,13 @@ class Recording:
         again. The last one counts.
         """
         step = len(output_ids)
-        wrong = next((i for i, (token, known) in enumerate(zip(output_ids, self.forced, strict=False)) if token != known), None)
-        if wrong is not None:
-            raise RuntimeError(f"step {wrong}: token {output_ids[wrong]} was taken, {self.forced[wrong]} was forced")
         if self.skip <= step < self.tokens:
             if self.rows is None:
                 shape = (self.tokens - self.skip, logits.shape[-1])
                 self.rows = np.memmap(self.path, "<f4", "w+", shape=shape)
             self.rows[step - self.skip] = logits.detach().float().cpu().numpy()
         self.seen.add(step)
-        if step < len(self.forced):
-            token = self.forced[step]
-            logits.fill_(float("-inf"))
-            logits[token] = 0.0
+        kvgate_rows.force(logits, output_ids, self.forced)
         return logits
 
 

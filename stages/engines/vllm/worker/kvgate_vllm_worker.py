@@ -6,47 +6,28 @@ Needs what vLLM brings (numpy, torch) and nothing else. Read against release 0.3
 
 import itertools
 import os
-import sys
 import time
 import typing
 from pathlib import Path
 from typing import Any
 
 import kvgate_channel
+import kvgate_rows
 import kvgate_vllm_cache
 
 
 def describe() -> dict[str, Any]:
     """Return what is installed here, and which types of the cache this release and this machine take."""
-    import torch
     import vllm
     from vllm.config.cache import CacheDType
     from vllm.platforms import current_platform
 
     names = list(typing.get_args(CacheDType))
     platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_type
-    return {
-        "protocol": kvgate_channel.PROTOCOL,
-        "release": vllm.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "torch": torch.__version__,
-        "platform": platform,
-        "devices": _devices(platform),
-        "cache_dtypes": names,
-        "refused": {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))},
-    }
-
-
-def _devices(platform: str) -> list[dict[str, str]]:
-    """The GPUs that CUDA shows this process, in its order."""
-    if platform != "cuda":
-        return []
-    import torch
-
-    return [
-        {"name": torch.cuda.get_device_name(i), "compute_cap": "{}.{}".format(*torch.cuda.get_device_capability(i))}
-        for i in range(torch.cuda.device_count())
-    ]
+    refused = {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))}
+    more = {"platform": platform, "cache_dtypes": names, "refused": refused}
+    described: dict[str, Any] = kvgate_rows.described(vllm.__version__, **more)
+    return described
 
 
 def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +47,7 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "trust_remote_code": config.model_config.trust_remote_code,
     }
-    return {"engine_args": resolved}
+    return {"arguments": resolved}
 
 
 class Model:
@@ -90,7 +71,7 @@ class Model:
         facts: dict[str, Any] = self.cache.facts()
         return facts
 
-    def run(self, requests: list[dict[str, Any]], folder: str, show: bool) -> dict[str, Any]:
+    def run(self, requests: list[dict[str, Any]], folder: str, show: bool = False) -> dict[str, Any]:
         """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
 
         The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
@@ -178,14 +159,8 @@ def _answer(request: dict[str, Any], recording: Any, output: Any) -> dict[str, A
     import numpy as np
 
     completion = output.outputs[0]
-    tokens, forced = list(completion.token_ids), request["forced"]
-    if len(tokens) != request["tokens"] or tokens[: len(forced)] != forced:
-        raise RuntimeError(
-            f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
-        )
-    missing = set(range(request["skip"], request["tokens"])) - recording.seen
-    if missing:
-        raise RuntimeError(f"step {min(missing)}: no logits were seen")
+    tokens = list(completion.token_ids)
+    kvgate_rows.check_answer(request, tokens, recording.seen)
     for step in range(request["skip"], request["tokens"]):
         row = np.asarray(recording.rows[step - request["skip"]], np.float64)
         if not np.isfinite(row).all():

@@ -1,0 +1,48 @@
+"""The base class of backends whose library runs in an interpreter of its own."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar
+
+from pipeline.artifacts.backend import Artifacts, Backend, Source
+from pipeline.core.engine import Engine
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
+from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.interpreter.process import Program, probe
+
+
+class InterpreterBackend(Backend):
+    """Builds with `build_bundle` of `build_module`, and runs with `load_engine` of `engine_module`: both take the config."""
+
+    config: InterpreterConfig
+    program: ClassVar[Program]
+    libraries: ClassVar[tuple[str, ...]] = ("numpy",)
+    running_keys: ClassVar[tuple[str, ...]] = ("request_timeout_s",)
+    """Keys of the configuration that decide nothing of a bundle."""
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """None: GPU kernels of other libraries quantize queries and accumulate as they see fit."""
+        return None
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+        """Return the quantized checkpoint."""
+        quantized = artifacts.quantized(policy)
+        return Source(quantized.path / "checkpoint", quantized.digest_under("checkpoint"))
+
+    def build_parts(self) -> dict[str, object]:
+        """Return the options, and the release that they are pinned for."""
+        options = self.config.model_dump(mode="json", exclude={"name", *self.running_keys})
+        return {**options, "release": probe(self.program, self.config.python).release}
+
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        build_bundle = import_module(self.build_module).build_bundle
+        build_bundle(source, out, self.config, policy=policy, scales=scales, progress=progress)
+
+    def run_parts(self) -> dict[str, object]:
+        return {"python": self.config.python, **{key: getattr(self.config, key) for key in self.running_keys}}
+
+    def load(self, bundle: Path) -> Engine:
+        engine: Engine = import_module(self.engine_module).load_engine(bundle, self.config)
+        return engine

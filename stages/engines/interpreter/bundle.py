@@ -1,0 +1,84 @@
+"""The bundle of a library that runs in an interpreter of its own: a checkpoint, and the arguments that serve it."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.artifacts.digest import tree_files
+from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.files import TOKENIZER_FILES
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales
+from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
+from stages.engines.interpreter.process import Interpreter
+
+CHECKPOINT = "checkpoint"
+"""Folder of the checkpoint that is served."""
+
+
+class ServedBundle(BundleRecord):
+    """`bundle.json`."""
+
+    built_for: BuiltFor
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_tokens: int
+    """Most tokens of a sequence."""
+    max_batch: int
+    arguments: dict[str, Any]
+    """Of serving, by the library's own names."""
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.layers, self.kv_heads, self.head_dim)
+
+
+B = TypeVar("B", bound=ServedBundle)
+
+
+def begin_bundle(checkpoint: Path, out: Path, policy: KVPolicy, scales: Path) -> tuple[CheckpointInfo, KVScales]:
+    """Write policy, scales and tokenizer to `out`; return what the checkpoint is, and the scales."""
+    info = inspect_checkpoint(checkpoint)
+    measured = read_scales(scales, policy, info.shape)
+    write_policy(out, policy, measured)
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, out / name)
+    return info, measured
+
+
+def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
+    """Write files of a checkpoint to the new directory `out`; weights are once on disk within a store."""
+    out.mkdir()
+    for name in names:
+        copy = link_or_copy if name.endswith(".safetensors") else shutil.copyfile
+        copy(source / name, out / name)
+
+
+def end_bundle(out: Path, record: type[ServedBundle], interpreter: Interpreter, info: CheckpointInfo, **fields: Any) -> None:
+    """Write `bundle.json` of all that is in `out`; `fields` are those of the record that this does not know."""
+    known = {
+        "backend": interpreter.program.backend,
+        "files": tree_files(out),
+        "built_for": BuiltFor(
+            library=interpreter.program.library,
+            version=interpreter.release,
+            compute_capabilities=interpreter.compute_capabilities,
+        ),
+        "layers": info.shape.layers,
+        "kv_heads": info.shape.kv_heads,
+        "head_dim": info.shape.head_dim,
+        "vocab_size": info.vocab_size,
+    }
+    write_bundle(out, record.model_validate({**known, **fields}))
+
+
+def open_bundle(directory: Path, record: type[B], backend: str) -> tuple[B, KVPolicy, KVScales]:
+    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
+    bundle = open_record(directory, record, backend)
+    policy, scales = read_policy(directory, bundle.shape)
+    return bundle, policy, scales

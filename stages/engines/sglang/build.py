@@ -1,0 +1,73 @@
+"""Builds a bundle of SGLang: the checkpoint, and the command that serves it; which policies its cache can hold, and as what."""
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint.exports import describe_format, holder
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Progress
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
+from stages.engines.interpreter.process import Program, probe
+from stages.engines.sglang import worker
+from stages.engines.sglang.config import SglangConfig
+
+READ = "0.5.23"
+"""The release that the worker was read against."""
+PROGRAM = Program(
+    "sglang",
+    "SGLang",
+    Path(worker.__file__).with_name("kvgate_sglang_worker.py"),
+    f"on a machine with CUDA 13 and an NVIDIA GPU give the python of an environment with pip install sglang=={READ}, or "
+    f"python3 where kvgate runs in the container lmsysorg/sglang:v{READ}",
+    {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "SGLANG_USE_MODELSCOPE": "0"},
+    read=(READ,),
+)
+COMMAND_FILE = "launch.txt"
+CHOICES = "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"
+
+
+def build_bundle(
+    checkpoint: Path, out: Path, config: SglangConfig, *, policy: KVPolicy, scales: Path, progress: Progress
+) -> None:
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` are all 1.0 or none.
+
+    Raises:
+        UserError: SGLang has no such cache.
+        MissingRequirement: SGLang is not installed.
+    """
+    interpreter = probe(PROGRAM, config.python)
+    if interpreter.unread is not None:
+        progress(interpreter.unread, 0, 0)
+    info, _ = begin_bundle(checkpoint, out, policy, scales)
+    copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
+    arguments = server_args(config, cache_dtype(policy, config))
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
+    command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
+    (out / COMMAND_FILE).write_text(command, encoding="utf-8")
+    limits = {"max_tokens": config.context_length, "max_batch": config.max_running_requests}
+    end_bundle(out, ServedBundle, interpreter, info, arguments=arguments, **limits)
+
+
+def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
+    """Return the type of SGLang's cache that holds a policy. Raises UserError when none does."""
+    forms = {describe_format(form) for form in dict(policy.formats).values()}
+    if len(forms) > 1 or policy.exact_tokens or policy.window is not None or policy.eviction is not None:
+        reason = "its cache has one type for all keys and values of all tokens"
+    elif policy.key.exact:
+        if policy.key.dtype == "fp16" or policy.key.code.storage.torch == config.dtype:
+            return "auto"
+        reason = f"a cache that is not quantized is of backend.dtype={config.dtype}"
+    elif policy.key.code.sglang is not None and policy.key.scale == "uncalibrated" and policy.key.rotation == "none":
+        return policy.key.code.sglang
+    else:
+        reason = f"{forms.pop()} has no equal there, or takes scales, which are not handed over"
+    raise UserError(
+        f"kv={policy.name}: backend=sglang cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
+    )
+
+
+def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
+    """Return the arguments of serving, by the names of SGLang's ServerArgs, which are those of the configuration."""
+    given = config.model_dump(exclude={"name", "python", "request_timeout_s"}, exclude_none=True)
+    return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
