@@ -3,18 +3,23 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.artifacts.backend import Job
-from pipeline.artifacts.server import ServedEngine, Server, ServerRole
+from pipeline.artifacts.backend import Job, Loader
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.openai.config import OpenAIConfig
 
+if TYPE_CHECKING:
+    from stages.engines.openai.engine import OpenAIEngine
+
+ServerRole = Literal["candidate", "baseline", "canary"]
+"""The engine that is judged, the one with a 16-bit cache that it is compared with, and one whose cache is corrupted."""
 SETTINGS: dict[ServerRole, str] = {"candidate": "url", "baseline": "baseline_url", "canary": "canary_url"}
 
 
-class OpenAIServer(Server):
-    """Running servers that speak OpenAI's API."""
+class OpenAIServer(Loader):
+    """Running servers that speak OpenAI's API. What stands for one is a small artifact: what it says, and the tokenizer."""
 
     server_module = "stages.engines.openai.server"
     libraries = ("requests",)
@@ -40,7 +45,12 @@ class OpenAIServer(Server):
             self.facts(role)
 
     def facts(self, role: ServerRole) -> dict[str, object] | None:
-        """Ask a server for its models, its release and its cache."""
+        """Ask a server for its models, its release and its cache: part of its record's key; None where none was given.
+
+        Raises:
+            UserError: for a server that is not what the configuration says.
+            MissingRequirement: for one that does not answer.
+        """
         from stages.engines.openai.engine import open_client
         from stages.engines.openai.server import ask
 
@@ -51,6 +61,12 @@ class OpenAIServer(Server):
         return ask(open_client(self.config, setting, url, self._api_key()), setting, self.config.model)
 
     def record(self, facts: Mapping[str, object], checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
+        """Check that a server can be judged, and fill the empty directory `out` with what stands for it.
+
+        Raises:
+            UserError: for a server of another model or tokenizer, or one that reuses no prefixes.
+            MissingRequirement: for one that shows too little, or does not answer.
+        """
         from stages.engines.openai.server import write_server
 
         write_server(facts, self.config, self._api_key(), checkpoint, out, policy=policy)
@@ -58,7 +74,8 @@ class OpenAIServer(Server):
     def run_parts(self) -> dict[str, object]:
         return {}
 
-    def connect(self, recorded: Path) -> ServedEngine:
+    def connect(self, recorded: Path) -> "OpenAIEngine":
+        """Return a server that `record` recorded. Raises UserError when a file of the record was altered."""
         from stages.engines.openai.engine import load_engine
 
         return load_engine(recorded, self.config, self._api_key())

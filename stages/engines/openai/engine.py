@@ -1,13 +1,13 @@
-"""pipeline.artifacts.server.ServedEngine over HTTP: one forced token a request, free answers, times."""
+"""A recorded server over HTTP: one forced token a request, free answers, times."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.server import ServedTimes, Shown
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.engines.bundle import BundleRecord, open_record, read_record
@@ -23,6 +23,27 @@ FORCE = 100.0
 
 ROUNDING = 1e-3
 """By which a log-probability may be above 0."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a server shows of one next-token distribution."""
+
+    logp: Mapping[int, float]
+    """Natural log-probabilities of its most likely tokens, and of the forced one."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """Tokens of the prompt that came from the prefix cache; None where the server does not say."""
+
+
+@dataclass(frozen=True)
+class ServedTimes:
+    """Times of one load, as a client sees them: queueing, HTTP and JSON are part of them."""
+
+    first_token_ms: list[float]
+    """Time to the first token of each prompt, asked alone, one after the other."""
+    tokens_per_s: float | None
+    """Decoded by all prompts together; None where too few came to tell."""
 
 
 class ServerRecord(BundleRecord):
@@ -58,7 +79,11 @@ def open_client(config: OpenAIConfig, setting: str, url: str, api_key: str | Non
 
 
 class OpenAIEngine:
-    """A server as it was recorded."""
+    """A server as it was recorded. Its requests may come from several threads.
+
+    Raises:
+        MissingRequirement: from every request, when the server is gone, does not answer in time, or fails.
+    """
 
     def __init__(self, client: Client, record: ServerRecord, policy: KVPolicy) -> None:
         self._client = client
