@@ -1,6 +1,6 @@
 """Judges every fault of the library by the real gates, and writes the record and the page.
 
-    PYTHONPATH=tests python -m faults [--only NAME ...] [--json FILE] [--work DIR] [KEY=VALUE ...]
+    PYTHONPATH=tests python -m faults [--only NAME ...] [KEY=VALUE ...]
 
 What was judged already by the same code is not judged again, so that an interrupted run goes on where it ended.
 """
@@ -45,14 +45,12 @@ class Job:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults", description="Judge planted faults by the real gates.")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, in place of all")
-    parser.add_argument("--json", type=Path, default=record.RESULTS, help="the record that is read and written")
-    parser.add_argument("--work", type=Path, default=Path("work/faults"), help="where artifacts are made")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
     options = parser.parse_args()
     if not options.page:
         judge(options)
-    page.PAGE.write_text(page.text(record.load(options.json)), encoding="utf-8")
+    page.PAGE.write_text(page.text(record.load(record.RESULTS)), encoding="utf-8")
 
 
 def _jobs() -> list[Job]:
@@ -67,15 +65,15 @@ def _jobs() -> list[Job]:
 def judge(options: argparse.Namespace) -> None:
     """Judge what the record lacks."""
     plan(options.overrides, multirun=False)  # a wrong override is refused before any work
-    ground = Ground(options.work, options.overrides)
-    outcomes = record.load(options.json)
+    ground = Ground(Path("work/faults"), options.overrides)
+    outcomes = record.load(record.RESULTS)
     jobs = [job for job in _jobs() if not options.only or job.name in options.only]
     for number, job in enumerate(jobs, start=1):
         name, key = job.name, job.key(options.overrides)
         if name in outcomes and outcomes[name].key == key:
             continue
         outcomes[name] = _outcome(ground, job, key)
-        record.save(options.json, outcomes)
+        record.save(record.RESULTS, outcomes)
         found = outcomes[name]
         gates = ", ".join(found.gates) or "-"
         line = f"{number}/{len(jobs)} {name}: {found.verdict} after {found.samples} samples, {gates} ({found.seconds:.0f} s)"

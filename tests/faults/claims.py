@@ -72,8 +72,6 @@ FAULTS = [
           memory_as_claimed, holds="fp16"),
     Fault("int8_as_fp8", KIND, "stores INT8 with scales a token, claims calibrated FP8, and its memory too", "fp8",
           memory_as_claimed, holds="int8"),
-    Fault("uncalibrated_as_fp8", KIND, "claims calibrated scales, quantizes with 1.0", "fp8", another_bundle,
-          holds="fp8_uncalibrated"),
     Fault("pool_twice_as_large", KIND, "allocates twice the bytes that the policy says", "int8", twice_the_pool),
     Fault("canary_without_effect", KIND, "what the canary corrupts is a copy that decoding does not read", "int8",
           out_of_the_canarys_reach),

@@ -31,23 +31,6 @@ def clipped(engine: Any) -> None:
     on_write(engine, "key_pool", edit)
 
 
-def wrapped(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values[np.abs(values.astype(np.int16)) == 127] *= -1
-
-    on_write(engine, "key_pool", edit, [1])
-
-
-def e4m3_below_240(engine: Any) -> None:
-    """The largest E4M3FNUZ number is 240: larger ones saturate there."""
-
-    def edit(values: Array, _: Writing) -> None:
-        magnitude = np.minimum(values & 0x7F, 0x77)
-        values[...] = (values & 0x80) | magnitude
-
-    on_write(engine, "key_pool", edit)
-
-
 def subnormals_flushed(engine: Any) -> None:
     def edit(values: Array, _: Writing) -> None:
         values[(values & 0x7F) < 0x08] = 0
@@ -113,8 +96,6 @@ KIND = "codes"
 FAULTS = [
     Fault("truncated", KIND, "codes rounded towards zero: a cast in place of a rounding", "int8", truncated),
     Fault("clipped_at_112", KIND, "codes saturate at 7/8 of their range", "int8", clipped),
-    Fault("wraps_around", KIND, "the largest codes wrap around instead of saturating, in one layer", "int8", wrapped),
-    Fault("fp8_saturates_at_240", KIND, "E4M3FNUZ's range: 240 instead of 448", "fp8", e4m3_below_240),
     Fault("subnormals_flushed", KIND, "FP8 subnormals become zero", "fp8", subnormals_flushed),
     Fault("nibbles_swapped_sometimes", KIND, "a byte's two codes swapped in every other token of one layer",
           "fp8k_int4v", nibbles_swapped_at_odd_tokens),

@@ -17,7 +17,6 @@ Plant = Callable[[Any], None]
 POLICIES: dict[str, tuple[str, ...]] = {
     "fp16": ("kv=fp16",),
     "fp8": ("kv=fp8",),
-    "fp8_uncalibrated": ("kv=fp8_uncalibrated",),
     "int4_tensor": ("kv=int4_tensor",),
     "fp8_head": ("kv=fp8_head",),
     "fp8k_int4v": ("kv=fp8k_int4v",),

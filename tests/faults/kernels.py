@@ -86,8 +86,6 @@ FAULTS = [
                        "(size_t)region->value_table[page] * layer->kv_heads) * PAGE * values")),
     Fault("sums_in_float16", KIND, "sums of values are kept in float16 from page to page", "fp8", nothing,
           loads=kernel(END_OF_PAGE, HALF + END_OF_PAGE)),
-    Fault("new_token_unscaled", KIND, "the new token's score lacks 2 % of the softmax scale", "int8", nothing,
-          loads=kernel("score += query[d] * scaling * key[d];", "score += query[d] * scaling * 0.98f * key[d];")),
     Fault("graph_mask_one_too_many", KIND, "the graph's mask compares with <= in place of <", "int8", nothing, engine="graph",
           loads=graph("PagedAttention", "Less", "LessOrEqual")),
     Fault("graph_floors_values", KIND, "values are rounded down, in the graphs of the kernel's engine", "fp8k_int4v", nothing,

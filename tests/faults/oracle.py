@@ -1,45 +1,16 @@
 """backend=torch on a CPU: faults of the reference cache, of its pages alone, and of the one pass that scores it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from faults.fault import Fault
-from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.formats.oracle import Stored
 from stages.engines.oracle.cache import Storage
-
-
-@dataclass(frozen=True)
-class Faulty(Storage):
-    """A copy of one side of one layer that is read otherwise than it was written."""
-
-    edit: Callable[[Tensor], Tensor] = lambda x: x
-
-    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        return self.edit(super().read(stored, gain))
-
-
-def reads(side: Side, edit: Callable[[Tensor], Tensor], layer: int) -> Any:
-    """Change what one layer's side (H, T, D) is read as, in the pages and in one pass."""
-
-    def plant(engine: Any) -> None:
-        sound = engine.storages[layer][side]
-        engine.storages[layer][side] = Faulty(sound.form, sound.static, edit)
-
-    return plant
-
-
-def times(head: int, factor: float) -> Callable[[Tensor], Tensor]:
-    def edit(x: Tensor) -> Tensor:
-        x = x.clone()
-        x[head] *= factor
-        return x
-
-    return edit
 
 
 def on_pages(engine: Any, edit: Callable[[Any, Tensor], Tensor]) -> None:
@@ -129,16 +100,9 @@ class Exact(Storage):
         return stored.codes if gain is None else stored.codes * gain
 
 
-def half_the_pool_reported(engine: Any) -> None:
-    memory = engine.memory
-    engine.memory = lambda: replace(memory(), pool_bytes=memory().pool_bytes // 2)
-
-
 KIND = "oracle"
 
 FAULTS = [
-    Fault("torch_values_head_x1_1", KIND, "one head's values, in pages and one pass", "fp8k_int4v",
-          reads(Side.VALUE, times(1, 1.1), 3), engine="torch"),
     Fault("torch_page_end_unwritten", KIND, "the last token of every page is lost; one pass has no pages", "int8",
           page_end_unwritten, engine="torch"),
     Fault("torch_rows_swapped", KIND, "two rows of a batch read each other's cache", "int8", rows_swapped, engine="torch"),
@@ -146,6 +110,4 @@ FAULTS = [
           engine="torch"),
     Fault("torch_scored_unquantized", KIND, "the pass that is scored does not quantize; int4_tensor would rank first",
           "int4_tensor", one_pass_unquantized, engine="torch"),
-    Fault("torch_memory_halved", KIND, "half of the bytes that are allocated are reported", "int8", half_the_pool_reported,
-          engine="torch"),
 ]  # fmt: skip

@@ -134,13 +134,6 @@ def grown_without_the_last(engine: Any) -> None:
     pool._resize = faulty
 
 
-def one_slot_too_many(engine: Any) -> None:
-    def edit(lengths: Array, _: Sequence[int]) -> None:
-        lengths += lengths % PAGE_TOKENS != 0
-
-    on_input(engine, "decode", "lengths", edit)
-
-
 def newest_missing_at_page_starts(engine: Any) -> None:
     def edit(lengths: Array, _: Sequence[int]) -> None:
         lengths -= (lengths % PAGE_TOKENS == 1) & (lengths > PAGE_TOKENS)
@@ -168,7 +161,6 @@ FAULTS = [
           unwritten(PAGE_TOKENS - 1)),
     Fault("newest_missing_at_page_starts", KIND, "the newest token is not attended to where it is the first of its page", "fp8",
           newest_missing_at_page_starts),
-    Fault("one_slot_too_many", KIND, "one slot behind the newest token is read", "int8", one_slot_too_many),
     Fault("stale_page_one_step_in_ten", KIND, "another last full page in one step of ten: a race with the append", "fp8",
           stale_now_and_then),
     Fault("recycled_page", KIND, "one head of one layer reads the newest page's old content", "int8", recycled),

@@ -28,19 +28,6 @@ def stored(side: str, factor: float, layer: int | None = None, head: int | None 
     return lambda engine: on_write(engine, f"{side}_scale_pool", edit, None if layer is None else [layer])
 
 
-def uncalibrated(engine: Any) -> None:
-    for name, values in engine._constants.items():
-        if "_scale." in name:
-            values[...] = 1
-
-
-def next_layer(engine: Any) -> None:
-    names = [name for name in engine._constants if name.startswith("key_scale.")]
-    values = [engine._constants[name].copy() for name in names]
-    for name, other in zip(names, values[1:] + values[:1], strict=True):
-        engine._constants[name][...] = other
-
-
 def merged(engine: Any) -> None:
     """One scale for both sides, the larger one, as checkpoints with a single kv_scale have."""
     for layer in range(engine.shape.layers):
@@ -84,13 +71,6 @@ def eight_bit(engine: Any) -> None:
     on_write(engine, "key_scale_pool", edit)
 
 
-def of_the_row_before(engine: Any) -> None:
-    def edit(values: Array, _: Writing) -> None:
-        values[...] = np.roll(values, 1, axis=0)
-
-    on_write(engine, "value_scale_pool", edit, [0])
-
-
 def both_sides_doubled(engine: Any) -> None:
     """Read keys and values with twice their scales."""
     for side in ("key", "value"):
@@ -101,20 +81,13 @@ KIND = "scales"
 
 FAULTS = [
     Fault("key_scale_head_x1_25", KIND, "one head's scale is a stale calibration's", "int8", stored("key", 1.25, 2, 0)),
-    Fault("key_scale_head_x1_05", KIND, "one head's scale is 5 % off", "int8", stored("key", 1.05, 2, 0)),
-    Fault("key_scale_static_head_x1_25", KIND, "a per-head scale of the wrong head, nearly the same", "fp8_head",
-          static("key", 1.25, 1, 1), engine="graph"),
     Fault("key_scale_layer_x1_05", KIND, "one layer's scale was rounded in its file", "fp8", static("key", 1.05, 1)),
     Fault("fnuz_scales", KIND, "E4M3FNUZ codes read as E4M3FN: every number doubled (AMD and NVIDIA FP8)", "fp8",
           both_sides_doubled),
     Fault("values_x1_02_layer", KIND, "one layer's value scale was rounded in its file", "fp8", static("value", 1.02, 3)),
-    Fault("scales_missing", KIND, "scales that are missing in the checkpoint and taken as 1.0", "fp8", uncalibrated),
     Fault("sides_merged", KIND, "one kv_scale for both, the larger, while the codes were made with two", "fp8", merged),
-    Fault("next_layers_scale", KIND, "layer N reads the key scale of layer N + 1", "fp8", next_layer),
     Fault("heads_swapped", KIND, "one layer's per-head scales in the order of another layout", "fp8_head", swapped_heads),
     Fault("groups_swapped", KIND, "two groups' scales change places in one head", "int8_groups", swapped_groups),
     Fault("page_scale_frozen", KIND, "a page keeps the scale of its first token", "int8", frozen),
     Fault("scale_eight_bits", KIND, "scales pass through bfloat16", "int8", eight_bit),
-    Fault("scale_of_the_row_before", KIND, "a batched append takes the scale of the row before, in one layer", "int8",
-          of_the_row_before),
 ]  # fmt: skip

@@ -22,11 +22,6 @@ def rows_from(first: int) -> Any:
     return plant
 
 
-def padded(engine: Any) -> None:
-    """Shorter rows attend to the padding of a ragged batch: every row has the longest one's length."""
-    on_input(engine, "decode", "lengths", lambda lengths, _: lengths.fill(lengths.max()))
-
-
 def logits_swapped(engine: Any) -> None:
     def edit(logits: Array, _: Sequence[int]) -> None:
         if len(logits) == 13:
@@ -130,7 +125,6 @@ KIND = "serving"
 FAULTS = [
     Fault("rows_above_16", KIND, "rows of a batch from 16 on read other rows' pages: a grid of fixed size", "fp8",
           rows_from(16)),
-    Fault("padding_attended", KIND, "shorter rows of a ragged batch attend to padding", "int8", padded),
     Fault("logits_swapped", KIND, "two rows get each other's logits in batches of 13", "int8", logits_swapped),
     Fault("fork_without_buffers", KIND, "a fork does not take sinks and recent tokens with it", "int8_sinks",
           buffers_not_forked),
