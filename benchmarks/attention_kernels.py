@@ -3,9 +3,8 @@
 Shapes: B sequences, H KV heads in groups of G query heads, Hq = H * G, D head_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from benchmarks.attention_cases import STORAGES, Case
 from benchmarks.attention_peers import PEERS
 from benchmarks.attention_step import Candidate, Kernel, Step
-from plugins.kv_attention import launch, ops
+from plugins.kv_attention import launch
 from plugins.kv_attention.kernels.variants import Variant, decode_variant
 
 TUNED_WARPS = (1, 2, 4)
@@ -25,25 +24,12 @@ TUNED_RESIDENT = (4, 8, 16)
 
 
 def _shipped(step: Step) -> Iterator[Candidate]:
-    """The shipped operator, which chooses its variant itself, with the work list that a step makes once for all its layers."""
+    """The shipped launch, which chooses its variant itself, with the work list that a step makes once for all its layers."""
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     variant = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
-    programs = ops.default_programs(step.layout, step.query, step.page_table, step.scaling)
-    work, sequences = ops.plan(step.lengths, programs)
-    run = partial(
-        ops.decode_attention,
-        step.query,
-        step.key_new,
-        step.value_new,
-        step.page_table,
-        step.lengths,
-        **step.cache,
-        scaling=step.scaling,
-        work=work,
-        sequences=sequences,
-    )
-    yield Candidate(lambda: run, _parameters(variant, programs))
+    programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
+    yield Candidate(_launch(step, None, programs), _parameters(variant, programs))
 
 
 def _tuned(step: Step) -> Iterator[Candidate]:
@@ -51,8 +37,8 @@ def _tuned(step: Step) -> Iterator[Candidate]:
     device, case = step.query.device, step.case
     sm = launch.compute_capability(device)
     default = decode_variant(step.layout, group=case.group, query_dtype="bfloat16", scaling=step.scaling, sm=sm)
-    programs = ops.default_programs(step.layout, step.query, step.page_table, step.scaling)
-    yield _launch_candidate(step, default, programs)
+    programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
+    yield Candidate(_launch(step, default, programs), _parameters(default, programs))
     if device.type == "cpu":
         return
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -63,10 +49,11 @@ def _tuned(step: Step) -> Iterator[Candidate]:
     for warps, stages, count in product(TUNED_WARPS, TUNED_STAGES, sorted(counts | {programs})):
         if (warps, stages, count) != (default.num_warps, default.num_stages, programs):
             constants = default.constants | {"STAGES": stages}
-            yield _launch_candidate(step, replace(default, constants=constants, num_warps=warps, num_stages=stages), count)
+            variant = replace(default, constants=constants, num_warps=warps, num_stages=stages)
+            yield Candidate(_launch(step, variant, count), _parameters(variant, count))
 
 
-def _launch_candidate(step: Step, variant: Variant, programs: int) -> Candidate:
+def _launch(step: Step, variant: Variant | None, programs: int) -> Callable[[], Callable[[], Tensor]]:
     plan = launch.plan_decode(step.lengths, programs=programs)
 
     def run() -> Tensor:
@@ -83,7 +70,7 @@ def _launch_candidate(step: Step, variant: Variant, programs: int) -> Candidate:
             variant=variant,
         )
 
-    return Candidate(lambda: run, _parameters(variant, programs))
+    return lambda: run
 
 
 def _parameters(variant: Variant, programs: int) -> dict[str, int]:

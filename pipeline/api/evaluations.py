@@ -1,9 +1,6 @@
 """`evaluate`: what `stage=evaluate` does, with the verdict and its report as objects."""
 
-import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -11,7 +8,7 @@ from typing import get_args
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.config import CONF
-from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
@@ -19,9 +16,6 @@ from pipeline.run.inputs import check_inputs
 from pipeline.terminal import console
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, LineStatus, Status
-
-GIVEN = "given_from_python"
-"""File of a policy that is no option of conf/kv/, while the configuration is composed."""
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700", "WARNING": "#9a6700"}
 """Readable on the light and on the dark page of a notebook."""
@@ -133,20 +127,25 @@ def evaluate(
     for key, why in NOT_HERE.items():
         if key in overrides:
             raise UserError(f"{key}={overrides[key]}: {why}; leave it out")
-    with _option(kv) as chosen:
-        config = compose({"stage": "evaluate", **_model(model), **chosen, **overrides})
+    own = [key for key in overrides if key.startswith("kv.")]
+    if isinstance(kv, KVPolicy) and own:
+        raise UserError(f"{own[0]}: the policy is given whole; set it there")
+    chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
+    config = compose({"stage": "evaluate", **_model(model), **chosen, **overrides})
+    if isinstance(kv, KVPolicy):
+        config = config.model_copy(update={"kv": kv})
     check_inputs(config)
-    from pipeline.run.runner import run  # which takes seconds: what is given wrongly is said before
+    # These take seconds: what is given wrongly is said before.
+    from pipeline.run.judging import NotPassed
+    from pipeline.run.runner import run
 
-    sweep = summary.new_sweep()
-    changed = [f"{key}={value}" for key, value in overrides.items() if key.startswith("kv.")]
+    job = console.Job(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
     with nullcontext() if verbose else console.silent():
         try:
-            run(config, sweep, False, changed)
-        except GateRefusal:
-            if not summary.load(config.work, sweep).candidates:
-                raise  # it was not judged
-    (candidate,) = summary.load(config.work, sweep).candidates
+            candidate = run(config, summary.new_sweep(), job)
+        except NotPassed as refusal:
+            candidate = refusal.candidate
+    assert candidate is not None, "stage=evaluate judges"
     evidence = candidate.report.path.parent
     return Evaluation(candidate, load_report(evidence), tuple(load_rows(evidence)))
 
@@ -155,16 +154,3 @@ def _model(model: str | Path) -> dict[str, object]:
     """Return the override of the model: an option of conf/model/, or a path."""
     options = {path.stem for path in (CONF / "model").glob("*.yaml")}
     return {"model": model} if isinstance(model, str) and model in options else {"model.path": model}
-
-
-@contextmanager
-def _option(kv: str | KVPolicy) -> Iterator[dict[str, object]]:
-    """Yield the override of the policy. One that is no option becomes one, as a file of `--config-dir` does."""
-    if not isinstance(kv, KVPolicy):
-        yield {"kv": kv}
-        return
-    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
-        folder = Path(scratch) / "kv"
-        folder.mkdir()
-        (folder / f"{GIVEN}.yaml").write_text(json.dumps(kv.model_dump(mode="json")), encoding="utf-8")
-        yield {"hydra.searchpath": [f"file://{scratch}"], "kv": GIVEN}

@@ -1,7 +1,7 @@
 """What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
 A backend is made from its configuration by `open_backend(config)` of that module. Making one is
-cheap: methods import the libraries that they need themselves.
+cheap: methods import the libraries that they need themselves. One that builds nothing and is given servers is a `Loader` alone.
 """
 
 from abc import ABC, abstractmethod

@@ -1,23 +1,25 @@
 """From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice, product
 from math import prod
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
@@ -31,6 +33,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
 from pipeline.verdict.gates import Gates
 
+T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 
 ConfigStore.instance().store("default", Gates().model_dump(mode="json"), group="gates")
@@ -183,6 +186,8 @@ class Plan:
     """What runs them."""
     launcher_keys: Mapping[str, object] = field(default_factory=dict)
     """Below `hydra.launcher.`, dotted, with their values."""
+    given: tuple[str, ...] = ()
+    """Overrides of the command."""
 
 
 def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
@@ -210,7 +215,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         if key.lstrip("+") != TRACKING_URI:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
-        with _beside_other_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with _hydra():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
             parsed = parser.parse_overrides(list(overrides))
             check_overrides(parsed, _options)
@@ -237,7 +242,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             if moving is not None:
                 raise UserError(f"stage={moving}: moves what serves, and jobs of a sweep may run at once; leave -m out")
             names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
-            return Plan(jobs, True, keys, each, names, launcher, launcher_keys)
+            return Plan(jobs, True, keys, each, names, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
 
@@ -255,14 +260,33 @@ def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
     return configs
 
 
+def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:
+    """Run the jobs of a sweep by its launcher and return what each returned, in the order of the command line.
+
+    Args:
+        planned: The jobs, of which Hydra composes each again where it runs: a machine's own defaults are of that machine.
+        more: Overrides for the launcher's plugin.
+        task: What is called with the configuration of each; it is sent to other processes.
+    """
+    with _hydra():
+        state = GlobalHydra.instance()
+        assert state.hydra is not None
+        composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
+        context = HydraContext(state.config_loader(), Callbacks())
+        launcher = Plugins.instance().instantiate_launcher(context, task, composed)
+        jobs = [[o for o in job if not o.lstrip("+~").startswith(("hydra.", "hydra/"))] for job in planned.overrides]
+        return [returned.return_value for returned in launcher.launch(jobs, initial_job_idx=0)]
+
+
 @contextmanager
-def _beside_other_hydra() -> Iterator[None]:
+def _hydra() -> Iterator[None]:
     """Compose as if nobody else used Hydra in this process: an application may be one of Hydra's, and stays what it was."""
     state = GlobalHydra.instance()
     theirs, base = state.hydra, copy(VersionBase.instance())
     state.clear()
     try:
-        yield
+        with initialize_config_dir(str(CONF), job_name="kvgate", version_base="1.3"):
+            yield
     finally:
         GlobalHydra.set_instance(state)
         state.hydra = theirs

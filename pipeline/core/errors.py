@@ -54,6 +54,10 @@ OS_FIXES = {
 """What to do, by the number of an OSError."""
 
 
+DEBUG_VARIABLE = "KVGATE_DEBUG"
+"""Environment variable: 1 shows where an exception came from that is no refusal."""
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that `error` ends."""
     known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)

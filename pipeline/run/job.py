@@ -1,28 +1,30 @@
-"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
+"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by.
+
+The gates and their statistics are imported where they decide: a status does not wait for them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.evidence.reading import Evidence
-from pipeline.evidence.verify import decoded_again, replay_candidate
-from pipeline.loading import open_backend
-from pipeline.registry.proof import Finding, Replay
 from pipeline.registry.runs import open_store
-from pipeline.run.chain import Chain
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
-from pipeline.trust.policy import GatePolicy, kept
-from pipeline.verdict.gates import Decide, decide
-from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
+    from pipeline.evidence.reading import Evidence
     from pipeline.registry.mlflow_store import MlflowStore
+    from pipeline.registry.proof import Finding, Replay
+    from pipeline.run.chain import Chain
+    from pipeline.trust.policy import GatePolicy
+    from pipeline.verdict.gates import Decide
+    from pipeline.verdict.report import EvaluationReport, SampleRow
+    from pipeline.verdict.thresholds import Verdict
 
 
 @dataclass
@@ -30,13 +32,19 @@ class Run:
     """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
 
     config: Config
-    chain: Chain
-    sweep: str
-    sweeping: bool
-    label: str
+    sweep: str = ""
+    sweeping: bool = False
+    label: str = ""
     """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
     as_json: bool = False
     """Whether stage=status prints one JSON document (`--json`)."""
+
+    @cached_property
+    def chain(self) -> "Chain":
+        """Its artifacts."""
+        from pipeline.run.served import open_chain
+
+        return open_chain(self.config, Store(self.config.work / "artifacts"))
 
     def registry(self) -> "MlflowStore":
         """Open the registry. Raises UserError when tracking is off."""
@@ -60,14 +68,19 @@ class Run:
         """Sets of keys, of each of which one must have signed what is promoted or verified."""
         return [self.keys] if self.keys.trusted else []
 
-    def replay_under(self, policy: GatePolicy | None) -> Replay:
+    def replay_under(self, policy: "GatePolicy | None") -> "Replay":
         """Return what replays a candidate's evidence, and checks who signed it where that matters."""
+        from pipeline.evidence.verify import replay_candidate
+
         signers = policy.keys() if policy is not None else None
         trusted = [*self.trusted, *([signers] if signers is not None else [])]
         return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
 
-    def decode_again(self, evidence: Evidence) -> list[Finding]:
+    def decode_again(self, evidence: "Evidence") -> "list[Finding]":
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
+        from pipeline.evidence.verify import decoded_again
+        from pipeline.loading import open_backend
+
         backend = self.config.backend
         if backend.name != evidence.identity.backend or not backend.in_process:
             return []
@@ -77,10 +90,14 @@ class Run:
             console.warning(f"no sample was decoded again: {error}")
             return []
 
-    def decide_under(self, policy: GatePolicy | None) -> Decide:
+    def decide_under(self, policy: "GatePolicy | None") -> "Decide":
         """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
+        from pipeline.trust.policy import kept
+
         return kept(policy, self.config.gates, self.decide)
 
-    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+    def decide(self, report: "EvaluationReport", rows: "Sequence[SampleRow]") -> "Verdict":
         """Decide by the gates of this command."""
+        from pipeline.verdict.gates import decide
+
         return decide(report, rows, self.config.gates)

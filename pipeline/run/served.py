@@ -90,7 +90,7 @@ class ServedChain(Chain):
         return self._records[role]
 
     @cached_property
-    def _records(self) -> dict["ServerRole", Artifact | None]:
+    def _records(self) -> "dict[ServerRole, Artifact | None]":
         return {}
 
     def _record(self, role: "ServerRole", policy: KVPolicy, facts: dict[str, object]) -> Artifact:

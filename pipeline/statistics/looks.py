@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
 from pipeline.statistics.bounds import Array
@@ -138,6 +137,8 @@ def nominal_levels(shares: tuple[float, ...], alpha: float, spending: Spending) 
 
 def _boundary(paths: _Paths, share: float, wanted: float) -> float:
     """Return the boundary that the paths cross at a look with the probability `wanted`."""
+    from scipy.optimize import brentq  # half a second, for which a status would wait
+
     farthest = FARTHEST * math.sqrt(share)
     if wanted <= paths.crossing(share, farthest):
         return math.inf

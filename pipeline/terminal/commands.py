@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from pipeline.config import CONF
@@ -18,24 +17,23 @@ from pipeline.planning.labels import written
 from pipeline.terminal.planning_tables import command_line
 from pipeline.verdict.gates import Gates
 
+_given: list[tuple[str, ...]] = []
+"""The arguments of the command that this process is; empty in a program, and in a launcher's worker."""
+
+
+def remember(arguments: Sequence[str]) -> None:
+    """Take the arguments of the command that this process is."""
+    _given[:] = [tuple(arguments)]
+
 
 def typed() -> list[str]:
-    """Return the arguments of this job's command, with the folder of the user's own options; nothing outside of a command."""
-    if not HydraConfig.initialized():
-        return []
-    hydra = HydraConfig.get()
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return [*(part for folder in folders for part in ("--config-dir", folder)), *repeated(hydra.overrides.task)]
+    """Return what a next command repeats of what was typed: not in which form this one spoke; nothing outside of a command."""
+    return [argument for given in _given for argument in given if not argument.startswith("log=")]
 
 
-def whole() -> str | None:
-    """Return this job's command; None outside of a command. That of a sweep is not known to its jobs."""
-    return command_line(typed(), ()) if HydraConfig.initialized() else None
-
-
-def repeated(overrides: Sequence[str]) -> list[str]:
-    """Return what a next command repeats of what was typed: not in which form this one spoke."""
-    return [override for override in overrides if not override.startswith("log=")]
+def whole(*, sweep: bool = False) -> str | None:
+    """Return this process's command; None outside of a command."""
+    return command_line(typed(), (), sweep=sweep) if _given else None
 
 
 def carried(config: Config, *groups: str) -> list[str]:

@@ -7,25 +7,30 @@ import os
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from pipeline.artifacts.digest import told
-from pipeline.core.errors import INTERRUPTED
-from pipeline.core.records import Progress
+from pipeline.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from pipeline.core.redaction import printable, redact_text
 from pipeline.terminal.grids import Grid, lay_out
 from pipeline.terminal.phases import Phase, bar, duration, lines
 from pipeline.terminal.streams import RESULT, Streams, line
 from pipeline.terminal.texts import between_words, relative
 
+if TYPE_CHECKING:
+    from pipeline.core.records import Progress
+
+MODES = ("human", "json", "quiet")
+"""`log=`."""
 PLAIN_WIDTH = 100
 """Columns where nobody sets a width: tables need one."""
 
@@ -251,12 +256,16 @@ def error(text: str, **fields: object) -> None:
         print(f"pipeline: error: {_named()}{relative(text)}", file=sys.stderr)
 
 
-def trace(text: str) -> None:
-    """Show where an exception came from."""
-    if _speech.mode == "json":
-        _write({"level": "error", "message": "where it came from", "traceback": text})
-    else:
-        print(redact_text(text), file=sys.stderr)
+def ended_by(problem: Exception) -> None:
+    """Say what ends a job. Anything but a refusal also shows where it came from, where the environment asks for it."""
+    for text in describe(problem).splitlines():
+        error(text, exit_code=exit_code(problem))
+    if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
+        trace = "".join(traceback.format_exception(problem))
+        if _speech.mode == "json":
+            _write({"level": "error", "message": "where it came from", "traceback": trace})
+        else:
+            print(redact_text(trace), file=sys.stderr)
 
 
 def interrupted(text: str) -> None:
@@ -298,7 +307,7 @@ def written_to(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Progress]:
+def progress(title: str) -> Iterator["Progress"]:
     """Show the progress of what the block does on stderr.
 
     A terminal gets a bar; anything else gets a line after FIRST_SECONDS, and one every LINE_SECONDS from then on, whether

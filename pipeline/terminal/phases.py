@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -10,8 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.core.records import Progress
 from pipeline.terminal.texts import between_words
+
+if TYPE_CHECKING:
+    from pipeline.core.records import Progress
 
 FIRST_SECONDS = 1.5
 """Time before the first line of progress where there is no terminal."""
@@ -115,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def lines(phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]:
+def lines(phase: Phase, say: Callable[[str | None], None]) -> Iterator["Progress"]:
     """Say how a phase goes on every LINE_SECONDS, also while nothing calls.
 
     Args:
@@ -172,7 +175,7 @@ class _Shown:
 
 
 @contextmanager
-def bar(console: Console, title: str, phase: Phase, say: Callable[[str | None], None]) -> Iterator[Progress]:
+def bar(console: Console, title: str, phase: Phase, say: Callable[[str | None], None]) -> Iterator["Progress"]:
     """Show a phase as a bar on a terminal, below what else is printed there; the arguments are as of `lines`."""
 
     def update(label: str, done: int, total: int) -> None:

@@ -60,6 +60,23 @@ def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, re
     return max(1, min(sm_count * resident // kv_heads, batch * max_pages))
 
 
+def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, scaling: float) -> int:
+    """Return the programs over the pages of a KV head that fill the query's device, from shapes alone.
+
+    Args:
+        layout: Format of the cache.
+        query: (B, Hq, D); of it type, shape and device matter.
+        page_table: (B, P).
+        scaling: Factor of the scores before the softmax.
+    """
+    (batch, max_pages), device = page_table.shape, query.device
+    if device.type == "cpu":
+        return choose_programs(batch, layout.kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
+    group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
+    variant = decode_variant(layout, group=group, query_dtype=dtype, scaling=scaling, sm=compute_capability(device))
+    return choose_programs(batch, layout.kv_heads, max_pages, sm_count=sm_count(device), resident=variant.resident)
+
+
 def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_tokens: int = 0) -> Plan:
     """Make the work list of a decode step on the device.
 

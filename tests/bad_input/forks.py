@@ -47,7 +47,7 @@ def no_runner() -> ModuleType:
         raise SystemExit(99)
 
     runner = ModuleType("pipeline.run.runner")
-    vars(runner).update(run=begin, conclude_sweep=begin)
+    vars(runner).update(run=begin, holding=begin)
     return runner
 
 

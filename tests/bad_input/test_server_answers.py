@@ -24,7 +24,7 @@ from stages.engines.openai.protocol import FINGERPRINT
 from stages.engines.openai.server import ask, write_server
 from stages.evaluate.distances.shown import compare_shown, head_of_shown
 
-FUZZED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 URL = "http://127.0.0.1:1"
 CONFIG = OpenAIConfig(
     name="openai", url=URL, baseline_url=None, canary_url=None, model=None, api_key_env=None, top_logprobs=10, timeout_s=1.0,

@@ -90,7 +90,7 @@ def judge(job: Any, expected: str) -> tuple[EvaluationReport, Verdict, dict[str,
     """Evaluate, and return the report, the verdict and the candidate of summary.json."""
     check_inputs(job)
     with pytest.raises(GateRefusal, match=f"int8 is not good enough: {expected}"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
     directory = Path(candidate["report"]["path"]).parent
     report = load_report(directory)
@@ -173,7 +173,7 @@ def test_its_canary_is_the_corrupted_server(judged: Judged) -> None:
 def test_it_is_never_promoted(judged: Judged) -> None:
     job = judged[0].model_copy(update={"stage": "promote"})
     with pytest.raises(GateRefusal, match="no candidate passed: int8: INCONCLUSIVE"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
 
 
 def test_its_evidence_replays_and_names_the_server(judged: Judged) -> None:
@@ -234,7 +234,7 @@ def test_a_server_that_dies_is_told_in_a_line_and_the_same_command_goes_on(bench
         with pytest.raises(
             MissingRequirement, match=rf"^backend\.url={url}: no server answers POST /v1/completions there"
         ) as raised:
-            run(job, "sweep", sweeping=False, changed=[])
+            run(job, "sweep")
         assert str(raised.value).endswith("what was measured is kept, and the same command goes on")
         assert "\n" not in str(raised.value)
         left = list((job.work / "artifacts" / ".partial").rglob("*.safetensors"))

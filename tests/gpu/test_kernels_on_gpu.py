@@ -1,7 +1,7 @@
-"""The operators on a real GPU: in CUDA graphs, without waiting for the host, compiled; and the benchmark, briefly.
+"""The kernels on a real GPU: in CUDA graphs, without waiting for the host; and the benchmark, briefly.
 
 Needs torch, Triton and rich, nothing else of kvgate's. What the kernels compute is checked by the same tests as in Triton's
-interpreter, which run on the GPU where there is one: tests/integration/test_kernel_{append,context,decode,ops}.py.
+interpreter, which run on the GPU where there is one: tests/integration/test_kernel_{append,context,decode,launch}.py.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from kernel_cases import side
 from torch import Tensor
 
-from plugins.kv_attention import ops  # noqa: F401  (registers torch.ops.kvgate)
+from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +39,7 @@ class Decoder:
         self.cache = {name: self._filled(*spec, rng) for name, spec in specs.items()}
         self.page_table = torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS).int()
         self.lengths = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
-        slots = torch.arange(BATCH, dtype=torch.int32, device="cuda") if layout.exact_tokens else None
-        self.rest: dict[str, Any] = {"exact_slots": slots, "sink_tokens": layout.sink_tokens}
+        self.layout, self.slots = layout, torch.arange(BATCH, dtype=torch.int32, device="cuda")
         heads = (layout.kv_heads * GROUP, layout.kv_heads, layout.kv_heads)
         self.inputs = [torch.randn(LAYERS, BATCH, h, layout.head_dim, generator=rng, device="cuda").bfloat16() for h in heads]
 
@@ -53,12 +52,15 @@ class Decoder:
 
     def step(self) -> Tensor:
         """(LAYERS, BATCH, Hq, D)."""
-        tables, outs = (self.page_table, self.lengths), []
-        query, key, value = self.inputs
-        for layer in range(LAYERS):
-            one = {name: tensor[layer] for name, tensor in self.cache.items()} | self.rest
-            outs.append(torch.ops.kvgate.decode_attention(query[layer], key[layer], value[layer], *tables, **one, scaling=0.1))
-        torch.ops.kvgate.append(key, value, *tables, **self.cache, **self.rest)
+        tables: dict[str, Any] = {"page_table": self.page_table, "lengths": self.lengths, "exact_slots": self.slots}
+        outs, (query, key, value) = [], self.inputs
+        programs = launch.default_programs(self.layout, query[0], self.page_table, 0.1)
+        exact = {"sink_tokens": self.layout.sink_tokens, "recent_tokens": self.layout.recent_tokens}
+        plan = launch.plan_decode(self.lengths, programs=programs, **exact)
+        for layer, new in enumerate(zip(query, key, value, strict=True)):
+            cache = {name: tensor[layer] for name, tensor in self.cache.items()}
+            outs.append(launch.decode_attention(self.layout, *new, cache, plan=plan, scaling=0.1, **tables))
+        launch.append(self.layout, key, value, self.cache, **tables)
         return torch.stack(outs)
 
     def show(self, lengths: list[int], seed: int) -> None:
@@ -102,17 +104,6 @@ def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: 
         assert torch.equal(out, wanted)
         assert out.isfinite().all()
         for array, tensor in captured.cache.items():
-            assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
-
-
-def test_a_compiled_step_holds_both_operators_in_one_graph() -> None:
-    compiled, eager = Decoder(LAYOUTS["guarded"]), Decoder(LAYOUTS["guarded"])
-    step = torch.compile(compiled.step, fullgraph=True)
-    for seed, lengths in enumerate(LENGTHS):
-        for decoder in (compiled, eager):
-            decoder.show(lengths, seed)
-        assert torch.equal(step(), eager.step())
-        for array, tensor in compiled.cache.items():
             assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
 
 

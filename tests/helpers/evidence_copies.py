@@ -8,13 +8,11 @@ from typing import Any
 from judged_engine import config_of
 
 from pipeline.artifacts.digest import files_digest, json_digest
-from pipeline.artifacts.store import Store
 from pipeline.core.errors import exit_code
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.proof import Finding
-from pipeline.run.chain import Chain
 from pipeline.run.job import Run
 from pipeline.run.serving import verify
 
@@ -34,7 +32,7 @@ def code(directory: Path) -> int:
     """The exit code of `stage=verify bundle=DIRECTORY`."""
     config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
     try:
-        verify(Run(config, Chain(config, Store(config.work)), "", False, ""))
+        verify(Run(config))
     except Exception as error:
         return exit_code(error)
     return 0

@@ -1,5 +1,7 @@
 """What the tests of the kernel engine on a CPU and on a GPU share."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -49,35 +51,51 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(norms.max())
 
 
+def uncounted(reference_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in of a kernel's launch, whose own moves between host and device are no launch's (transfers.py)."""
+
+    @wraps(reference_of)
+    def stand_in(*args: Any, **options: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return reference_of(*args, **options)
+
+    return stand_in
+
+
+@uncounted
 def append_by_reference(
-    layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], **tables: Any
-) -> None:
+    layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], page_table: Tensor, lengths: Tensor,
+    **tables: Any,
+) -> None:  # fmt: skip
     """launch.append in plain torch."""
     for layer in range(len(key_new)):
         one = {name: tensor[layer] for name, tensor in cache.items()}
-        reference.append(layout, key_new[layer], value_new[layer], one, **tables)
+        reference.append(layout, key_new[layer], value_new[layer], one, page_table=page_table, lengths=lengths, **tables)
 
 
+@uncounted
 def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: launch.Plan, **options: Any) -> Tensor:  # noqa: ARG001
     """launch.decode_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 
 
+@uncounted
 def context_by_reference(
-    layout: CacheLayout, query: Tensor, key: Tensor, value: Tensor, cache: dict[str, Tensor], table: Tensor, lengths: Tensor, *,
-    query_starts: Tensor | None, scaling: float, splits: int | None, exact_slots: Tensor | None,  # noqa: ARG001
-) -> Tensor:  # fmt: skip
+    layout: CacheLayout, query: Tensor, *new: Any, lengths: Tensor, query_starts: Tensor | None, **options: Any
+) -> Tensor:
     """context.context_attention in plain torch."""
     if query_starts is None:
         query_starts = torch.arange(len(lengths) + 1) * (len(query) // len(lengths))
-    out = reference.attend_context(
-        layout, query, key, value, cache, query_starts=query_starts, page_table=table, lengths=lengths, scaling=scaling,
-        exact_slots=exact_slots,
-    )  # fmt: skip
-    return out.to(query.dtype)
+    return reference.attend_context(layout, query, *new, lengths=lengths, query_starts=query_starts, **options).to(query.dtype)
 
 
 def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let prompts be stored and attended to in plain torch, which the interpreter takes much longer for."""
     patch.setattr(launch, "append", append_by_reference)
     patch.setattr(context, "context_attention", context_by_reference)
+
+
+def decode_by_reference(patch: pytest.MonkeyPatch) -> None:
+    """Let decode steps attend in plain torch, which needs no plan."""
+    patch.setattr(launch, "plan_decode", lambda *_, **__: None)
+    patch.setattr(launch, "decode_attention", attend_by_reference)

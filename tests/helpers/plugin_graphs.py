@@ -16,8 +16,9 @@ import onnxruntime as ort
 import torch
 from onnx import helper
 
-from plugins.kv_attention import ops, reference
-from plugins.kv_attention.tensorrt_nodes import all_nodes
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.layout import CacheLayout, SideLayout
+from plugins.kv_attention.tensorrt_nodes import FORMATS, all_nodes
 
 FLOAT8 = onnx.TensorProto.FLOAT8E4M3FN
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -25,6 +26,24 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 def is_plugin(node: onnx.NodeProto) -> bool:
     return any(attribute.name == "plugin_namespace" for attribute in node.attribute)
+
+
+def layout_of(node: onnx.NodeProto, tensors: Mapping[str, torch.Tensor]) -> CacheLayout:
+    """The layout of an append's cache, by its attributes and tensors."""
+    given = {attribute.name: attribute.i for attribute in node.attribute}
+    dtypes = {number: dtype for dtype, number in FORMATS.items()}
+    _, _, heads, dim = tensors["key_new"].shape
+
+    def side(name: str) -> SideLayout:
+        group = (given["value_group"] or None) if name == "value" else None
+        granularity = "none"
+        if f"{name}_scale_pool" in tensors:
+            granularity = "per_group" if group else "per_token"
+        elif f"{name}_scale" in tensors:
+            granularity = "per_tensor" if tensors[f"{name}_scale"].shape[1] == 1 else "per_head"
+        return SideLayout(dtypes[given[f"{name}_format"]], granularity, group)  # type: ignore[arg-type]
+
+    return CacheLayout(heads, dim, side("key"), side("value"), given["sink_tokens"], given["recent_tokens"])
 
 
 class PluginGraph:
@@ -98,15 +117,15 @@ class PluginGraph:
                 tensor = torch.as_tensor(values[name].numpy().copy())
             taken[f"{role}_new" if role in ("key", "value") else role] = tensor
         del taken["attended"]
-        (sinks,) = (attribute.i for attribute in node.attribute if attribute.name == "sink_tokens")
-        if self.interpreted:
-            ops.append(**taken, sink_tokens=sinks)
-            return
+        layout = layout_of(node, taken)
         tables = {role: taken.pop(role) for role in ("page_table", "lengths", "exact_slots") if role in taken}
         keys, values_ = taken.pop("key_new"), taken.pop("value_new")
+        if self.interpreted:
+            launch.append(layout, keys, values_, taken, **tables)
+            return
         for layer, (key, value) in enumerate(zip(keys, values_, strict=True)):
             cache = {role: tensor[layer] for role, tensor in taken.items()}
-            reference.append(ops.layout_of(key.shape[-1], cache, sinks), key, value, cache, **tables)
+            reference.append(layout, key, value, cache, **tables)
 
     def _compute(
         self,

@@ -16,10 +16,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 
-JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-SUBMITIT = ("hydra/launcher=submitit_local",)
-RAY = ("hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2")
-
 
 @dataclass(frozen=True)
 class Swept:

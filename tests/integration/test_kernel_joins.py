@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, attend_by_reference, distance, prefill_by_reference, short_model
+from kernel_engine_cases import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 from transfers import counted_transfers
 
@@ -76,7 +76,7 @@ class Watched(KernelEngine):
 @pytest.fixture
 def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     prefill_by_reference(monkeypatch)
-    monkeypatch.setattr(launch, "decode_attention", attend_by_reference)
+    decode_by_reference(monkeypatch)
 
     def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
         scales = static_scales(policy, benchlib.model_shape(model))

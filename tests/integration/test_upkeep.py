@@ -69,7 +69,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
 def command(work: Path, *overrides: str, as_json: bool = False) -> None:
     """Run a stage in this process."""
     config = config_of(f"workdir={work}", MODEL, "promote.decode_again=0", *overrides)
-    runner.run(config, "20260105-000000-1-e", False, [], as_json=as_json)
+    runner.run(config, "20260105-000000-1-e", as_json=as_json)
 
 
 def write_one(out: Path) -> None:

@@ -30,7 +30,6 @@ from pipeline.api import (
     load,
 )
 from pipeline.api.calls import _written, compose
-from pipeline.api.evaluations import _option
 from pipeline.registry import summary
 from pipeline.terminal import console
 
@@ -64,7 +63,6 @@ def arguments(values: dict[str, Any]) -> list[str]:
 
 def run_command(*overrides: str) -> int:
     """Run the command line in this process."""
-    command._exit_codes.clear()
     try:
         return command._dispatch(list(overrides))
     finally:
@@ -128,17 +126,9 @@ def test_what_fails_is_a_result_and_a_second_evaluation_works_in_the_same_proces
     assert judged.bundle != failed.bundle
 
 
-def test_a_policy_of_ones_own_counts_by_its_content_where_an_option_has_its_name() -> None:
-    own = compose({"stage": "build", "kv": "int8"}).kv.model_copy(update={"name": "fp8", "sink_tokens": 4})
-    with _option(own) as chosen:
-        assert compose({"stage": "build", **chosen}).kv == own
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "kv").glob("*.yaml"))[::6])
-def test_a_policy_survives_the_way_through_the_configuration(name: str) -> None:
-    policy = compose({"stage": "build", "kv": name}).kv
-    with _option(policy) as chosen:
-        assert compose({"stage": "build", **chosen}).kv == policy
+def test_a_policy_of_ones_own_is_given_whole() -> None:
+    with pytest.raises(UserError, match=r"kv\.sink_tokens: the policy is given whole; set it there"):
+        evaluate("tiny", compose({"stage": "build", "kv": "int8"}).kv, **{"kv.sink_tokens": 4})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("judged")
@@ -213,8 +203,7 @@ def test_the_machines_errors_are_missing_requirements_and_defects_stay(
 
 
 def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(config: Any, sweep: str, *_: object) -> None:
-        summary.begin(config.work, sweep, ["fp8"])
+    def refused(*_: object) -> None:
         raise GateRefusal("a scale does not arrive")
 
     monkeypatch.setattr("pipeline.run.runner.run", refused)

@@ -28,7 +28,7 @@ def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path) -> None:
     (job,) = plan(given, multirun=False).jobs
     check_inputs(job)
     with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
     report = load_report(Path(candidate["report"]["path"]).parent)
     assert lines("canary", report)[0].status == "PASS"

@@ -54,11 +54,11 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     (strict,) = plan(given, multirun=False).jobs
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
     with pytest.raises(GateRefusal, match=refused):
-        run(strict, "sweep", sweeping=False, changed=[])  # ModelOpt's export has no FP8 scale below 1
+        run(strict, "sweep")  # ModelOpt's export has no FP8 scale below 1
     (job,) = plan([*given, "gates.allow_scale_changes=[defaulted]"], multirun=False).jobs
     check_inputs(job)
     with pytest.raises(GateRefusal, match="fp8 is not good enough: INCONCLUSIVE"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return work, candidate
 

@@ -32,7 +32,7 @@ def judge(work: Path, python: str, *given: str) -> tuple[EvaluationReport, dict[
     (job,) = plan(asked, multirun=False).jobs
     check_inputs(job)
     with pytest.raises(GateRefusal, match="fp8 is not good enough: FAIL"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return load_report(Path(candidate["report"]["path"]).parent), candidate
 

@@ -59,7 +59,7 @@ def test_a_server_is_judged_by_what_it_shows_of_its_prefix_cache(work: Path, ser
     job = job_of(work, servers)
     check_inputs(job)
     with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     directory = Path(candidate["report"]["path"]).parent
     report, rows = load_report(directory), load_rows(directory)
@@ -98,7 +98,7 @@ def test_what_the_server_refuses_is_told_in_a_line(tmp_path: Path, servers: Serv
 
     def command() -> None:
         check_inputs(job)
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
 
     with pytest.raises(UserError, match=expected) as raised:
         command()
@@ -117,7 +117,7 @@ def test_a_server_that_is_killed_in_the_middle_is_told_in_a_line(work: Path, ser
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(MissingRequirement, match=r"^backend\.baseline_url=http.*: no server answers POST") as raised:
-        run(job, "sweep", sweeping=False, changed=[])
+        run(job, "sweep")
     killer.join()
     assert str(raised.value).endswith("what was measured is kept, and the same command goes on")
     assert "\n" not in str(raised.value)

@@ -50,7 +50,7 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Chain, "_get", noted)
-            run(config, "20260101-000000-1-a", jobs.sweeping, [])
+            run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
     return found
 
 

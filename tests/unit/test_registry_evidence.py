@@ -11,14 +11,12 @@ from judged_candidates import MemoryRegistry
 from judged_engine import config_of, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.artifacts.store import Store
 from pipeline.core.errors import GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay, replay_candidate
 from pipeline.registry.promotion import Move, promote
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
-from pipeline.run.chain import Chain
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
 from pipeline.trust.movelog import MoveLog
@@ -86,7 +84,7 @@ def first_finding(candidate: Candidate) -> str:
 def refusal_of_stage_verify(candidate: Candidate) -> str:
     config = config_of("stage=verify", f"bundle={candidate.engine.path}")
     with pytest.raises(GateRefusal) as caught:
-        verify_stage(Run(config, Chain(config, Store(config.work)), "", False, ""))
+        verify_stage(Run(config))
     return str(caught.value)
 
 

@@ -15,13 +15,11 @@ from judged_candidates import MemoryRegistry
 from judged_engine import config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
-from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
-from pipeline.run.chain import Chain
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
 from pipeline.trust.keys import Keys, key_id
@@ -125,7 +123,7 @@ def test_what_a_trusted_key_signed_verifies_in_its_store_and_as_a_copy(
 
 def stage_verify(bundle: Path, trusted: Path) -> Run:
     config = config_of("stage=verify", f"bundle={bundle}", f"signing.trusted=[{trusted}]")
-    return Run(config, Chain(config, Store(config.work)), "", False, "")
+    return Run(config)
 
 
 def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:

@@ -16,7 +16,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
-from plugins.kv_attention import ops
+from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.cuda.groups import LayerGroup, multiply
 from stages.engines.paged.allocator import PageAllocator
@@ -73,19 +73,11 @@ class KernelCache(SequencePages):
             values: New values (L, B, H, D).
             page_table: (B, P) int32, or (B, 1): the page that each token goes to.
             positions: (B) int32: where each token goes in its sequence, -1 in rows that are not stored.
-            exact_slots: (B) int32, the exact buffer of each row, as ops.append takes it.
+            exact_slots: (B) int32, the exact buffer of each row, as launch.append takes it.
         """
         for group in self.groups:
-            ops.append(
-                *group.of(keys, values),
-                page_table,
-                positions,
-                exact_slots=exact_slots if group.exact else None,
-                sink_tokens=group.layout.sink_tokens,
-                **group.paged,
-                **group.exact,
-                **group.scales,
-            )
+            cache = group.paged | group.exact | group.scales
+            launch.append(group.layout, *group.of(keys, values), cache, page_table, positions, exact_slots=exact_slots)
         if any(group.faults for group in self.groups):
             # Rows that are not stored do again what the first row does, so that no two rows write different numbers to a place.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)

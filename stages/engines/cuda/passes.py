@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVShape
-from plugins.kv_attention import ops
-from plugins.kv_attention.context_ops import context_attention
+from plugins.kv_attention import context, launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
@@ -59,7 +58,7 @@ class DecodePass:
         """Of all layers in the order of the cache's groups."""
         self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
         self._lengths: Tensor
-        self._plans: dict[int, dict[str, Tensor]] = {}
+        self._plans: dict[int, launch.Plan] = {}
         """Work lists of this step, by the number of programs that fill the GPU with a layer's kernel."""
         self._logits: Tensor
         """(batch, vocab_size)."""
@@ -122,26 +121,25 @@ class DecodePass:
         row = group.first + i
         self.keys[row].copy_(key[:, :, 0])
         self.values[row].copy_(value[:, :, 0])
-        out: Tensor = ops.decode_attention(
-            query[:, :, 0].contiguous(),
+        return launch.decode_attention(
+            group.layout,
+            query[:, :, 0],
             self.keys[row],
             self.values[row],
+            group.to_read(i),
             page_table=self.page_table,
             lengths=self._lengths,
-            exact_slots=self.exact_slots if group.exact else None,
-            sink_tokens=group.layout.sink_tokens,
+            plan=self._plan(group.layout, query[:, :, 0], scaling),
             scaling=scaling,
-            **self._plan(group.layout, query[:, :, 0], scaling),
-            **group.to_read(i),
-        )
-        return out.unsqueeze(1)
+            exact_slots=self.exact_slots,
+        ).unsqueeze(1)
 
-    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> dict[str, Tensor]:
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.Plan:
         """The step's work list, which the first of the layers that share it makes: their exact tokens are the policy's."""
-        programs = ops.default_programs(layout, query, self.page_table, scaling)
+        programs = launch.default_programs(layout, query, self.page_table, scaling)
         if programs not in self._plans:
-            work, sequences = ops.plan(self._lengths, programs, layout.sink_tokens, layout.recent_tokens)
-            self._plans[programs] = {"work": work, "sequences": sequences}
+            exact = {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens}
+            self._plans[programs] = launch.plan_decode(self._lengths, programs=programs, **exact)
         return self._plans[programs]
 
     def _forward(self) -> None:
@@ -227,19 +225,18 @@ class PrefillPass:
         row, tensors = group.first + i, self.inputs.tensors
         self.keys[row].copy_(key[0].transpose(0, 1))
         self.values[row].copy_(value[0].transpose(0, 1))
-        out: Tensor = context_attention(
-            query[0].transpose(0, 1).contiguous(),
+        return context.context_attention(
+            group.layout,
+            query[0].transpose(0, 1),
             self.keys[row],
             self.values[row],
+            group.to_read(i),
             page_table=tensors["page_table"],
             lengths=tensors["lengths"],
             query_starts=tensors["starts"] if len(self.chunks) > 1 else None,
-            exact_slots=tensors["exact_slots"] if group.exact else None,
-            sink_tokens=group.layout.sink_tokens,
             scaling=scaling,
-            **group.to_read(i),
-        )
-        return out[None]
+            exact_slots=tensors["exact_slots"],
+        )[None]
 
 
 def _attention(

@@ -1,0 +1,107 @@
+"""The stages that make an engine and judge it: quantize, build, evaluate."""
+
+from rich.markup import escape
+
+from pipeline.core.errors import GateRefusal
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.pages.page import run_page
+from pipeline.registry import summary
+from pipeline.registry.proof import PASS
+from pipeline.registry.runs import open_store, track
+from pipeline.registry.summary import Candidate, Cited
+from pipeline.run.job import Run
+from pipeline.run.serving import promote_from
+from pipeline.run.showing import compare_in_mlflow, show
+from pipeline.terminal import console, next_steps, tables
+from pipeline.terminal.commands import typed, whole
+from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
+from pipeline.verdict.tracked import flat_metrics
+
+
+class NotPassed(GateRefusal):
+    """A candidate did not pass its gates."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        super().__init__(f"{candidate.name} is not good enough: {candidate.verdict}")
+        self.candidate = candidate
+
+
+def quantize(run: Run) -> None:
+    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
+    quantized, exports = run.chain.made_by("quantize")
+    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
+    if not run.sweeping:
+        next_steps.show(next_steps.after_quantize(typed()))
+
+
+def build(run: Run) -> None:
+    """Build the engine bundle."""
+    (bundle,) = run.chain.made_by("build")
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
+    for line in run.chain.backend.describe(bundle.path):
+        console.say(line)
+    hint = run.chain.onnx_report(run.config.kv)
+    if hint is not None:
+        console.say(escape(hint))
+    if not run.sweeping:
+        next_steps.show(next_steps.after_build(typed()))
+
+
+def evaluate(run: Run) -> Candidate:
+    """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
+
+    Jobs of a sweep only register: else the last to finish would win.
+
+    Raises:
+        NotPassed: when it did not pass; not in a sweep, which decides once all candidates are judged.
+    """
+    config, chain = run.config, run.chain
+    with console.doing("opening MLflow"):
+        store = open_store(config.tracking, config.work, config.model.label)
+    with track(
+        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "dry"})
+    ) as tracked:
+        evaluation, engine, baseline = chain.made_by("evaluate")
+        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+        with console.doing("deciding"):
+            verdict = run.decide(report, rows)
+        identity = chain.identity(config.kv, report, verdict)
+        report_path = evaluation.path / REPORT_FILE
+        candidate = Candidate(
+            name=run.label,
+            policy=config.kv.name,
+            model=config.model.label,
+            backend=config.backend.name,
+            **Candidate.decided(verdict),
+            metrics=flat_metrics(report),
+            engine=Cited(path=engine.path, digest=engine.digest),
+            baseline=Cited(path=baseline.path, digest=baseline.digest),
+            report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
+            identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
+            signed_by=run.keys.signer_id,
+        )
+        for stage in chain.finished:
+            artifact = stage.artifact
+            tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
+        with console.doing("registering the engine"):
+            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+            candidate = tracked.conclude(candidate, page)
+    last = summary.record(config.work, run.sweep, candidate)
+    tables.print_verdict(candidate)
+    tables.print_conformance(verdict)
+    tables.print_evidence(report, verdict)
+    if run.sweeping:
+        return candidate
+    promotes = config.stage == "all" and config.tracking.enabled
+    tables.print_baseline_accuracy([candidate])
+    show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
+    if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
+        compare_in_mlflow([candidate], lambda: store, run.sweep)
+    next_steps.show(next_steps.after_judging(config, [candidate], typed(), promotes=promotes))
+    if candidate.verdict != PASS:
+        raise NotPassed(candidate)
+    if promotes:
+        promote_from(run, last)
+    return candidate

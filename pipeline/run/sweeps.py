@@ -1,0 +1,179 @@
+"""The jobs of a command: one, or those of a sweep, here or in processes of one of Hydra's launchers, and what they come to."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from pipeline.config.compose import Plan, launch, named, to_config
+from pipeline.config.config import JUDGING, Config
+from pipeline.config.launchers import BASIC, LAUNCHERS
+from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
+from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
+from pipeline.core.redaction import redact_output, redact_text
+from pipeline.registry import summary
+from pipeline.registry.runs import open_store
+from pipeline.registry.summary import new_sweep
+from pipeline.run.inputs import UNRECORDED
+from pipeline.terminal import commands, console
+from pipeline.terminal.junit import JUNIT, write_junit
+
+GATE_EXIT = EXIT_CODES[GateRefusal]
+UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
+"""Of a sweep with jobs that nobody interrupted and that did not end: this machine, or another one, killed them."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    said: str = ""
+    """What it was refused for, a line a problem."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a launcher calls in the process of a job, which may be of another machine: the configuration is composed there."""
+
+    sweep: str
+    swept: tuple[str, ...]
+    jobs: int
+
+    def __call__(self, composed: DictConfig) -> Ended:
+        """Run the job of a composed configuration."""
+        redact_output()
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # what a cluster set stays
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        hydra = HydraConfig.get()
+        config = to_config(composed)
+        console.configure(config.log)
+        label = " ".join([config.kv.name, *named(hydra.overrides.task, self.swept)])
+        job = console.Job(config.stage, label, hydra.job.num + 1, self.jobs, beside_others=True)
+        return _attempt(config, self.sweep, job)
+
+
+def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True, as_json: bool = False) -> Ended:
+    """Run a job, and say what ends it; a sweep goes on with the next one."""
+    try:
+        # Imported late: a configuration error must show before the runner's libraries are loaded.
+        with console.doing(f"{job.name}starting"):
+            from pipeline.run.runner import run
+        run(config, sweep, job, sweeping=sweeping, as_json=as_json)
+    except Exception as error:
+        console.ended_by(error)
+        return Ended(exit_code(error), redact_text(describe(error)))
+    finally:
+        console.end()
+    return Ended(0)
+
+
+def run_command(planned: Plan, *, as_json: bool = False) -> int:
+    """Run the jobs of a command and return its exit code."""
+    if planned.sweeping:
+        from pipeline.run.runner import holding
+
+        with holding(planned.jobs[0]):  # between its jobs as well
+            return _sweep(planned, new_sweep())
+    config = planned.jobs[0]
+    label = " ".join([config.kv.name, *named(planned.overrides[0], ())])
+    return _attempt(config, new_sweep(), console.Job(config.stage, label), sweeping=False, as_json=as_json).code
+
+
+def _sweep(planned: Plan, sweep: str) -> int:
+    """Run the jobs of a sweep and return its exit code."""
+    first, launcher = planned.jobs[0], planned.launcher
+    output = LAUNCHERS[launcher].output
+    with console.doing(f"starting {launcher}"):
+        more = start(launcher, planned.launcher_keys)
+    # Noted before the first of them runs: they may run in processes of their own, on other machines.
+    summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
+    if output is not None:
+        console.LOGGER.info("jobs write what they print below %s", first.work / output)
+    try:
+        if launcher == BASIC:
+            ended = _one_by_one(planned, sweep)
+        else:
+            ended = launch(planned, more, Task(sweep, planned.swept, len(planned.jobs)))
+            finish(launcher)
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
+        end_workers(launcher)
+        if launcher == SLURM:
+            console.LOGGER.info("jobs that Slurm has go on; scancel ends them")
+        _conclude(planned, sweep, INTERRUPTED)
+        raise KeyboardInterrupt from error
+    except Exception as error:  # of the launcher: those of jobs do not come here
+        end_workers(launcher)
+        error = lost_worker(launcher, error) or error
+        console.ended_by(error)
+        return _conclude(planned, sweep, exit_code(error))
+    if output is not None:
+        _repeat(planned, ended)
+    return _conclude(planned, sweep)
+
+
+def _one_by_one(planned: Plan, sweep: str) -> list[Ended]:
+    jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
+    return [
+        _attempt(config, sweep, console.Job(config.stage, name, number, len(planned.jobs))) for number, (config, name) in jobs
+    ]
+
+
+def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
+    """Say what jobs were refused for that wrote it into files."""
+    for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1):
+        place = console.Job(planned.jobs[0].stage, name, number, len(ended)).name
+        for line in job.said.splitlines():
+            console.error(f"{place}{line}", exit_code=job.code)
+
+
+def _conclude(planned: Plan, sweep: str, code: int = 0) -> int:
+    """Print the comparison of a sweep's candidates and return the sweep's exit code.
+
+    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
+
+    Args:
+        planned: Its jobs.
+        sweep: Its id.
+        code: What ended its jobs before their time; 0 where nothing did.
+    """
+    from pipeline.registry.proof import PASS
+    from pipeline.run.showing import compare_in_mlflow, show
+    from pipeline.terminal import next_steps, tables
+
+    config, last = planned.jobs[0], summary.load(planned.jobs[0].work, sweep)
+    if config.stage in JUDGING:
+        write_junit(config.work / JUNIT, last)
+    codes = [code, last.exit_code]
+    if last.candidates:
+        with console.written_to(config.work / tables.REPORT):
+            tables.print_occasion()
+            tables.print_comparison(last.candidates)
+            tables.print_baseline_accuracy(last.candidates)
+        store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
+        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
+        compare_in_mlflow(last.candidates, store, sweep)
+        unfinished = last.unfinished is not None
+        typed = commands.typed()
+        steps = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
+        next_steps.show(steps)
+    elif config.stage in ("quantize", "build"):
+        following = next_steps.after_quantize if config.stage == "quantize" else next_steps.after_build
+        next_steps.show(following(commands.typed(), sweep=True))
+    if last.unfinished is not None:
+        console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
+        codes.append(UNFINISHED_EXIT)
+    elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
+        console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
+        codes.append(GATE_EXIT)
+    worst = max(codes, key=SEVERITY.index)
+    if config.stage in JUDGING:
+        summary.fail(config.work, sweep, worst)
+    else:
+        summary.forget(config.work, sweep)
+        if config.stage not in UNRECORDED:
+            summary.finish(config.work, None, worst)
+    return worst

@@ -1,0 +1,138 @@
+"""What a launch refuses, and on which device it runs. On a GPU, or on a CPU in Triton's interpreter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import DEVICE, planned, side
+from torch import Tensor
+
+from plugins.kv_attention import launch
+from plugins.kv_attention.layout import CacheLayout
+
+torch.set_num_threads(1)
+
+LAYERS = 2
+EVERYTHING = CacheLayout(2, 64, side("int8 tensor"), side("int4 32"), sink_tokens=1, recent_tokens=2)
+"""Static and dynamic scales and exact tokens."""
+TABLES = ("page_table", "lengths", "exact_slots")
+
+
+def arguments(layout: CacheLayout) -> dict[str, Tensor]:
+    """Tensors of an append to zeroed caches of two sequences, in all layers."""
+    specs = layout.pools(3) | layout.exact_buffers(2) | layout.static_scales()
+    tensors = {name: torch.zeros(LAYERS, *shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in specs.items()}
+    tensors |= {name: tensors[name] + 0.02 for name in layout.static_scales()}
+    numbers = {"page_table": [[0, 2], [1, 0]], "lengths": [65, 0], "exact_slots": [1, 0]}
+    tensors |= {name: torch.tensor(rows, dtype=torch.int32) for name, rows in numbers.items()}
+    key, value = torch.randn(2, LAYERS, 2, layout.kv_heads, layout.head_dim, generator=torch.Generator().manual_seed(0))
+    return {name: x.to(DEVICE) for name, x in (tensors | {"key_new": key, "value_new": value}).items()}
+
+
+def of_one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an attention in the first layer, with two query heads per KV head."""
+    one = {name: x if name in TABLES else x[0] for name, x in tensors.items()}
+    return one | {"query": one["key_new"].repeat_interleave(2, 1)}
+
+
+def run(operation: str, layout: CacheLayout, tensors: dict[str, Any]) -> Any:
+    """Launch `append` or `decode_attention`."""
+    new = {name: tensors[name] for name in ("query", "key_new", "value_new", *TABLES) if name in tensors}
+    cache = {name: x for name, x in tensors.items() if name not in new and x is not None}
+    if operation == "append":
+        return launch.append(layout, cache=cache, **new)
+    plan = planned(layout, torch.tensor([65, 0], dtype=torch.int32, device=DEVICE), programs=2)
+    return launch.decode_attention(layout, cache=cache, plan=plan, scaling=0.125, **new)
+
+
+def spread(x: Tensor) -> Tensor:
+    """Return the same numbers in every other element of memory."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Return the same tensor, contiguous, one element behind an aligned address."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
+    ("page_table", spread, r"page_table must be contiguous, got strides \(4, 2\) of shape \(2, 2\): make it so"),
+    ("lengths", spread, r"lengths must be contiguous, got strides \(2,\)"),
+    ("exact_slots", spread, r"exact_slots must be contiguous, got strides \(2,\)"),
+    ("value_pool", lambda x: x.mT.contiguous().mT, "value_pool must be contiguous, got strides"),
+    ("page_table", Tensor.long, r"page_table must be torch\.int32, got torch\.int64"),
+    ("lengths", Tensor.long, r"lengths must be torch\.int32, got torch\.int64"),
+    ("exact_slots", Tensor.long, r"exact_slots must be torch\.int32, got torch\.int64"),
+    ("page_table", lambda x: x[:1], r"page_table must be \(2, P\), a row of every sequence, got \(1, 2\)"),
+    ("lengths", lambda x: x[:1], r"lengths must be \(2,\), got \(1,\)"),
+    ("exact_slots", lambda x: x.repeat(2), r"exact_slots must be \(2,\), got \(4,\)"),
+    ("value_pool", shifted, r"value_pool must begin at a multiple of 16 bytes, got 0x\w+: clone\(\) it"),
+    ("key_pool", shifted, r"key_pool must begin at a multiple of 16 bytes"),
+    ("value_scale_pool", shifted, r"value_scale_pool must begin at a multiple of 16 bytes"),
+    ("key_pool", Tensor.float, r"key_pool must be torch\.int8, got torch\.float32"),
+    ("value_scale_pool", Tensor.bfloat16, r"value_scale_pool must be torch\.float16, got torch\.bfloat16"),
+    ("value_pool", lambda x: x[..., :2, :, :, :].contiguous(), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*2, 2, 64"),
+    ("value_scale_pool", lambda x: x[..., :32, :].contiguous(), r"value_scale_pool must be \(.*3, 2, 64, 2\), got"),
+    ("value_exact", lambda x: x[..., :1, :, :, :].contiguous(), r"value_exact must be \(.*2, 2, 3, 64\), got"),
+    ("value_exact", lambda _: None, r"must be those of the layout; wanted and got: .*value_exact.* and"),
+    ("key_exact", Tensor.float, r"key_exact must be torch\.float16, got torch\.float32"),
+    ("key_scale", Tensor.double, r"key_scale must be torch\.float32, got torch\.float64"),
+    ("key_scale", lambda x: x.repeat_interleave(3, -1), r"key_scale must be \(.*1,?\), got \(.*3,?\)"),
+    ("value_pool", lambda x: x.flatten(-2), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*3, 2, 2048\)"),
+    ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),
+    ("key_new", Tensor.double, r"key_new must be one of torch\.float32, .*, got torch\.float64"),
+]
+
+
+@pytest.mark.parametrize("operation", ["append", "decode_attention"])
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)])
+def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(
+    operation: str, name: str, change: Any, message: str
+) -> None:
+    named = arguments(EVERYTHING) if operation == "append" else of_one_layer(arguments(EVERYTHING))
+    before = {key: x.clone() for key, x in named.items()}
+    with pytest.raises(ValueError, match=message):
+        run(operation, EVERYTHING, named | {name: change(named[name])})
+    for key, x in before.items():
+        assert torch.equal(named[key].view(torch.uint8), x.view(torch.uint8)), key
+
+
+def test_an_append_of_more_layers_than_the_cache_has_is_refused() -> None:
+    named = arguments(EVERYTHING)
+    doubled = {name: named[name].repeat(2, 1, 1, 1) for name in ("key_new", "value_new")}
+    with pytest.raises(ValueError, match=r"key_pool must be \(4, 3, 2, 64, 64\), got \(2, 3, 2, 64, 64\)"):
+        run("append", EVERYTHING, named | doubled)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device. A stand-in of device_of records the device that is current at each launch."""
+    current: list[torch.device] = []
+    launches: list[tuple[str, list[torch.device]]] = []
+
+    class Guard:
+        def __init__(self, tensor: Tensor) -> None:
+            self.device = tensor.device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def spied(name: str) -> Any:
+        def launch_of(*_: object, **__: object) -> None:
+            launches.append((name, current.copy()))
+
+        return type("Kernel", (), {"__getitem__": lambda *_: launch_of})()
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    kernels = ("decode_partial", "decode_reduce", "append_kernel")
+    for name in kernels:
+        monkeypatch.setattr(launch, name, spied(name))
+    named = arguments(EVERYTHING)
+    monkeypatch.setattr(launch, "plan_work", spied("plan_work"))
+    run("decode_attention", EVERYTHING, of_one_layer(named))
+    run("append", EVERYTHING, named)
+    assert launches == [(name, [named["key_new"].device]) for name in ("plan_work", *kernels)]
