@@ -119,8 +119,8 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.run import quantize
 
-            options, device = self._recipe_options(policy), self.config.quantize.device
-            quantize(self.checkpoint, out, **options, device=device, progress=progress)
+            options, device = self._options(policy), self.config.quantize.device
+            quantize(self.checkpoint, out, **options, calibration_texts=self._texts(), device=device, progress=progress)
 
         return self.make(recipe, fill, policy)
 
@@ -139,27 +139,24 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.export import export
 
-            options = self._recipe_options(policy)
-            export(self.checkpoint, quantized.path, out, **options, progress=progress)
+            options, texts = self._options(policy), self._texts()
+            export(self.checkpoint, quantized.path, out, **options, calibration_texts=texts, progress=progress)
 
         return self.make(recipe, fill, policy)
 
-    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
-        """Return what decides how ModelOpt quantizes, besides checkpoint and texts."""
+    def _options(self, policy: KVPolicy) -> dict[str, Any]:
+        """Return what decides how ModelOpt quantizes, besides checkpoint and texts, as arguments of the stages."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
-        device, weights = self.config.quantize.device, self.config.weights.format
-        return {"weights": weights, "kv": policy.model_dump(), "max_length": max_length, "seed": seed, "device": device}
+        return {"weights": self.config.weights.format, "policy": policy, "max_length": max_length, "seed": seed}
 
-    def _recipe_options(self, policy: KVPolicy) -> dict[str, Any]:
-        """Return the same with the texts, as arguments of the stages."""
-        texts = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
-        return {
-            "weights": self.config.weights.format,
-            "policy": policy,
-            "calibration_texts": texts,
-            "max_length": self.config.calibration.max_length,
-            "seed": self.config.seed,
-        }
+    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
+        options = self._options(policy)
+        del options["policy"]
+        return {**options, "kv": policy.model_dump(), "device": self.config.quantize.device}
+
+    def _texts(self) -> list[str]:
+        texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
+        return texts
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""

@@ -28,8 +28,8 @@ from pipeline.verdict.thresholds import Verdict
 from stages.engines.oracle.config import TorchConfig
 
 if TYPE_CHECKING:
-    from stages.evaluate.decoding.stored import Once, Round
-    from stages.evaluate.inputs.tokens import Encoded, Tokenizer
+    from stages.evaluate.decoding.stored import Once
+    from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
     from stages.evaluate.joining import Evaluation
     from stages.evaluate.measure import Subject
     from stages.evaluate.twins.twin import Twin
@@ -41,8 +41,8 @@ class Chain(BuildChain):
 
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was asked last."""
-    _read_rounds: "dict[str, Round]" = field(default_factory=dict, init=False)
-    """By key."""
+    _judged: "dict[str, tuple[Artifact, Artifact, Artifact]]" = field(default_factory=dict, init=False)
+    """Evaluations by the policy's name."""
 
     def made_by(self, stage: str) -> tuple[Artifact, ...]:
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
@@ -83,22 +83,27 @@ class Chain(BuildChain):
 
     def baseline(self, number: int = 1) -> Artifact:
         """Return the answers and distributions of the FP16-KV engine of the same backend and weights on a round's samples."""
-        return self._round("baseline", FP16_POLICY, number, None)
+        return self._round("baseline", FP16_POLICY, number)
 
     def round(self, policy: KVPolicy, number: int) -> Artifact:
         """Return how `policy`'s engine compares with the baseline on a round's samples."""
         return self._round("round", policy, number, self.baseline(number))
 
-    def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None) -> Artifact:
-        inputs = {**self._asked(policy, baseline), "encoded": self.encoded_samples}
+    def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
+        inputs = self._asked(policy, baseline)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.evaluate.measure import measure
 
-            asked, answers = self._encoded.round(number), None if baseline is None else baseline.path
-            config = self.config.workloads
-            subject = self._subject(policy, number)
-            measure(subject, asked, self._tokenizer, out, config=config, progress=progress, baseline=answers)
+            measure(
+                self._subject(policy, number),
+                self._encoded.round(number),
+                self._tokenizer,
+                out,
+                config=self.config.workloads,
+                progress=progress,
+                baseline=None if baseline is None else baseline.path,
+            )
 
         recipe = self._recipe(stage, "measure", inputs, round=number)
         return self.make(recipe, fill, policy, f" {number}/{len(self._rounds)}", resumable=True)
@@ -111,19 +116,18 @@ class Chain(BuildChain):
             measured: Its first round.
             baseline: The baseline's first round; None for the baseline itself.
         """
-        inputs = {**self._asked(policy, baseline), "encoded": self.encoded_samples, "measured": measured}
+        inputs = {**self._asked(policy, baseline), "measured": measured}
 
         def fill(out: Path, progress: Progress) -> None:
-            answers = None if baseline is None else baseline.path
-            self._measured_once(policy, measured.path, answers, progress).write(out)
+            self._measured_once(policy, measured.path, None if baseline is None else baseline.path, progress).write(out)
 
         return self.make(self._recipe("once", "once", inputs, kv=policy.model_dump()), fill, policy)
 
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
-        engine = {"engine" if baseline is not None else "baseline": self.engine(policy)}
-        answers = {} if baseline is None else {"answers": baseline}
-        return {**engine, **answers, **self._beside(policy)}
+        engine = self.engine(policy)
+        compared = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
+        return {**compared, **self._beside(policy), "encoded": self.encoded_samples}
 
     def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
         """Return the engines that the engine of `policy` is measured beside: its twin."""
@@ -166,8 +170,11 @@ class Chain(BuildChain):
         Raises:
             MissingRequirement: for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
         """
+        if policy.name in self._judged:
+            return self._judged[policy.name]
         try:
-            return self._evaluation(policy)
+            found = self._judged[policy.name] = self._evaluation(policy)
+            return found
         except MissingRequirement as error:
             hint = self.onnx_report(policy)
             if hint is None:
@@ -220,12 +227,13 @@ class Chain(BuildChain):
 
     def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
         """Return the report on what was made so far, by its name among the inputs of an evaluation."""
-        from stages.evaluate.decoding.stored import Once
+        from stages.evaluate.decoding.stored import Once, read_round
         from stages.evaluate.joining import Engines, join
 
         engine, baseline = made["engine"], made["baseline"]
         ran = takewhile(lambda number: round_input(number) in made, count(1))
-        rounds = [(self._read(made[answers_input(number)]), self._read(made[round_input(number)])) for number in ran]
+        names = [(answers_input(number), round_input(number)) for number in ran]
+        rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
         once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
         engines = Engines(engine.digest, baseline.digest, read_bundle(engine.path).get("graph_digest"))
         return join(self._encoded, rounds, once, engines, self.config.workloads)
@@ -251,15 +259,11 @@ class Chain(BuildChain):
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         keys, file = load_keys(self.config.signing), self.config.workloads.file
-        recipe = self._identity_recipe(json_digest(identity.model_dump(mode="json")), evaluation)
+        content: dict[str, object] = {"identity": json_digest(identity.model_dump(mode="json"))}
+        if keys.signer_id is not None:
+            content["signer"] = keys.signer_id
+        recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
         return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, keys), policy)
-
-    def _identity_recipe(self, digest: str, evaluation: Artifact) -> Recipe:
-        content: dict[str, object] = {"identity": digest}
-        signer = load_keys(self.config.signing).signer_id
-        if signer is not None:
-            content["signer"] = signer
-        return Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
 
     def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of a part of an evaluation, which a module of `stages.evaluate` makes."""
@@ -299,7 +303,7 @@ class Chain(BuildChain):
         return assign_rounds(self._samples, self.config.workloads.rounds)
 
     @cached_property
-    def _tokenizer(self) -> "Tokenizer":
+    def _tokenizer(self) -> "BundleTokenizer":
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
         return BundleTokenizer(self.engine(FP16_POLICY).path)
@@ -310,14 +314,6 @@ class Chain(BuildChain):
         from stages.evaluate.inputs.tokens import read_encoded
 
         return read_encoded(self.encoded_samples.path)
-
-    def _read(self, measured: Artifact) -> "Round":
-        """Return a measured round, which is read once a command."""
-        from stages.evaluate.decoding.stored import read_round
-
-        if measured.key not in self._read_rounds:
-            self._read_rounds[measured.key] = read_round(measured.path)
-        return self._read_rounds[measured.key]
 
 
 class _Opened:

@@ -1,44 +1,22 @@
 """Answers that a policy lost or gained, beside those of FP16, with their prompts; as many as a page has room for."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-
-from markupsafe import escape
 
 from pipeline.core.records import Sample
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Status
 from stages.report.exhibit import Exhibit
-from stages.report.text import Segment, cut, differences, shown
+from stages.report.text import Excerpt, Segment, differences
 
-ROOM = 700_000
-"""Characters of HTML that answers and prompts may take up in all."""
-PROMPT_CHARACTERS, ANSWER_CHARACTERS = 6_000, 2_000
-MARKUP = 900
-"""Characters of HTML around an answer, about."""
-
+MOST_ANSWERS = 200
+"""Of all policies together."""
+PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 RANK: tuple[Status, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
 
 Kind = Literal["lost", "gained"]
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """A text, cut in its middle where it is long."""
-
-    head: str
-    tail: str
-    left_out: int
-
-    @classmethod
-    def of(cls, text: str, limit: int) -> "Excerpt":
-        return cls(*cut(shown(text), limit))
-
-    @property
-    def room(self) -> int:
-        return len(escape(self.head)) + len(escape(self.tail))
 
 
 @dataclass(frozen=True)
@@ -51,12 +29,6 @@ class Flip:
     before: list[Segment]
     """The answer of FP16."""
     after: list[Segment]
-    left_out: int
-    """Characters that are left out of the two answers."""
-
-    @property
-    def room(self) -> int:
-        return MARKUP + sum(len(escape(text)) + 15 for _, text in (*self.before, *self.after))
 
 
 @dataclass
@@ -69,22 +41,16 @@ class Card:
     reference: Excerpt
     flips: list[Flip] = field(default_factory=list)
 
-    @property
-    def room(self) -> int:
-        return MARKUP + self.reference.room + sum(excerpt.room for _, excerpt in self.prompt)
-
 
 @dataclass(frozen=True)
 class Answers:
     cards: list[Card]
-    shown: int
-    """Answers that are on the page."""
-    left_out: dict[int, int]
+    left_out: Counter[int]
     """Index of a policy -> its answers for which there was no room."""
     prompts_missing: bool
 
 
-def changed_answers(exhibits: Sequence[Exhibit], room: int = ROOM) -> Answers:
+def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> Answers:
     """Return the answers that changed: some of each policy, workload and kind before more of any.
 
     Those of policies that passed come first, of failed ones last: they are what serving such a policy would cost.
@@ -92,51 +58,35 @@ def changed_answers(exhibits: Sequence[Exhibit], room: int = ROOM) -> Answers:
     groups: dict[tuple[int, str, Kind], deque[SampleRow]] = {}
     for index, exhibit in enumerate(exhibits):
         for row in exhibit.rows:
-            kind = _kind(row)
-            if kind is not None:
+            if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct):
+                kind: Kind = "lost" if row.baseline_correct else "gained"
                 groups.setdefault((index, row.workload, kind), deque()).append(row)
     prompts = {sample.id: sample for exhibit in exhibits for sample in exhibit.samples}
-    cards: dict[tuple[str, str | None], Card] = {}
-    count = 0
     rank = [RANK.index(exhibit.candidate.verdict) for exhibit in exhibits]
+    cards: dict[tuple[str, str | None], Card] = {}
     waiting = deque(sorted(groups, key=lambda key: (rank[key[0]], key[2] != "lost", key[1], key[0])))
-    while waiting:
-        key = waiting.popleft()
-        row = groups[key][0]
-        flip = _flip(row, key[0], key[2])
-        card = cards.get((row.id, row.reference)) or _card(row, prompts.get(row.id))
-        room -= flip.room + (0 if card.flips else card.room)
-        if room < 0:
+    for _ in range(most):
+        if not waiting:
             break
-        groups[key].popleft()
-        count += 1
-        card.flips.append(flip)
-        cards[row.id, row.reference] = card
+        key = waiting.popleft()
+        row = groups[key].popleft()
+        card = cards.setdefault((row.id, row.reference), _card(row, prompts.get(row.id)))
+        card.flips.append(_flip(row, key[0], key[2]))
         if groups[key]:
             waiting.append(key)
-    left_out: dict[int, int] = {}
+    left_out: Counter[int] = Counter()
     for (policy, _, _), rows in groups.items():
-        if rows:
-            left_out[policy] = left_out.get(policy, 0) + len(rows)
-    ordered = sorted(
-        cards.values(), key=lambda card: (min(rank[flip.policy] for flip in card.flips), card.row.workload, card.row.id)
-    )
+        left_out[policy] += len(rows)
+    ordered = sorted(cards.values(), key=lambda c: (min(rank[flip.policy] for flip in c.flips), c.row.workload, c.row.id))
     for card in ordered:
         card.flips.sort(key=lambda flip: flip.policy)
-    return Answers(ordered, count, left_out, any(not card.prompt for card in ordered))
-
-
-def _kind(row: SampleRow) -> Kind | None:
-    if not row.judged or bool(row.baseline_correct) == bool(row.candidate_correct):
-        return None
-    return "lost" if row.baseline_correct else "gained"
+    return Answers(ordered, +left_out, any(not card.prompt for card in ordered))
 
 
 def _flip(row: SampleRow, policy: int, kind: Kind) -> Flip:
     # Secrets go before texts are cut into pieces, which would hide them from the search.
-    before, after = (Excerpt.of(text or "", ANSWER_CHARACTERS) for text in (row.baseline_generation, row.candidate_generation))
-    texts = (f"{one.head} … {one.tail}" if one.left_out else one.head for one in (before, after))
-    return Flip(policy, kind, *differences(*texts), before.left_out + after.left_out)
+    texts = (row.baseline_generation or "", row.candidate_generation or "")
+    return Flip(policy, kind, *differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts)))
 
 
 def _card(row: SampleRow, sample: Sample | None) -> Card:

@@ -1,124 +1,158 @@
-"""The charts as Vega-Lite specifications, which the library draws: no chart is drawn by code of ours.
+"""The charts as Vega-Lite specifications in plain dictionaries, which the library draws.
 
-Every chart listens to the page's filters as parameters of its specification: `policy`, `workload` and, where it has several
-figures to show, `measure`.
+Every chart listens to the page's filters as parameters of its specification: `policy`, `workload` and `measure`. A name that is
+`policy` or `workload` in an expression is a filter, `datum.policy` is a field. Altair's classes would cost every evaluation two
+seconds of imports; a test compiles each specification with the compiler that the page carries.
 """
 
 from collections.abc import Sequence
-from itertools import cycle
+from typing import Any
 
-from stages.report.curves import MEASURES, Curves, Datum
-from stages.report.panels import depth_panels, latency, rate
-from stages.report.vega import CHOSEN, OF_WORKLOAD, Spec, chart, tooltip, where
+from stages.report.numbers import ALL, BASELINE, FLOOR, TITLES, Datum, Numbers
 
-VERDICTS = ("PASS", "INCONCLUSIVE", "FAIL", "baseline")
+Spec = dict[str, Any]
+
+CHOSEN = "(policy === '' || datum.policy === policy)"
+ONLY = "policy !== '' && datum.policy === policy"
+OF_WORKLOAD = "datum.workload === workload"
+WITH_BASELINE = f"{CHOSEN} || datum.policy === '{BASELINE}'"
+"""Conditions of what is shown: of the policy and the workload that the page's filters ask for."""
+
 LIMIT, FAINT = "var(--fail)", "var(--faint)"
-VERDICT_COLOURS = ("var(--pass)", "var(--inconclusive)", LIMIT, FAINT)
-"""The page's own, which change with its theme."""
-LEFT, RIGHT = {"x": 4, "align": "left"}, {"x": "width", "align": "right"}
-VERDICT_SHAPES = ("circle", "square", "cross", "diamond")
+VERDICTS = {
+    "PASS": ("var(--pass)", "circle"),
+    "INCONCLUSIVE": ("var(--inconclusive)", "square"),
+    "FAIL": (LIMIT, "cross"),
+    "baseline": (FAINT, "diamond"),
+}
+"""Colour, one of the page's own that change with its theme, and shape."""
 SERIES = ("#3a86d4", "#d9772b", "#2a9d8f", "#c0569b", "#a08a1c", "#7d70ec", "#d1495b", "#5c9e3c")
 """Colours with a contrast of 3 to 1 at least on both of the page's backgrounds."""
-LABEL = 190
-"""Pixels of a policy's name beside its point; its tooltip has all of it."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+TEXTS = {"policy", "verdict", "workload", "steps", "context", "depth"}
+"""Fields that are no numbers."""
 
 
-def specifications(data: Curves, names: Sequence[str]) -> dict[str, Spec]:
-    """Return the charts that there are numbers for, by name.
+def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
+    """Return the charts that there are numbers for, by name. `names` are the policies in their order."""
+    kls = [one for one in data["depth"] if one["kl"] is not None]
+    latencies, rates = ([t for t in data["times"] if t[f] is not None] for f in ("inter_token_p50_ms", "decode_tokens_per_s"))
+    charts = {
+        "quality": _quality(data["quality"]) if any(one["verdict"] != "baseline" for one in data["quality"]) else None,
+        "context": _context(data, names) if data["context"] else None,
+        "position": _position(data, names) if data["position"] else None,
+        "depth": _panels(data["depth"], names, RIGHT) if data["depth"] else None,
+        "depth_kl": _panels(kls, names, FAR) if kls else None,
+        "latency": _latency(latencies) if latencies else None,
+        "rate": _rate(rates) if rates else None,
+    }
+    return {name: spec for name, spec in charts.items() if spec is not None}
+
+
+def _chart(description: str, data: dict[str, list[Datum]], **rest: Any) -> Spec:
+    """Return a specification that is as wide as its place.
 
     Args:
-        data: The numbers.
-        names: The policies in their order.
+        description: What the chart shows, for readers who don't see it.
+        data: Its data by name; the first is that of every layer that names no other.
+        rest: The specification's own keys.
     """
-    drawn = {
-        "quality": _quality(data.quality),
-        "context": _context(data.context, data.dots, names, _lines(data.quality, LEFT)),
-        "position": _position(data.position, names, _lines(data.quality, RIGHT)),
-        "depth": depth_panels(data.depth, names),
-        "depth_kl": depth_panels(data.depth, names, kl=True),
-        "latency": latency(data.times),
-        "rate": rate(data.times),
+    params = {"policy": ALL, "workload": ALL, "measure": TITLES["max_mean_kl"]}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",  # a name, which nothing loads
+        "description": description,
+        "width": "container",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "datasets": data,
+        "data": {"name": next(iter(data))},
+        "params": [{"name": name, "value": value} for name, value in params.items()],
+        **rest,
     }
-    return {name: spec for name, spec in drawn.items() if spec is not None}
 
 
-def _quality(data: list[Datum]) -> Spec | None:
-    if not any(one["verdict"] != "baseline" for one in data):
-        return None
-    y = {**_kl("distance"), "title": None}
-    shown = "{" + ", ".join(f"{measure}: '{title}'" for measure, (title, _) in MEASURES.items()) + "}[measure]"
-    label = "'gate ' + {" + ", ".join(f"{m}: '{gate}'" for m, (_, gate) in MEASURES.items()) + "}[measure]"
-    gate = [*where("isValid(datum.limit)"), {"aggregate": [{"op": "max", "field": "limit", "as": "limit"}]}]
-    floor = where("datum.verdict === 'baseline'")
-    faded = {"condition": {"test": f"{CHOSEN} || datum.verdict === 'baseline'", "value": 1}, "value": 0.25}
-    limit = {"field": "limit", "type": "quantitative"}
-    return chart(
+def _where(*conditions: str) -> list[Spec]:
+    return [{"filter": condition} for condition in conditions]
+
+
+def _of(field: str, title: str | None = None, **more: Any) -> Spec:
+    """Return the encoding of a number."""
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def _kl(field: str = "kl", title: str | None = "KL [nats/token]") -> Spec:
+    return _of(field, title, scale={"type": "log"}, axis={"format": ".0e", "tickCount": 6})
+
+
+def _tooltip(**fields: str) -> list[Spec]:
+    """Return a tooltip from names of fields and what they are called; numbers with three digits."""
+    return [
+        {"field": field, "title": title} if field in TEXTS else _of(field, title, format=".3~g")
+        for field, title in fields.items()
+    ]
+
+
+def _level(y: Spec, colour: str, dashes: list[int], at: Spec, **source: Any) -> Spec:
+    """Return a level across a chart with its label, which is the field `says` of its source."""
+    label = {"type": "text", "align": at["align"], "dy": -7, "color": colour}
+    return {
+        **source,
+        "encoding": {"y": y},
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": dashes, "color": colour}},
+            {"mark": label, "encoding": {"x": {"value": at["x"]}, "text": {"field": "says"}}},
+        ],
+    }
+
+
+AT_LEFT, AT_RIGHT = {"x": 4, "align": "left"}, {"x": "width", "align": "right"}
+
+
+def _quality(data: list[Datum]) -> Spec:
+    x = _of("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
+    y = _kl("distance", None)
+    limit = {"aggregate": [{"op": "max", "field": "limit", "as": "limit"}], "groupby": ["gate"]}
+    gate = {"calculate": "'gate ' + datum.gate + ': at most ' + format(datum.limit, '.3~g')", "as": "says"}
+    exact = "(isValid(datum.exact) ? format(datum.exact, '.1~e') : 'not measured')"
+    floor = {"calculate": f"'A/A floor: ' + {exact}", "as": "says"}
+    of_baseline = "datum.verdict === 'baseline'"
+    faded = {"condition": {"test": f"{CHOSEN} || {of_baseline}", "value": 1}, "value": 0.25}
+    looks = {
+        name: {
+            "field": "verdict",
+            "scale": {"domain": list(VERDICTS), "range": [v[i] for v in VERDICTS.values()]},
+            "title": None,
+        }
+        for i, name in enumerate(("color", "shape"))
+    }
+    told = _tooltip(policy="policy", verdict="verdict", kib="KiB/token", exact="distance", limit="gate")
+    front = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT}
+    point = {"type": "point", "filled": True, "size": 130}
+    return _chart(
         "Distance from FP16 over bytes of cache per token, a point for each policy. Lower and further left is better.",
         {"quality": data},
         height=360,
-        title={"text": {"expr": shown}, "anchor": "start"},
-        transform=where("datum.measure === measure", OF_WORKLOAD, "isValid(datum.distance)"),
+        title={"text": {"expr": "measure"}, "anchor": "start"},
+        transform=_where("datum.measure === measure", OF_WORKLOAD, "isValid(datum.distance)"),
         layer=[
-            {"transform": gate, "mark": {"type": "rule", "strokeDash": [7, 4], "color": LIMIT}, "encoding": {"y": limit}},
-            {
-                "transform": [*gate, {"calculate": f"{label} + ': at most ' + format(datum.limit, '.3~g')", "as": "says"}],
-                "mark": {"type": "text", "align": "right", "dy": -7, "color": LIMIT},
-                "encoding": {"y": limit, "x": {"value": "width"}, "text": {"field": "says"}},
-            },
-            {
-                "transform": floor,
-                "mark": {"type": "rule", "strokeDash": [2, 3], "color": FAINT},
-                "encoding": {"y": y},
-            },
-            {
-                "transform": [
-                    *floor,
-                    {
-                        "calculate": "'A/A floor: ' + (isValid(datum.exact) ? format(datum.exact, '.1~e') : 'not measured')",
-                        "as": "says",
-                    },
-                ],
-                "mark": {"type": "text", "align": "left", "dy": -7, "color": FAINT},
-                "encoding": {"y": y, "x": {"value": 4}, "text": {"field": "says"}},
-            },
-            {
-                "transform": where("datum.front"),
-                "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT},
-                "encoding": {"x": _kib(), "y": y},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 130},
-                "encoding": {
-                    "x": _kib(),
-                    "y": y,
-                    "color": {"field": "verdict", "scale": {"domain": VERDICTS, "range": VERDICT_COLOURS}, "title": None},
-                    "shape": {"field": "verdict", "scale": {"domain": VERDICTS, "range": VERDICT_SHAPES}, "title": None},
-                    "opacity": faded,
-                    "tooltip": tooltip(policy="policy", verdict="verdict", kib="KiB/token", exact="distance", limit="gate"),
-                },
-            },
+            _level(_of("limit"), LIMIT, [7, 4], AT_RIGHT, transform=[*_where("isValid(datum.limit)"), limit, gate]),
+            _level(y, FAINT, [2, 3], AT_LEFT, transform=[*_where(of_baseline), floor]),
+            {"transform": _where("datum.front"), "mark": front, "encoding": {"x": x, "y": y}},
+            {"mark": point, "encoding": {"x": x, "y": y, **looks, "opacity": faded, "tooltip": told}},
             *(
                 {
-                    "transform": where(f"datum.verdict {relation} 'baseline'"),
-                    "mark": {"type": "text", "align": align, "dx": dx, "dy": -8, "limit": LABEL},
-                    "encoding": {"x": _kib(), "y": y, "text": {"field": "policy"}, "opacity": faded},
+                    "transform": _where(condition),
+                    "mark": {"type": "text", "align": align, "dx": dx, "dy": -8, "limit": 190},
+                    "encoding": {"x": x, "y": y, "text": {"field": "policy"}, "opacity": faded},
                 }
-                for relation, align, dx in (("!==", "left", 9), ("===", "right", -9))
+                for condition, align, dx in ((f"!({of_baseline})", "left", 9), (of_baseline, "right", -9))
             ),
         ],
     )
 
 
-def _kib() -> Spec:
-    scale = {"zero": False, "nice": True, "padding": 24}
-    axis = {"tickCount": 8}
-    return {"field": "kib", "type": "quantitative", "title": "cache [KiB/token]", "scale": scale, "axis": axis}
-
-
 def _coloured(names: Sequence[str]) -> Spec:
     """Return the encodings that tell policies apart: by colour, and by dashes."""
-    colours = [colour for colour, _ in zip(cycle(SERIES), names, strict=False)]
+    colours = [SERIES[i % len(SERIES)] for i, _ in enumerate(names)]
     dashes = [DASHES[(i // 2 + i // len(SERIES)) % len(DASHES)] for i, _ in enumerate(names)]
     legend = {"title": None, "legend": {"symbolType": "stroke", "symbolSize": 500, "symbolStrokeWidth": 3, "symbolOpacity": 1}}
     return {
@@ -127,102 +161,158 @@ def _coloured(names: Sequence[str]) -> Spec:
     }
 
 
-def _kl(field: str = "kl") -> Spec:
-    return {
-        "field": field,
-        "type": "quantitative",
-        "scale": {"type": "log"},
-        "title": "KL [nats/token]",
-        "axis": {"format": ".0e", "tickCount": 6},
-    }
-
-
-def _lines(quality: Sequence[Datum], says_floor: Spec) -> list[Spec]:
-    """Return the layers of the gate on the mean KL, and of the floor: the distance of the FP16 engine from itself.
+def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec], behind: Spec) -> list[Spec]:
+    """Return the layers of a chart of the mean KL: the policies' lines, the gate, and the FP16 engine's distance from itself.
 
     Args:
-        quality: The numbers of the chart that has both.
-        says_floor: Where along the floor its label stands, and how it is aligned there.
+        x: The place.
+        names: The policies in their order.
+        data: The numbers of all charts.
+        floor_at: Where along the floor its label stands.
+        tooltip: Of the points.
+        behind: A layer of the policy that is chosen.
     """
-    of_kl = [one for one in quality if one["measure"] == "kl_mean"]
-    limits = {one["limit"] for one in of_kl if one["limit"] is not None}
+    of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
+    limits = {one["limit"] for one in of_kl} - {None}
     floors = {one["distance"]: one["exact"] for one in of_kl if one["verdict"] == "baseline" and one["exact"] is not None}
-    drawn = [(limit, f"gate max_mean_kl: {limit:.3g}", LIMIT, [7, 4], RIGHT) for limit in sorted(limits)]
-    drawn += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], says_floor) for floor, exact in sorted(floors.items())]
+    levels = [(limit, f"gate max_mean_kl: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
+    levels += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], floor_at) for floor, exact in sorted(floors.items())]
+    line = {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2}
     return [
+        behind,
         {
-            "data": {"values": [{"kl": value, "says": says}]},
-            "encoding": {"y": _kl()},
-            "layer": [
-                {"mark": {"type": "rule", "strokeDash": dashes, "color": colour}},
-                {
-                    "mark": {"type": "text", "align": at["align"], "dy": -7, "color": colour},
-                    "encoding": {"x": {"value": at["x"]}, "text": {"field": "says"}},
-                },
-            ],
-        }
-        for value, says, colour, dashes, at in drawn
+            "transform": _where(CHOSEN, OF_WORKLOAD, "isValid(datum.kl)"),
+            "mark": line,
+            "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": tooltip},
+        },
+        *(
+            _level(_kl(), colour, dashes, at, data={"values": [{"kl": value, "says": says}]})
+            for value, says, colour, dashes, at in levels
+        ),
     ]
 
 
-def _context(data: list[Datum], dots: list[Datum], names: Sequence[str], lines: Sequence[Spec]) -> Spec | None:
-    if not data:
-        return None
-    x = {"field": "tokens", "type": "quantitative", "title": "context [tokens]", "scale": {"zero": False}}
-    only = "policy !== '' && datum.policy === policy"
-    told = tooltip(
-        policy="policy", workload="workload", tokens="mean context", kl="mean KL", p99="99th percentile", samples="samples"
+def _context(data: Numbers, names: Sequence[str]) -> Spec:
+    x = _of("tokens", "context [tokens]", scale={"zero": False})
+    told = _tooltip(policy="policy", workload="workload", context="context", kl="mean KL", p99="99 %", samples="samples")
+    dots = {
+        "data": {"name": "dots"},
+        "transform": _where(ONLY, f"workload === '' || {OF_WORKLOAD}"),
+        "mark": {"type": "circle", "size": 18, "opacity": 0.45},
+        "encoding": {"x": x, "y": _kl(), "color": _coloured(names)["color"]},
+    }
+    layers = _by_place(x, names, data, AT_LEFT, told, dots)
+    description = "Mean KL by length of the context, a line for each policy."
+    return _chart(description, {"bins": data["context"], "dots": data["dots"]}, height=300, layer=layers)
+
+
+def _position(data: Numbers, names: Sequence[str]) -> Spec:
+    x = _of("step", "decode step", scale={"type": "log", "base": 2})
+    told = _tooltip(policy="policy", workload="workload", steps="steps", kl="mean KL", p95="95 %", tokens="tokens")
+    tail = {
+        "transform": _where(ONLY, OF_WORKLOAD, "isValid(datum.p95)"),
+        "mark": {"type": "line", "strokeWidth": 1.5, "strokeDash": [2, 3]},
+        "encoding": {"x": x, "y": _kl("p95"), "color": _coloured(names)["color"]},
+    }
+    layers = _by_place(x, names, data, AT_RIGHT, told, tail)
+    description = "Mean KL by decode step, a line for each policy; the 95th percentile of the policy that is chosen is dotted."
+    return _chart(description, {"steps": data["position"]}, height=300, layer=layers)
+
+
+RIGHT: Spec = {
+    "description": "Share of right answers",
+    "says": "datum.right + '/' + datum.judged",
+    "light": "datum.share < 0.15 || datum.share > 0.85",
+    "colour": _of(
+        "share", "right answers", legend={"format": ".0%", "tickCount": 3}, scale={"scheme": "blueorange", "domain": [1, 0]}
+    ),
+}
+FAR: Spec = {
+    "description": "Mean KL",
+    "says": "format(datum.kl, '.0e')",
+    "light": "datum.kl > 0.05",
+    "colour": _of("kl", "mean KL", legend={"format": ".0e"}, scale={"scheme": "oranges", "type": "log", "domain": [FLOOR, 10]}),
+}
+
+
+def _panels(data: list[Datum], names: Sequence[str], shade: Spec) -> Spec:
+    """Return a panel for each engine: depth of the answer by length of the prompt, shaded by right answers or by KL."""
+    told = _tooltip(policy="engine", context="context", depth="depth", right="right", judged="of", kl="mean KL")
+    light = {"condition": {"test": shade["light"], "value": "#ffffff"}, "value": "#111111"}
+    axes = {
+        channel: {"field": field, "type": "ordinal", "title": title, "axis": {"labelAngle": 0}}
+        | {"sort": list(dict.fromkeys(one[field] for one in sorted(data, key=lambda one: one[order])))}
+        for channel, field, title, order in (("x", "context", "context [tokens]", "low"), ("y", "depth", "depth", "order"))
+    }
+    panel = {
+        "width": 230,
+        "height": 150,
+        "encoding": axes,
+        "layer": [
+            {"mark": {"type": "rect", "cornerRadius": 2}, "encoding": {"color": shade["colour"], "tooltip": told}},
+            {
+                "transform": [{"calculate": shade["says"], "as": "says"}],
+                "mark": {"type": "text", "fontSize": 11},
+                "encoding": {"text": {"field": "says"}, "color": light},
+            },
+        ],
+    }
+    panels = _chart(
+        f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine.",
+        {"depths": data},
+        transform=_where(WITH_BASELINE, OF_WORKLOAD),
+        facet={"field": "policy", "type": "nominal", "sort": [BASELINE, *names], "title": None},
+        columns=3,
+        spec=panel,
     )
-    return chart(
-        "Mean KL by length of the context, a line for each policy.",
-        {"bins": data, "dots": dots},
-        height=300,
-        layer=[
-            {
-                "data": {"name": "dots"},
-                "transform": where(only, "workload === '' || datum.workload === workload"),
-                "mark": {"type": "circle", "size": 18, "opacity": 0.45},
-                "encoding": {"x": x, "y": _kl(), "color": _coloured(names)["color"]},
-            },
-            {
-                "transform": where(CHOSEN, OF_WORKLOAD, "isValid(datum.kl)"),
-                "mark": {"type": "line", "point": {"size": 55, "filled": True}, "strokeWidth": 2},
-                "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": told},
-            },
-            *lines,
+    return {key: value for key, value in panels.items() if key not in ("width", "autosize")}  # each panel has its own
+
+
+def _bars(description: str, timed: list[Datum], layers: Sequence[Spec]) -> Spec:
+    """Return a chart with a row for each engine."""
+    y = {"field": "policy", "type": "nominal", "sort": [one["policy"] for one in timed], "title": None}
+    height, transform = 30 * len(timed), _where(WITH_BASELINE)
+    return _chart(description, {"times": timed}, height=height, transform=transform, encoding={"y": y}, layer=list(layers))
+
+
+def _latency(timed: list[Datum]) -> Spec:
+    median, p95, p99 = (f"inter_token_{p}_ms" for p in ("p50", "p95", "p99"))
+    told = _tooltip(policy="engine", **{median: "median [ms]", p95: "95 % [ms]", p99: "99 % [ms]"})
+    x = _of(median, "time between tokens [ms]", scale={"zero": True})
+    return _bars(
+        "Time between tokens of each engine: the median, and a line up to the 99th percentile with a tick at the 95th.",
+        timed,
+        [
+            {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6}, "encoding": {"x": x, "x2": {"field": p99}}},
+            {"mark": {"type": "tick", "thickness": 2, "size": 14}, "encoding": {"x": {**x, "field": p95}}},
+            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": x, "tooltip": told}},
         ],
     )
 
 
-def _position(data: list[Datum], names: Sequence[str], lines: Sequence[Spec]) -> Spec | None:
-    if not data:
-        return None
-    x = {"field": "step", "type": "quantitative", "title": "decode step", "scale": {"type": "log", "base": 2}}
-    told = tooltip(
-        policy="policy",
-        workload="workload",
-        first="from step",
-        last="to step",
-        kl="mean KL",
-        p95="95th percentile",
-        tokens="tokens",
-    )
-    only = "policy !== '' && datum.policy === policy"
-    return chart(
-        "Mean KL by decode step, a line for each policy; the 95th percentile of the policy that is chosen is dotted.",
-        {"steps": data},
-        height=300,
-        layer=[
+def _rate(timed: list[Datum]) -> Spec:
+    rate, slow, fast = (f"decode_tokens_per_s{of}" for of in ("", "_slow", "_fast"))
+    told = _tooltip(policy="engine", **{rate: "tokens/s", slow: "slow steps", fast: "fast steps"})
+    room = {"domainMax": 1.15 * max(max(one[rate], one[fast] or 0) for one in timed), "nice": False}
+    x = _of(rate, "decode [tokens/s]", scale=room, axis={"tickCount": 5})
+    ends = [
+        {"calculate": f"isValid(datum.{fast}) ? max(datum.{rate}, datum.{fast}) : datum.{rate}", "as": "end"},
+        {"calculate": f"format(datum.{rate}, ',.0f')", "as": "says"},
+    ]
+    return _bars(
+        "Decoded tokens per second of each engine; nine decode steps in ten are as fast as its line.",
+        timed,
+        [
+            {"mark": {"type": "bar", "height": 14, "opacity": 0.8}, "encoding": {"x": x, "tooltip": told}},
             {
-                "transform": where(only, OF_WORKLOAD, "isValid(datum.p95)"),
-                "mark": {"type": "line", "strokeWidth": 1.5, "strokeDash": [2, 3]},
-                "encoding": {"x": x, "y": _kl("p95"), "color": _coloured(names)["color"]},
+                "transform": _where(f"isValid(datum.{slow}) && isValid(datum.{fast})"),
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {"x": {**x, "field": slow}, "x2": {"field": fast}},
             },
             {
-                "transform": where(CHOSEN, OF_WORKLOAD, "isValid(datum.kl)"),
-                "mark": {"type": "line", "point": {"size": 45, "filled": True}, "strokeWidth": 2},
-                "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": told},
+                "transform": ends,
+                "mark": {"type": "text", "align": "left", "dx": 5},
+                "encoding": {"x": {**x, "field": "end"}, "text": {"field": "says"}},
             },
-            *lines,
         ],
     )

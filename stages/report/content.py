@@ -1,101 +1,26 @@
 """What a page shows, in the order in which it shows it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import EvaluationReport, Slice
-from pipeline.verdict.thresholds import Status
-from stages.report import curves, matrix
-from stages.report.answers import ROOM, Answers, changed_answers
+from pipeline.verdict.gates import LINES
+from pipeline.verdict.registry import Line
+from pipeline.verdict.report import Slice, SystemMetrics
+from pipeline.verdict.thresholds import Check, LineStatus
+from stages.report.answers import changed_answers
 from stages.report.charts import specifications
-from stages.report.curves import MEASURES
 from stages.report.exhibit import Exhibit, Occasion
+from stages.report.numbers import BASELINE, TITLES, numbers, reports, shown_range, systems
 from stages.report.text import number, quantity
-from stages.report.vega import Spec
 
 MOST_POLICIES = 16
 """Policies that are shown in full; those beyond have their row of the overview."""
-
-MIBI = 2**20
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the overview: what an engine costs and what it loses."""
-
-    name: str
-    verdict: Status | None
-    """None for a baseline."""
-    champion: bool
-    note: str
-    """Why it serves, or does not."""
-    cells: tuple[str, ...]
-    policy: int | None
-    """Its index where it is shown in full."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of a workload."""
-
-    workload: str
-    samples: int
-    documents: int
-    judged: str
-    baseline: str
-    """Accuracy of the baseline."""
-    tells: str
-    """What so many samples can tell."""
-    needed: str
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Of which engine a verdict is, and how it can be had again."""
-
-    name: str
-    backend: str
-    digests: tuple[tuple[str, str], ...]
-    other: tuple[tuple[str, str], ...]
-    """Libraries and the machine, by name."""
-    settings: tuple[tuple[str, str], ...]
-    verify: str | None
-    warnings: tuple[str, ...]
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class Page:
-    """All of it."""
-
-    occasion: Occasion
-    written: str
-    lead: str
-    rows: list[Row]
-    headings: list[str]
-    policies: list[Candidate]
-    """Those that are shown in full."""
-    workloads: list[str]
-    gates: list[matrix.Gate]
-    bins: list[matrix.BinLine]
-    charts: dict[str, Spec]
-    numbers: dict[str, list[tuple[str, ...]]]
-    """Those of each chart by its name, as rows of a table: policy, workload, and what it draws."""
-    measures: dict[str, str]
-    samples: str
-    """How many samples are drawn as dots."""
-    answers: Answers
-    timed: list[tuple[str, ...]]
-    load: str
-    asked: list[Asked]
-    engines: list[Engine]
-
-
-OVERVIEW: tuple[tuple[str, str, str, str], ...] = (
+WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
+"""From the best to the worst."""
+OVERVIEW = (
     ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
     ("PPL ratio", "quality/ppl_ratio", "1", ".4f"),
     ("mean KL", "quality/kl_mean", "0", ""),
@@ -107,68 +32,138 @@ OVERVIEW: tuple[tuple[str, str, str, str], ...] = (
     ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
 )
 """Heading, the candidate's metric, the baseline's metric (or its value by definition), format; without one, of any size."""
+COLUMNS = {
+    "quality": {
+        "KiB/token": "kib",
+        "measure": "measure",
+        "distance from FP16": "exact",
+        "gate": "limit",
+        "on the front": "front",
+    },
+    "context": {"context [tokens]": "context", "mean KL": "kl", "99th percentile": "p99", "samples": "samples"},
+    "position": {"decode steps": "steps", "mean KL": "kl", "95th percentile": "p95", "tokens": "tokens"},
+    "depth": {"context [tokens]": "context", "depth": "depth", "right": "right", "of": "judged", "mean KL": "kl"},
+}
+"""The numbers of each chart as a table: heading -> field."""
+SYSTEM = (
+    ("decode tokens/s", "decode_tokens_per_s", ",.0f"),
+    ("of one step in twenty, slower", "decode_tokens_per_s_slow", ",.0f"),
+    ("faster", "decode_tokens_per_s_fast", ",.0f"),
+    ("between tokens: median [ms]", "inter_token_p50_ms", ".2f"),
+    ("95 %", "inter_token_p95_ms", ".2f"),
+    ("99 %", "inter_token_p99_ms", ".2f"),
+    ("first token [ms]", "time_to_first_token_ms", ".1f"),
+    ("KiB/token", "kib_per_token", ".3f"),
+    ("as allocated", "kib_per_token_allocated", ".3f"),
+    ("pool [bytes]", "pool_bytes", ",.0f"),
+    ("live tokens", "max_live_tokens", ",.0f"),
+)
+"""Heading, metric, format."""
 
 
-def make_page(exhibits: Sequence[Exhibit], occasion: Occasion, room: int = ROOM) -> Page:
-    """Return what the page shows.
+@dataclass(frozen=True)
+class Row:
+    """A row of the overview: what an engine costs and what it loses."""
+
+    name: str
+    verdict: str | None
+    """None for a baseline."""
+    champion: bool
+    note: str
+    """Why it serves, or does not."""
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of one policy's verdict."""
+
+    check: Check
+    used: float | None
+    """Share of the limit that the bound takes up; above 1 the limit is broken. None where that means nothing."""
+    figures: tuple[str, str, str]
+    """Value, bound and limit."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a gate, with the cell of each policy; None where a policy has no such line."""
+
+    where: str
+    workload: str | None
+    cells: tuple[Cell | None, ...]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate: first the worst line of each policy, then all places."""
+
+    key: str
+    line: Line
+    worst: tuple[Cell | None, ...]
+    counts: tuple[str, ...]
+    """Of each policy: how many of its lines pass."""
+    places: list[Place]
+
+
+def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
+    """Return what the page shows, by the names that its template has for it.
 
     Args:
         exhibits: The candidates, in the order of the summary.
         occasion: The command.
-        room: Characters of HTML that answers may take up.
     """
-    full = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))[
-        :MOST_POLICIES
-    ]
-    full = [exhibit for exhibit in exhibits if exhibit in full]
+    first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
+    full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
     workloads = list(dict.fromkeys(row.workload for exhibit in full for row in exhibit.rows))
-    data = curves.Curves.of(full)
-    systems = curves.systems(full)
-    return Page(
-        occasion=occasion,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        lead=_lead([exhibit.candidate for exhibit in exhibits]),
-        rows=list(_overview(exhibits, full, occasion)),
-        headings=[heading for heading, *_ in OVERVIEW],
-        policies=[exhibit.candidate for exhibit in full],
-        workloads=workloads,
-        gates=matrix.gates(full, workloads),
-        bins=matrix.bins(full),
-        charts=specifications(data, [exhibit.candidate.name for exhibit in full]),
-        numbers=_numbers(data),
-        measures={measure: title for measure, (title, _) in MEASURES.items()},
-        samples=f"{len(data.dots):,} of {data.rows:,} samples" if len(data.dots) < data.rows else f"{data.rows:,} samples",
-        answers=changed_answers(full, room),
-        timed=[_timed(name, system) for name, system in systems],
-        load=_load(systems),
-        asked=list(_asked(full)),
-        engines=[_engine(exhibit) for exhibit in full],
-    )
+    data, timed = numbers(full), systems(full)
+    return {
+        "occasion": occasion,
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "lead": _lead([exhibit.candidate for exhibit in exhibits]),
+        "rows": list(_overview(exhibits, occasion)),
+        "headings": [heading for heading, *_ in OVERVIEW],
+        "policies": [exhibit.candidate for exhibit in full],
+        "workloads": workloads,
+        "gates": list(_gates(full, workloads)),
+        "bins": list(_bins(full)),
+        "charts": specifications(data, [exhibit.candidate.name for exhibit in full]),
+        "columns": COLUMNS,
+        "numbers": {
+            name: [(one["policy"], one["workload"], *(_cell(one[field]) for field in columns.values())) for one in data[name]]
+            for name, columns in COLUMNS.items()
+        },
+        "measures": list(TITLES.values()),
+        "samples": f"{len(data['dots']):,} of {sum(len(exhibit.rows) for exhibit in full):,} samples",
+        "answers": changed_answers(full),
+        "system": [heading for heading, *_ in SYSTEM],
+        "timed": [(name, *(number(getattr(one, metric), form) for _, metric, form in SYSTEM)) for name, one in timed],
+        "load": _load(timed[-1][1]) if timed else "",
+        "asked": list(_asked(full)),
+        "engines": [(exhibit, _identity(exhibit), dict(_flat(exhibit.settings))) for exhibit in full],
+    }
 
 
 def _lead(candidates: Sequence[Candidate]) -> str:
-    counts = {status: sum(c.verdict == status for c in candidates) for status in ("PASS", "INCONCLUSIVE", "FAIL")}
     words = {"PASS": "held up", "INCONCLUSIVE": "not decided", "FAIL": "failed"}
+    counts = {status: sum(c.verdict == status for c in candidates) for status in words}
     told = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
     noun = "KV cache" if len(candidates) == 1 else "KV caches"
     return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}."
 
 
-def _overview(exhibits: Sequence[Exhibit], full: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
+def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
     baselines = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
     for judged in reversed(baselines.values()):
-        name = curves.BASELINE if len(baselines) == 1 else f"{curves.BASELINE} of {judged.name}"
-        cells = (_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
-        yield Row(name, None, False, "", tuple(cells), None)
-    for exhibit in exhibits:
-        candidate = exhibit.candidate
-        champion = candidate.name == occasion.champion
+        name = BASELINE if len(baselines) == 1 else f"{BASELINE} of {judged.name}"
+        cells = tuple(_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
+        yield Row(name, None, champion=False, note="", cells=cells)
+    for candidate in (exhibit.candidate for exhibit in exhibits):
         note = occasion.passed_over.get(candidate.name, "")
         if not note:
             note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
-        cells = (_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
-        policy = full.index(exhibit) if exhibit in full else None
-        yield Row(candidate.name, candidate.verdict, champion, note, tuple(cells), policy)
+        cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
+        yield Row(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
 
 
 def _figure(candidate: Candidate, metric: str, form: str) -> str:
@@ -176,60 +171,63 @@ def _figure(candidate: Candidate, metric: str, form: str) -> str:
     return number(value, form) if form else quantity(value)
 
 
-def _numbers(data: curves.Curves) -> dict[str, list[tuple[str, ...]]]:
-    """Return the numbers of the charts as rows of tables."""
-
-    def table(some: Sequence[curves.Datum], shown: Callable[[curves.Datum], tuple[str, ...]]) -> list[tuple[str, ...]]:
-        return [(one["policy"], one["workload"], *shown(one)) for one in some]
-
-    def distance(one: curves.Datum) -> tuple[str, ...]:
-        measure, _ = MEASURES[one["measure"]]
-        front = "yes" if one["front"] else ""
-        return number(one["kib"], ".3f"), measure, quantity(one["exact"]), quantity(one["limit"]), front
-
-    def bin_of_context(one: curves.Datum) -> tuple[str, ...]:
-        place = matrix.shown_range(one["low"], one["high"])
-        return place, quantity(one["kl"]), quantity(one["p99"]), f"{one['samples']:,}"
-
-    def steps(one: curves.Datum) -> tuple[str, ...]:
-        return f"{one['first']} to {one['last']}", quantity(one["kl"]), quantity(one["p95"]), f"{one['tokens']:,}"
-
-    def place(one: curves.Datum) -> tuple[str, ...]:
-        return one["context"], one["depth"], str(one["right"]), str(one["judged"]), quantity(one["kl"])
-
-    return {
-        "quality": table(data.quality, distance),
-        "context": table(data.context, bin_of_context),
-        "position": table(data.position, steps),
-        "depth": table(data.depth, place),
-    }
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return quantity(value) if isinstance(value, float | None) else str(value)
 
 
-def _timed(name: str, system: Any) -> tuple[str, ...]:
-    megabytes = None if system.pool_bytes is None else system.pool_bytes / MIBI
-    return (
-        name,
-        number(system.decode_tokens_per_s, ",.0f"),
-        _spread(system.decode_tokens_per_s_slow, system.decode_tokens_per_s_fast),
-        number(system.inter_token_p50_ms, ".2f"),
-        number(system.inter_token_p95_ms, ".2f"),
-        number(system.inter_token_p99_ms, ".2f"),
-        number(system.time_to_first_token_ms, ".1f"),
-        number(system.kib_per_token, ".3f"),
-        number(system.kib_per_token_allocated, ".3f"),
-        number(megabytes, ",.1f"),
-        number(system.max_live_tokens, ",.0f"),
-    )
+def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Gate]:
+    """Yield the verdict matrix, its gates and places in the order of the verdicts."""
+    tables = [{(check.gate, check.where): _judged(check) for check in exhibit.candidate.checks} for exhibit in exhibits]
+    places: dict[str, dict[str, None]] = {}
+    for key, where in (place for table in tables for place in table):
+        places.setdefault(key, {})[where] = None
+    for key, wheres in places.items():
+        found = [
+            Place(where, _workload(where, workloads), tuple(table.get((key, where)) for table in tables)) for where in wheres
+        ]
+        columns = [
+            [cell for cell in column if cell is not None] for column in zip(*(place.cells for place in found), strict=True)
+        ]
+        worst = (max(c, key=lambda cell: (WORST.index(cell.check.status), cell.used or 0.0), default=None) for c in columns)
+        counts = (f"{sum(cell.check.status == 'PASS' for cell in c)} of {len(c)}" if c else "" for c in columns)
+        yield Gate(key, LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
 
 
-def _spread(low: float | None, high: float | None) -> str:
-    return "–" if low is None or high is None else f"{number(low, ',.0f')} to {number(high, ',.0f')}"
+def _workload(where: str, workloads: Sequence[str]) -> str | None:
+    """Return the workload that a place belongs to: `copy`, `copy [0, 256)` or `copy, drafts by lookup`."""
+    return next((name for name in workloads if where == name or where.startswith((f"{name} [", f"{name}, "))), None)
 
 
-def _load(systems: Sequence[tuple[str, Any]]) -> str:
-    if not systems:
-        return ""
-    _, system = systems[-1]
+def _judged(check: Check) -> Cell:
+    equal = LINES[check.gate].equal if check.gate in LINES else 0.0
+    bound = check.bound if check.bound is not None else check.value if check.gate == "conformance" else None
+    means_something = bound is not None and check.threshold not in (None, equal)
+    used = max(0.0, (bound - equal) / (check.threshold - equal)) if means_something else None  # type: ignore[operator]
+
+    def shown(value: float | None) -> str:
+        if check.gate == "accuracy" and value is not None:  # in points
+            return number(100 * value, "+.1f").replace("+0.0", "0")
+        return number(value, ",.4f") if check.gate == "max_ppl_ratio" else quantity(value)
+
+    return Cell(check, used, (shown(check.value), shown(check.bound), shown(check.threshold)))
+
+
+def _bins(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, str, list[tuple[Slice, LineStatus | None] | None]]]:
+    """Yield workload, context bin, and each policy's part with the status of its own line: a bin can fail alone."""
+    tables: list[dict[tuple[str, int, int | None], tuple[Slice, LineStatus | None]]] = []
+    for exhibit in exhibits:
+        statuses = {check.where: check.status for check in exhibit.candidate.checks if check.gate == "accuracy"}
+        parts = exhibit.report.slices if exhibit.report is not None else ()
+        tables.append({(p.workload, *p.context): (p, statuses.get(p.place)) for p in parts if p.workload and p.context})
+    for place in sorted({place for table in tables for place in table}, key=lambda place: place[:2]):
+        yield place[0], shown_range(*place[1:]), [table.get(place) for table in tables]
+
+
+def _load(system: SystemMetrics) -> str:
     threads = f", {system.threads} threads" if system.threads is not None else ""
     return (
         f"{system.batch} sequences of {system.context_tokens:,} tokens, {system.new_tokens} decode steps{threads}; live tokens "
@@ -237,63 +235,43 @@ def _load(systems: Sequence[tuple[str, Any]]) -> str:
     )
 
 
-def _asked(exhibits: Sequence[Exhibit]) -> Iterator[Asked]:
+def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
     """Yield the workloads as they were asked of the candidate that was asked most of each."""
     whole: dict[str, tuple[Slice, Candidate]] = {}
     planned: dict[str, None] = {}
-    for exhibit in exhibits:
-        report: EvaluationReport | None = exhibit.report
-        if report is None:
-            continue
-        planned |= dict.fromkeys(report.planned_workloads)
-        for workload in dict.fromkeys(row.workload for row in exhibit.rows):
-            part = report.slice(workload)
-            if part is not None and (workload not in whole or part.samples > whole[workload][0].samples):
-                whole[workload] = part, exhibit.candidate
-    for workload in dict.fromkeys([*planned, *whole]):
+    for exhibit, report in reports(exhibits):
+        planned |= dict.fromkeys([*report.planned_workloads, *(row.workload for row in exhibit.rows)])
+        for part in report.slices:
+            name = part.workload or ""
+            if part.whole and name and (name not in whole or part.samples > whole[name][0].samples):
+                whole[name] = part, exhibit.candidate
+    undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
+    for workload in planned:
         if workload not in whole:
-            yield Asked(workload, 0, 0, "not asked yet", "–", "", "")
+            yield workload, "0", "0", "not asked yet", "–", "", ""
             continue
         part, candidate = whole[workload]
-        counted, detectable = part.accuracy, candidate.detectable.get(workload)
-        undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
+        counted, told = part.accuracy, candidate.detectable.get(workload)
         needed = max((one.samples_needed.get(workload, 0) for one in undecided), default=0)
-        yield Asked(
+        yield (
             workload,
-            part.samples,
-            part.documents,
+            f"{part.samples:,}",
+            f"{part.documents:,}",
             f"{counted.judged:,}" if counted is not None else "none: distances alone",
             number(counted.baseline, ".3f") if counted is not None else "–",
-            detectable.text if detectable is not None else "",
+            told.text if told is not None else "",
             f"about {needed:,}" if needed else "",
         )
 
 
-DIGEST = 64
-
-
-def _engine(exhibit: Exhibit) -> Engine:
+def _identity(exhibit: Exhibit) -> dict[str, str]:
+    """Return of which engine a verdict is: digests, libraries, the machine, and where it is registered."""
     candidate = exhibit.candidate
-    digests = {name: text for name, text in exhibit.binds.items() if len(text) == DIGEST and text.isalnum()}
-    digests |= {"engine": candidate.engine.digest, "baseline": candidate.baseline.digest, "report": candidate.report.digest}
-    digests |= {"identity": candidate.identity.digest}
-    other = {name: text for name, text in exhibit.binds.items() if name not in digests}
-    if candidate.signed_by is not None:
-        other["signed by"] = candidate.signed_by
+    cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
+    found = {**exhibit.binds, **cited, "signed by": candidate.signed_by}
     if candidate.registration is not None:
-        other["registered as version"] = candidate.registration.model_version
-        other["MLflow run"] = candidate.registration.run_id
-    evidence: Path | None = exhibit.evidence
-    return Engine(
-        name=candidate.name,
-        backend=candidate.backend,
-        digests=tuple(digests.items()),
-        other=tuple(other.items()),
-        settings=tuple(_flat(exhibit.settings)),
-        verify=None if evidence is None else f"kvgate stage=verify bundle={evidence}",
-        warnings=candidate.warnings,
-        problem=exhibit.problem,
-    )
+        found |= {"registered as version": candidate.registration.model_version, "MLflow run": candidate.registration.run_id}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,11 +1,10 @@
 "use strict";
-// Filters, themes, and the charts' specifications handed to vega-embed. Without it the page is all tables.
+// Filters, and the charts' specifications handed to vega-embed. Without it the page is all tables.
 const one = (query) => document.querySelector(query);
 const all = (query) => [...document.querySelectorAll(query)];
 const SPECS = JSON.parse(one("#charts").textContent);
 const views = new Map();
 const ERRORS = 1; // Vega warns about a layer that shows nothing while all policies are chosen.
-const AT_ONCE = 12; // answers, before "Show all"
 
 // Colours are the page's variables: a chart follows the theme, and paper, without being drawn again.
 function looks() {
@@ -37,14 +36,14 @@ function fitted(spec, width) {
   return { ...spec, columns, facet: { ...spec.facet, header: { labelLimit: panel } }, spec: { ...spec.spec, width: panel } };
 }
 
-const parameters = () => ({ policy: one("#policy").value, workload: one("#workload").value, measure: one("#measure")?.value ?? "kl_mean" });
+const parameters = () => ({ policy: one("#policy").value, workload: one("#workload").value, measure: one("#measure")?.value ?? "" });
 
 async function draw(figure) {
   const place = figure.querySelector(".chart");
   const name = figure.dataset.chart;
   views.get(name)?.finalize();
   views.delete(name);
-  if (figure.hidden || !SPECS[name]) return;
+  if (!SPECS[name]) return;
   // The interpreter of expressions needs no eval, which the page's policy forbids.
   const options = { ast: true, actions: false, renderer: "svg", defaultStyle: false, tooltip: { disableDefaultStyle: true }, logLevel: ERRORS, config: looks() };
   const chart = await vegaEmbed(place, fitted(SPECS[name], place.clientWidth), options);
@@ -72,15 +71,8 @@ function filter() {
   const cards = all(".cards article");
   for (const card of cards) card.hidden ||= !card.querySelector(".flip:not([hidden])");
   const fitting = cards.filter((card) => !card.hidden);
-  const more = one("#more");
-  if (more) {
-    const flips = all(".cards article:not([hidden]) .flip:not([hidden])").length;
-    one("#count").textContent = `${flips} of ${all(".cards .flip").length} answers, of ${fitting.length} samples`;
-    const cutOff = more.getAttribute("aria-expanded") === "true" ? fitting.length : AT_ONCE;
-    fitting.forEach((card, i) => (card.hidden = i >= cutOff));
-    more.hidden = fitting.length <= AT_ONCE;
-    more.textContent = cutOff === AT_ONCE ? `Show all ${fitting.length} samples` : `Show the first ${AT_ONCE} samples`;
-  }
+  const flips = all(".cards article:not([hidden]) .flip:not([hidden])").length;
+  if (cards.length) one("#count").textContent = `${flips} of ${all(".cards .flip").length} answers, of ${fitting.length} samples`;
   views.forEach(({ view }) => listen(view));
 }
 
@@ -89,27 +81,10 @@ function open(body, yes) {
   body.querySelector(".toggle").setAttribute("aria-expanded", String(yes));
 }
 
-function paint(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-}
-
-// A frame without rights of its own, as MLflow shows artifacts in, has no storage.
-function remembered(theme) {
-  try {
-    if (theme === undefined) return localStorage.getItem("kvgate-theme") ?? "";
-    localStorage.setItem("kvgate-theme", theme);
-  } catch {
-    return "";
-  }
-  return theme;
-}
-
 one("#unscripted").hidden = true;
 all(".filters, .tools").forEach((tools) => (tools.hidden = false));
 one(".filters").addEventListener("submit", (event) => event.preventDefault());
 ["#policy", "#workload", "#kind", "#measure"].forEach((query) => one(query)?.addEventListener("change", filter));
-one("#theme").addEventListener("change", (event) => paint(remembered(event.target.value)));
 all("tbody.many").forEach((body) => {
   open(body, false);
   body.querySelector(".toggle").addEventListener("click", () => open(body, body.classList.contains("closed")));
@@ -120,17 +95,6 @@ one("#expand")?.addEventListener("click", ({ currentTarget: button }) => {
   button.textContent = yes ? "Show the worst of each check" : "Show every workload";
   all("tbody.many").forEach((body) => open(body, yes));
 });
-one("#more")?.addEventListener("click", ({ currentTarget: button }) => {
-  button.setAttribute("aria-expanded", String(button.getAttribute("aria-expanded") === "false"));
-  filter();
-});
-one("#shade")?.addEventListener("change", ({ target }) => {
-  for (const figure of all("[data-chart^=depth]")) {
-    figure.hidden = figure.dataset.chart !== target.value;
-    draw(figure);
-  }
-});
-if (one("[data-chart=depth_kl]")) one("[data-chart=depth_kl]").hidden = true;
 let width = innerWidth;
 addEventListener("resize", () => {
   if (Math.abs(innerWidth - width) < 40) return;
@@ -138,8 +102,6 @@ addEventListener("resize", () => {
   drawAll();
 });
 
-one("#theme").value = remembered();
-paint(one("#theme").value);
 drawAll().then(() => {
   filter();
   document.documentElement.dataset.ready = "";

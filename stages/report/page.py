@@ -51,11 +51,11 @@ def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
     )
     environment.filters["quantity"] = quantity
     return environment.get_template("page.jinja").render(
-        page=page,
+        **page,
         policy_of_content=_content_policy(style, scripts),
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
-        charts=_data(page.charts),
+        specifications=_data(page["charts"]),
     )
 
 

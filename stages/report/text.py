@@ -5,6 +5,7 @@ Everything that is shown is without secrets and has no character that a browser 
 
 import math
 import unicodedata
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 from re import findall
@@ -31,11 +32,26 @@ def shown(text: str) -> str:
     )
 
 
-def cut(text: str, limit: int) -> tuple[str, str, int]:
-    """Return the beginning and the end of a text that is longer than `limit`, and how many characters are left out."""
-    if len(text) <= limit:
-        return text, "", 0
-    return text[: limit - limit // 3], text[-(limit // 3) :], len(text) - limit
+@dataclass(frozen=True)
+class Excerpt:
+    """A text as it is shown, without its middle where it is long."""
+
+    head: str
+    tail: str
+    left_out: int
+    """Characters between the two."""
+
+    @classmethod
+    def of(cls, text: str, limit: int) -> "Excerpt":
+        """Return the text, or its beginning and its end where it is longer than `limit`."""
+        text = shown(text)
+        if len(text) <= limit:
+            return cls(text, "", 0)
+        return cls(text[: limit - limit // 3], text[-(limit // 3) :], len(text) - limit)
+
+    @property
+    def whole(self) -> str:
+        return f"{self.head} … {self.tail}" if self.left_out else self.head
 
 
 def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:

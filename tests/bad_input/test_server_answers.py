@@ -24,7 +24,7 @@ from stages.engines.openai.protocol import FINGERPRINT
 from stages.engines.openai.server import ask, write_server
 from stages.evaluate.distances.shown import compare_shown, head_of_shown
 
-FUZZED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 URL = "http://127.0.0.1:1"
 CONFIG = OpenAIConfig(
     name="openai", url=URL, baseline_url=None, canary_url=None, model=None, api_key_env=None, top_logprobs=10, timeout_s=1.0,
@@ -40,8 +40,8 @@ def completion(first: int = 7) -> dict[str, Any]:
     return {"choices": [{"logprobs": logprobs}], "usage": usage, FINGERPRINT: "toy"}
 
 
-def asked(*_: object) -> Client:
-    return Client("backend.url", URL, api_key=None, key_setting="backend.api_key_env=null", timeout_s=1.0, retries=0)
+def asked() -> Client:
+    return Client(CONFIG, "backend.url", URL)
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, bodies: Callable[[str], bytes]) -> None:
@@ -113,7 +113,6 @@ def test_what_a_server_says_of_itself(
     }  # fmt: skip
     said = {**sound, path: replaced(sound[path], data.draw, replacement)}
     answers(monkeypatch, lambda asked: json.dumps(said[asked]).encode())
-    monkeypatch.setattr("stages.engines.openai.server.open_client", asked)
     out: Path = tmp_path_factory.mktemp("server")
     with contextlib.suppress(*REFUSALS):
-        write_server(ask(asked(), "backend.url", None), CONFIG, None, TINY, out, policy=FP16_POLICY)
+        write_server(ask(CONFIG, "backend.url", URL), CONFIG, TINY, out, policy=FP16_POLICY)

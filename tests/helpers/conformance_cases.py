@@ -1,6 +1,6 @@
 """Engines of the tiny model beside their twins, and faults as real caches have them, in what an engine stores or reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import yaml
 from onnx_fixtures import make_bundle, static_scales, tiny_decoder
 
+from pipeline.core.engine import Engine
 from pipeline.core.kv import Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import EngineConformance
@@ -18,7 +19,7 @@ from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
-from stages.evaluate.twins.conformance import compare
+from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,13 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
     load = {**base["load"], "batch": 2, "context_tokens": 70, "new_tokens": 4}
     values = {"seed": 0, "samples": {"prose": 1, "retrieval": 2}, "jsonl": None, "batch_size": BATCH, "max_scored_tokens": 72}
     return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})
+
+
+def compare(engine: Engine, twin: Twin, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
+    """Decode samples on an engine, forced, and compare every one of them with the twin."""
+    comparison = Comparison(engine, twin, encoded, range(len(encoded)), batch_size=batch_size)
+    comparison.decode_missing()
+    return comparison.result()
 
 
 class Conformity:

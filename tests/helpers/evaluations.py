@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fake_engine import CharTokenizer
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress, Sample, no_progress
@@ -35,17 +36,21 @@ def brief_workloads(**changes: Any) -> WorkloadsConfig:
     return builtin_workloads(**{"batch_size": 4, "load": LOAD, "context_bins": [0, 6, 12], "rounds": [1.0], **changes})
 
 
+BRIEF, CHARACTERS = brief_workloads(), CharTokenizer()
+
+
 def measure_baseline(
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
-    tokenizer: Any,
     out: Path,
     *,
-    config: WorkloadsConfig,
+    tokenizer: Any = CHARACTERS,
+    config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
     open_twin: Callable[[], Twin] | None = None,
 ) -> None:
     """Measure the baseline on samples that are one round, and a single time."""
+    out.mkdir(parents=True, exist_ok=True)
     engine, twin = open_engine(), None if open_twin is None else open_twin()
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     measure(Local(engine, config, twin), encoded, tokenizer, out, config=config, progress=progress)
@@ -55,15 +60,16 @@ def measure_baseline(
 def measure_candidate(
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
-    tokenizer: Any,
     baseline: Path,
     out: Path,
     *,
-    config: WorkloadsConfig,
+    tokenizer: Any = CHARACTERS,
+    config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
     open_twin: Callable[[], Twin] | None = None,
 ) -> None:
     """Measure a candidate on samples that are one round, and a single time."""
+    out.mkdir(parents=True, exist_ok=True)
     engine, twin = open_engine(), None if open_twin is None else open_twin()
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
@@ -74,7 +80,7 @@ def measure_candidate(
 def joined(
     encoded: Encoded,
     rounds: Sequence[tuple[Path, Path]],
-    config: WorkloadsConfig,
+    config: WorkloadsConfig = BRIEF,
     engines: Engines = Engines("engine", "base"),  # noqa: B008  (frozen)
     baseline_once: Path | None = None,
 ) -> Evaluation:
@@ -87,22 +93,19 @@ def joined(
 def evaluate(
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
-    tokenizer: Any,
     baseline: Path,
     out: Path,
     *,
-    config: WorkloadsConfig,
+    tokenizer: Any = CHARACTERS,
+    config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
     engine_digest: str = "engine",
     open_twin: Callable[[], Twin] | None = None,
     baseline_once: Path | None = None,
 ) -> EvaluationReport:
     """Run a candidate on samples that are one round, and write its report into `out`."""
-    round_dir = out / "round"
-    round_dir.mkdir()
-    measure_candidate(
-        open_engine, samples, tokenizer, baseline, round_dir, config=config, progress=progress, open_twin=open_twin
-    )
+    round_dir, options = out / "round", {"config": config, "progress": progress, "open_twin": open_twin}
+    measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
     encoded, engines = encode_rounds(samples, tokenizer, config), Engines(engine_digest, "base")
     evaluation = joined(encoded, [(baseline, round_dir)], config, engines, baseline_once)
     evaluation.write(out)

@@ -188,7 +188,6 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
-    stored.mkdir()
 
     def engine() -> OnnxEngine:
         return last_of_a_page_unwritten(bench.engine(FP16_POLICY))
@@ -196,8 +195,8 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     def twin() -> Twin:
         return bench.twin(FP16_POLICY, bench.engine(FP16_POLICY))
 
-    measure_baseline(engine, samples, tokenizer, stored, config=config, open_twin=twin)
-    report = evaluate(engine, samples, tokenizer, stored, tmp_path, config=config, open_twin=twin)
+    measure_baseline(engine, samples, stored, tokenizer=tokenizer, config=config, open_twin=twin)
+    report = evaluate(engine, samples, stored, tmp_path, tokenizer=tokenizer, config=config, open_twin=twin)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None
     assert [check.status for check in lines("conformance", report)] == ["FAIL", "FAIL"]

@@ -32,8 +32,10 @@ def conf(group: str, name: str) -> dict[str, Any]:
 def config() -> WorkloadsConfig:
     base = conf("workloads", "base")
     load = {**base["load"], "batch": 2, "context_tokens": 100, "new_tokens": 8}
-    changes = {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
-    return WorkloadsConfig.model_validate({**base, **changes, "noise_samples": 1, "canary_samples": 1, "rounds": [1.0]})
+    changes: dict[str, Any] = {"noise_samples": 1, "canary_samples": 1, "rounds": [1.0]}
+    changes |= {"probe": {"max_tokens": 1088, "decode_steps": 72, "offset_steps": 4, "max_batch": 9, "requests": 100}}
+    changes |= {"seed": 0, "samples": SAMPLES, "jsonl": None, "batch_size": 5, "max_scored_tokens": 48, "load": load}
+    return WorkloadsConfig.model_validate(base | changes)
 
 
 def quiet(*_: object) -> None:
@@ -49,10 +51,9 @@ class Bench:
         self.fp16 = self.bundle(FP16_POLICY)
         self.tokenizer = BundleTokenizer(self.fp16)
         self.baseline = work / "baseline"
-        self.baseline.mkdir()
         measure_baseline(
             lambda: load_engine(self.fp16, threads=1),
-            self.samples, self.tokenizer, self.baseline, config=config(), progress=quiet,
+            self.samples, self.baseline, tokenizer=self.tokenizer, config=config(),
         )  # fmt: skip
 
     def bundle(self, policy: KVPolicy) -> Path:
@@ -65,11 +66,9 @@ class Bench:
 
     def evaluate(self, bundle: Path) -> tuple[EvaluationReport, Path]:
         out = self.work / f"report_{bundle.name}"
-        out.mkdir()
         report = evaluate(
             lambda: load_engine(bundle, threads=1),
-            self.samples, self.tokenizer, self.baseline, out,
-            config=config(), progress=quiet,
+            self.samples, self.baseline, out, tokenizer=self.tokenizer, config=config(),
         )  # fmt: skip
         return report, out
 

@@ -120,23 +120,6 @@ def test_a_chunk_of_several_blocks_is_causal() -> None:
     chunk_of("int8 token", "int4 64", 1, 64, [40, 3], [9, 2], group=16).check(1)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1.1), (torch.bfloat16, 0.15)], ids=["float16", "bfloat16"])
-def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
-    dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A float16 output has as much of either, and chance decides which is the larger by some hundredths."""
-    chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 128, [700], [2], group=8, dtype=dtype)
-    layout, arguments = chunk.case.layout, chunk.arguments
-    halves = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
-    monkeypatch.setattr(context, "partial_type", lambda _: torch.float32)
-    singles = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
-    assert halves[0].dtype == torch.float16
-    assert singles[0].dtype == torch.float32
-    joined, without = (context.join_partials(layout, *part, torch.float32).cpu() for part in (halves, singles))
-    expected = chunk.expected(0.01)
-    assert (joined - without).norm() <= limit * (expected.to(dtype).float() - expected).norm()
-
-
 def test_one_token_of_each_sequence_is_a_decode_step() -> None:
     chunk = chunk_of("fp8_e4m3 token", "int4 64", 2, 64, [70, 5], [1, 1], sink=2, recent=3, dtype=torch.float32)
     case, arguments = chunk.case, chunk.arguments

@@ -6,7 +6,6 @@ once more while the kernels run in Triton's interpreter. Legend: H KV heads, W p
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -75,36 +74,6 @@ def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     at_once = SMS * RESIDENT // HEADS
     assert len(tokens) <= at_once
     assert max(tokens) <= 1.5 * sum(lengths) / at_once
-
-
-def test_one_sequence_of_8k_tokens_has_programs_on_every_sm() -> None:
-    """More programs would be no shorter: 128 pages do not fit 115 programs of one page, and the longest would have two too."""
-    tokens = tokens_by_program(plan_of([8 * KIB], 128 * KIB), [8 * KIB])
-    assert set(tokens) == {128}
-    assert len(tokens) * HEADS == 512 > 3 * SMS
-    assert PAGE_TOKENS * -(-8 * KIB // PAGE_TOKENS // (SMS * RESIDENT // HEADS)) == 128
-
-
-FORMATS = {
-    "fp8k_int4v": ("fp8_e4m3 tensor", "int4 64"),
-    "fp8": ("fp8_e4m3 tensor", "fp8_e4m3 tensor"),
-    "int8k_int4v": ("int8 token", "int4 64"),
-}
-
-
-@pytest.mark.parametrize("batch", [1, 2, 16, 31, 64])
-@pytest.mark.parametrize("tokens", [KIB, KIB - 1, KIB + 1], ids=["1k", "one less", "one more"])
-def test_partial_results_cost_a_fifth_of_the_real_tokens_traffic_whatever_the_table_holds(batch: int, tokens: int) -> None:
-    """With queries of 16 bits: means in float16, a maximum and a sum in float32, which are written and read again."""
-    lengths = [tokens] * batch
-    plan = plan_of(lengths, 128 * KIB)
-    parts = sum(stop - first for first, stop, *_ in plan.work.tolist() if stop > first)
-    assert parts == plan.sequences[:, 3].sum()
-    for (key, value), dim, group in product(FORMATS.values(), (64, 128), (1, 4, 8)):
-        layout = CacheLayout(HEADS, dim, side(key), side(value))
-        real, results = sum(lengths) * layout.token_bytes, parts * HEADS * group * (2 * dim + 8)
-        assert real + 2 * results <= 1.2 * real, f"{layout}, {group} query heads: {1 + 2 * results / real:.3f}"
-    assert torch.equal(plan.sequences, plan_of(lengths, 2 * KIB).sequences) or batch == 1  # 32 pages need no 115 programs
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)

@@ -129,8 +129,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     for layer in scales["layers"]:
         layer["key"]["scale"] = [scale / 64 for scale in layer["key"]["scale"]]
     broken.write_text(json.dumps(scales))
-    for name in ("bundle", "report"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "bundle").mkdir()
     build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
 
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
@@ -141,9 +140,9 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
         assign_rounds(load_samples(workloads), workloads.rounds)[0],
-        BundleTokenizer(tmp_path / "bundle"),
         baseline,
         tmp_path / "report",
+        tokenizer=BundleTokenizer(tmp_path / "bundle"),
         config=workloads.model_copy(update={"rounds": [1.0]}),
         engine_digest="corrupted",
         baseline_once=once,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance_cases import POLICIES, Conformity
+from conformance_cases import POLICIES, Conformity, compare
 from onnx_fixtures import static_scales
 
 from pipeline.core.kv import Side
@@ -13,7 +13,6 @@ from pipeline.formats.oracle import Static
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import dequantize, quantize
 from stages.engines.oracle.relatives import relatives
-from stages.evaluate.twins.conformance import compare
 from stages.evaluate.twins.twin import Twin
 
 torch.set_num_threads(1)

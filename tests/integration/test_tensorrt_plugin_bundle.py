@@ -47,9 +47,8 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_programs", lambda *_: PROGRAMS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.context_digests", lambda *_: {"context_partial.0": "b2"})
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.append_digests", lambda *_: {"append.group0": "c3"})
+    kernels = {"decode_partial.0": "a1", "append.group0": "c3"}
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: kernels)
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
     out.mkdir()
@@ -59,7 +58,7 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
         gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
-    assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2", "append.group0": "c3"}
+    assert record.plugins == kernels
     assert record.native == {"1": INT4_KEYS}
     assert record.stored == ((0,),)
     assert record.built_for.compute_capabilities == ["8.9"]

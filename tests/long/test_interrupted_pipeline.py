@@ -48,7 +48,7 @@ def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(fault: Fault, tmp_
     at, attempts = 1 + 7 * FAULTS.index(fault), 0
     while (ended := attempt(partial(command, hit), hit, at, fault)).code != 0 or ended.operations >= at:
         assert ended.code in ENDS[fault], (at, ended.said)
-        at, attempts = at + 67, attempts + 1
+        at, attempts = at + 151, attempts + 1
         assert attempts < 200, "it does not get on"
-    assert attempts > 4, "it was hardly hit"
+    assert attempts > 2, "it was hardly hit"
     assert judged(hit) == judged(whole)

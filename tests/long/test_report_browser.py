@@ -11,6 +11,7 @@ from browser import chromium_path
 from report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report import write_page
+from stages.report.numbers import TITLES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -71,14 +72,11 @@ def visible(page: "Page", selector: str) -> int:
 
 def test_every_chart_is_drawn_and_described(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as one:
-        for name in ("quality", "position", "context", "depth", "latency", "rate"):
+        for name in ("quality", "position", "context", "depth", "depth_kl", "latency", "rate"):
             chart = one.page.locator(f"[data-chart={name}] svg")
             assert chart.count() == 1, name
             assert chart.locator(".mark-symbol path, .mark-rect path, .mark-rule line").count() > 0, name
             assert one.page.locator(f"[data-chart={name}] [role=graphics-document]").get_attribute("aria-label"), name
-        one.page.select_option("#shade", "depth_kl")
-        one.page.wait_for_selector("[data-chart=depth_kl] svg")
-        assert visible(one.page, "[data-chart=depth]") == 0
 
 
 def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
@@ -106,7 +104,7 @@ def test_another_measure_moves_the_points_and_names_its_gate(browser: "Browser",
     with opened(browser, report) as one:
         gate = one.page.locator("[data-chart=quality] svg").get_by_text("gate max_mean_kl")
         assert gate.count() == 1
-        one.page.select_option("#measure", "top10_overlap")
+        one.page.select_option("#measure", TITLES["min_top10_overlap"])
         one.page.locator("[data-chart=quality] svg").get_by_text("gate min_top10_overlap").wait_for()
         assert gate.count() == 0
 
@@ -162,35 +160,25 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         assert outside == []
 
 
-def test_dark_and_light_follow_the_system_and_the_switch(browser: "Browser", report: Path) -> None:
+def test_page_and_charts_are_dark_or_light_as_the_system_is_and_white_on_paper(browser: "Browser", report: Path) -> None:
     background = "getComputedStyle(document.documentElement).backgroundColor"
-    with opened(browser, report, color_scheme="dark") as one:
-        dark = one.page.evaluate(background)
-        one.page.select_option("#theme", "light")
-        assert one.page.evaluate(background) == "rgb(255, 255, 255)" != dark
-        one.page.wait_for_selector("[data-chart=quality] svg")
-    with opened(browser, report, color_scheme="light") as one:
-        assert one.page.evaluate(background) == "rgb(255, 255, 255)"
-        one.page.select_option("#theme", "dark")
-        assert one.page.evaluate(background) == dark
-
-
-def test_charts_follow_the_theme(browser: "Browser", report: Path) -> None:
     label = "getComputedStyle(document.querySelector('[data-chart=quality] .role-axis-label text')).fill"
-    with opened(browser, report, color_scheme="dark") as one:
-        dark = one.page.evaluate(label)
-        one.page.select_option("#theme", "light")
-        assert one.page.evaluate(label) != dark
+    seen = []
+    for scheme in ("dark", "light"):
+        with opened(browser, report, color_scheme=scheme) as one:
+            seen.append((one.page.evaluate(background), one.page.evaluate(label)))
+            one.page.emulate_media(media="print")
+            assert one.page.evaluate(background) == "rgb(255, 255, 255)"
+    (dark, dark_label), (light, light_label) = seen
+    assert dark != light == "rgb(255, 255, 255)"
+    assert dark_label != light_label
 
 
-@pytest.mark.parametrize("theme", ["", "dark"])
-def test_paper_is_white_and_cuts_nothing_off(browser: "Browser", report: Path, theme: str) -> None:
+def test_paper_cuts_nothing_off(browser: "Browser", report: Path) -> None:
     with opened(browser, report, viewport={"width": 1400, "height": 900}) as one:
-        one.page.select_option("#theme", theme)
         one.page.set_viewport_size({"width": 1030, "height": 700})  # A4 lying, less its margins
         one.page.wait_for_timeout(200)
         one.page.emulate_media(media="print")
-        assert one.page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
         outside = one.page.evaluate(
             """[...document.querySelectorAll("main table, main svg, main pre")].filter((e) => e.checkVisibility()
                && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""

@@ -23,10 +23,8 @@ def engine(noise: float = 0.0) -> Engine:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[SampleRow]:
     """Of a candidate whose logits have a little noise."""
     folder = tmp_path_factory.mktemp("again")
-    for name in ("baseline", "report"):
-        (folder / name).mkdir()
-    measure_baseline(engine, SAMPLES, CharTokenizer(), folder / "baseline", config=CONFIG, progress=lambda *_: None)
-    evaluate(lambda: engine(0.05), SAMPLES, CharTokenizer(), folder / "baseline", folder / "report", config=CONFIG)
+    measure_baseline(engine, SAMPLES, folder / "baseline", config=CONFIG)
+    evaluate(lambda: engine(0.05), SAMPLES, folder / "baseline", folder / "report", config=CONFIG)
     return load_rows(folder / "report")
 
 

@@ -43,36 +43,40 @@ SAMPLES = samples()
 GATES = Gates()
 
 
-def quiet(label: str, done: int, total: int) -> None:
+def told(label: str, done: int, total: int) -> None:
+    """A progress of which every call makes sense."""
     assert label
     assert 0 <= done <= total
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It misses two answers by itself."""
     out = tmp_path_factory.mktemp("baseline")
-    # the baseline misses two answers by itself
-    measure_baseline(
-        lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3),
-        SAMPLES, CharTokenizer(), out, config=brief_workloads(), progress=quiet,
-    )  # fmt: skip
+    measure_baseline(lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3), SAMPLES, out, progress=told)
     return out
 
 
 def candidate(
     baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any
 ) -> tuple[EvaluationReport, list[SampleRow], Verdict]:
-    evaluate(
-        lambda: fake_engine(SAMPLES, wrong=wrong, **{"batch_noise": 1e-3, **options}),
-        SAMPLES, CharTokenizer(), baseline, out,
-        config=brief_workloads(), progress=quiet,
-    )  # fmt: skip
+    options = {"batch_noise": 1e-3, **options}
+    evaluate(lambda: fake_engine(SAMPLES, wrong=wrong, **options), SAMPLES, baseline, out, progress=told)
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
 
 
-def test_the_baseline_against_itself_has_no_distance_and_passes(baseline: Path, tmp_path: Path) -> None:
-    report, rows, verdict = candidate(baseline, tmp_path)
+Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
+
+
+@pytest.fixture(scope="module")
+def same(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    """The baseline's engine, judged against itself."""
+    return candidate(baseline, tmp_path_factory.mktemp("same"))
+
+
+def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) -> None:
+    report, rows, verdict = same
     assert verdict.status == "PASS"
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
     assert report.overall.fidelity.top1_agreement == 1.0
@@ -118,8 +122,8 @@ def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
     assert {row.judged for row in rows if row.workload == "tale"} == {False}
 
 
-def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(baseline: Path, tmp_path: Path) -> None:
-    report, _, _ = candidate(baseline, tmp_path)
+def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(same: Judged) -> None:
+    report, _, _ = same
     sizes = {(s.workload, s.context, s.depth, s.difficulty): s.samples for s in report.slices}
     assert len(sizes) == len(report.slices)
     assert sizes[None, (0, 6), None, None] + sizes[None, (6, 12), None, None] == len(SAMPLES)
@@ -148,10 +152,7 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
 
 def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not finite"):
-        measure_baseline(
-            lambda: fake_engine(SAMPLES, not_a_number=True),
-            SAMPLES, CharTokenizer(), tmp_path, config=brief_workloads(), progress=quiet,
-        )  # fmt: skip
+        measure_baseline(lambda: fake_engine(SAMPLES, not_a_number=True), SAMPLES, tmp_path)
 
 
 def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_canary(baseline: Path, tmp_path: Path) -> None:
@@ -168,16 +169,13 @@ def test_the_canary_runs_in_an_engine_of_its_own(baseline: Path, tmp_path: Path)
         opened.append(fake_engine(SAMPLES))
         return opened[-1]
 
-    evaluate(
-        open_engine, SAMPLES, CharTokenizer(), baseline, tmp_path,
-        config=brief_workloads(), progress=quiet,
-    )  # fmt: skip
+    evaluate(open_engine, SAMPLES, baseline, tmp_path)
     assert [engine.key_scale for engine in opened] == [1.0, brief_workloads().canary_factor]
     assert [engine.live for engine in opened] == [0, 0]
 
 
-def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Path) -> None:
-    report, _, _ = candidate(baseline, tmp_path)
+def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:
+    report, _, _ = same
     system = report.system
     assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes
     assert system.kib_per_token_allocated == system.kib_per_token
@@ -190,8 +188,8 @@ def test_system_metrics_are_those_of_the_fixed_load(baseline: Path, tmp_path: Pa
     assert system.max_live_tokens == int(0.001 * 2**30) // (64 * 128) * 64
 
 
-def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path: Path) -> None:
-    report, _, _ = candidate(baseline, tmp_path)
+def test_flat_metrics_are_finite_and_grouped_by_prefix(same: Judged) -> None:
+    report, _, _ = same
     metrics = flat_metrics(report)
     assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise", "baseline"}
     assert {"quality/kl_mean", "quality/find/accuracy_candidate", "perf/inter_token_p50_ms"} <= metrics.keys()
@@ -201,10 +199,7 @@ def test_flat_metrics_are_finite_and_grouped_by_prefix(baseline: Path, tmp_path:
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="measured on other samples"):
-        evaluate(
-            lambda: fake_engine(SAMPLES), SAMPLES[:-1], CharTokenizer(), baseline, tmp_path,
-            config=brief_workloads(), progress=quiet,
-        )  # fmt: skip
+        evaluate(lambda: fake_engine(SAMPLES), SAMPLES[:-1], baseline, tmp_path)
 
 
 class Separators(CharTokenizer):
@@ -221,15 +216,8 @@ def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path:
     separated = [Sample(id=f"s\x85{i}", workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i in range(2)]
     plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]
     baseline_dir, out = tmp_path / "baseline", tmp_path / "report"
-    baseline_dir.mkdir()
-    out.mkdir()
-    measure_baseline(
-        lambda: fake_engine(plain), separated, Separators(), baseline_dir, config=brief_workloads(), progress=quiet
-    )
-    evaluate(
-        lambda: fake_engine(plain), separated, Separators(), baseline_dir, out,
-        config=brief_workloads(), progress=quiet,
-    )  # fmt: skip
+    measure_baseline(lambda: fake_engine(plain), separated, baseline_dir, tokenizer=Separators())
+    evaluate(lambda: fake_engine(plain), separated, baseline_dir, out, tokenizer=Separators())
     assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
     assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))
 

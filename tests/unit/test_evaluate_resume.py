@@ -59,16 +59,14 @@ def control_c() -> None:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("baseline")
-    measure_baseline(lambda: sharing_engine(SAMPLES), SAMPLES, CharTokenizer(), out, config=CONFIG)
+    measure_baseline(lambda: sharing_engine(SAMPLES), SAMPLES, out)
     return out
 
 
 def run(baseline: Path, out: Path, *engines: SharingFake, progress: Progress = no_progress) -> None:
     """Run a round; `engines` are opened one after the other, then sound ones."""
     left = list(engines)
-    measure_candidate(
-        lambda: left.pop(0) if left else engine(), SAMPLES, CharTokenizer(), baseline, out, config=CONFIG, progress=progress
-    )
+    measure_candidate(lambda: left.pop(0) if left else engine(), SAMPLES, baseline, out, progress=progress)
 
 
 def report(baseline: Path, round_dir: Path) -> Evaluation:
@@ -82,7 +80,6 @@ def untimed(found: EvaluationReport) -> EvaluationReport:
 
 def assert_like_an_uninterrupted_run(baseline: Path, resumed: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    whole.mkdir()
     run(baseline, whole)
     expected, found = report(baseline, whole), report(baseline, resumed)
     assert untimed(found.report) == untimed(expected.report)
@@ -93,7 +90,6 @@ def assert_like_an_uninterrupted_run(baseline: Path, resumed: Path, tmp_path: Pa
 @pytest.mark.parametrize("at", [1, 9, 40])
 def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    out.mkdir()
     with pytest.raises(RuntimeError, match="power cut"):
         run(baseline, out, engine((at,), crash))
     kept = len(list((out / UNFINISHED).glob("*/*")))
@@ -113,7 +109,7 @@ def test_the_baseline_is_resumed_too(baseline: Path, tmp_path: Path) -> None:
     left = [faulty, plain]
     for _ in range(2):
         try:
-            measure_baseline(lambda: left.pop(0), SAMPLES, CharTokenizer(), tmp_path, config=CONFIG)
+            measure_baseline(lambda: left.pop(0), SAMPLES, tmp_path)
         except RuntimeError:
             assert 0 < len(list((tmp_path / UNFINISHED).glob("*/*"))) < len(SAMPLES)
     for name in ("logprobs.safetensors", "answers.jsonl"):
@@ -122,7 +118,6 @@ def test_the_baseline_is_resumed_too(baseline: Path, tmp_path: Path) -> None:
 
 def test_the_first_control_c_finishes_what_is_in_flight_and_says_so(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    out.mkdir()
     labels: list[str] = []
     faulty = engine((9,), control_c)
     with pytest.raises(KeyboardInterrupt):
@@ -139,7 +134,6 @@ def test_the_first_control_c_finishes_what_is_in_flight_and_says_so(baseline: Pa
 
 def test_the_second_control_c_stops_at_once_and_keeps_what_was_finished(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    out.mkdir()
     faulty = engine((9, 10), control_c)
     with pytest.raises(KeyboardInterrupt):
         run(baseline, out, faulty)
@@ -151,7 +145,6 @@ def test_the_second_control_c_stops_at_once_and_keeps_what_was_finished(baseline
 
 def test_a_damaged_result_is_measured_again(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    out.mkdir()
     with pytest.raises(RuntimeError):
         run(baseline, out, engine((40,), crash))
     first, second, third, *_ = sorted((out / UNFINISHED).glob("*/*"))
@@ -179,7 +172,6 @@ t.run(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def test_a_killed_process_leaves_what_the_next_one_goes_on_with(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    out.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(baseline), str(out)], env=environment)
     try:

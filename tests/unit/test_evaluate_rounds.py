@@ -77,21 +77,17 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
     asked = brief_workloads(rounds=SHARES)
     rounds = assign_rounds(SAMPLES, SHARES)
     ordered = [sample for chosen in rounds for sample in chosen]
-    for name in ("baseline", "one"):
-        (tmp_path / name).mkdir()
     stored = tmp_path / "baseline"
-    measure_baseline(lambda: fake_engine(SAMPLES), ordered, CharTokenizer(), stored, config=brief_workloads())
-    whole = evaluate(engine, ordered, CharTokenizer(), stored, tmp_path / "one", config=brief_workloads())
+    measure_baseline(lambda: fake_engine(SAMPLES), ordered, stored)
+    whole = evaluate(engine, ordered, stored, tmp_path / "one")
     encoded = encode_rounds(SAMPLES, CharTokenizer(), asked)
     encoded.write(tmp_path)
     assert read_encoded(tmp_path) == encoded
     measured = []
     for number, chosen in enumerate(rounds, start=1):
         base, candidate = tmp_path / f"b{number}", tmp_path / f"c{number}"
-        base.mkdir()
-        candidate.mkdir()
-        measure_baseline(lambda: fake_engine(SAMPLES), chosen, CharTokenizer(), base, config=asked)
-        measure_candidate(engine, chosen, CharTokenizer(), base, candidate, config=asked)
+        measure_baseline(lambda: fake_engine(SAMPLES), chosen, base, config=asked)
+        measure_candidate(engine, chosen, base, candidate, config=asked)
         measured.append((base, candidate))
         found = joined(encoded, measured, asked)
         assert found.report.samples == sum(map(len, rounds[:number]))

@@ -56,21 +56,6 @@ def every_layout() -> list[CacheLayout]:
     return [CacheLayout(3, dim, key, value, 4, 5) for key, value, dim in fitting if key.dtype in KEY_DTYPES]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        (BF16, BF16, 512),
-        (FP8_TENSOR, FP8_TENSOR, 256),
-        (FP8_TENSOR, INT4_G64, 196),
-        (FP8_TOKEN, INT4_G64, 198),
-        (FP8_TENSOR, NVFP4, 200),
-    ],
-)
-def test_a_token_takes_the_bytes_of_the_roofline(key: SideLayout, value: SideLayout, expected: int) -> None:
-    assert CacheLayout(1, 128, key, value).token_bytes == expected
-    assert CacheLayout(8, 128, key, value).token_bytes == 8 * expected
-
-
 def test_pools_have_the_bytes_of_token_bytes() -> None:
     layouts = every_layout()
     assert len(layouts) > 150

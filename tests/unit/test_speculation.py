@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -111,11 +110,8 @@ def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypat
 def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
     settings = brief_workloads(speculation={"lookup_tokens": 10})
     before, after = tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    after.mkdir()
-    quiet: Any = lambda *_: None  # noqa: E731
-    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, CharTokenizer(), before, config=settings, progress=quiet)
-    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, CharTokenizer(), before, after, config=settings)
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
     written, rows = load_report(after), load_rows(after)
     by_id = {row.id: row for row in rows}
     tokenizer = CharTokenizer()
@@ -155,14 +151,11 @@ def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path
 
     monkeypatch.setattr(speculation, "Draft", Counting)
     before, after = tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    after.mkdir()
-    quiet: Any = lambda *_: None  # noqa: E731
-    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, CharTokenizer(), before, config=settings, progress=quiet)
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
     judged = [sample for sample in SAMPLES if sample.check != "none"]
     assert len(asked) == len(judged)
     asked.clear()
-    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, CharTokenizer(), before, after, config=settings)
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
     assert asked == [tuple(CharTokenizer().text_ids("c03"))]
     assert load_report(after).drafters == ["lookup", "draft"]
 

@@ -6,11 +6,11 @@ plan, which needs neither Python nor a plugin library to run.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx
 
@@ -28,6 +28,9 @@ from stages.engines.tensorrt.append import Group, append_groups, use_append
 from stages.engines.tensorrt.build import PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
+
+if TYPE_CHECKING:
+    from plugins.kv_attention.aot import CompiledKernel
 
 
 def build_bundle(
@@ -135,8 +138,7 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
     for mode, model in models.items():
         onnx.save(model, written[mode])
     groups = append_groups(layers, limits)
-    kernels = kernel_digests(models["decode"], layers.layouts, info) | append_digests(groups, info, sm)
-    kernels |= context_digests(models["prefill"], layers.layouts, info)
+    kernels = kernel_digests(models, layers, groups, info)
     return PlanGraphs(written, _reasons(layers), kernels, tuple(tuple(group.layers) for group in groups))
 
 
@@ -183,73 +185,40 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     return min(splits)
 
 
-def context_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node of a prefill graph, by the node's name."""
+def kernel_digests(
+    models: Mapping[Mode, onnx.ModelProto], layers: KernelLayers, groups: Sequence[Group], info: ModelInfo
+) -> dict[str, str]:
+    """Return the sha256 of the PTX of each plugin node of the two graphs, by the node's name."""
     with _triton():
         from plugins.kv_attention import aot
         from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits
-    nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
-    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    digests: dict[str, str] = {}
-    for layer, layout in layouts.items():
-        attributes = nodes[f"context_partial.{layer}"]
-        key = (layout, *attributes.values())
-        if key not in by_kernel:
-            partial = aot.compile_context(
-                layout,
-                group=info.q_heads // info.kv_heads,
-                rows=WIDEST,
-                query_dtype=info.compute_dtype,
-                scaling=bits_float(attributes["scaling_bits"]),
-                sm=attributes["sm"],
-            )
-            splits = context_splits(attributes["splits"])
-            join = aot.compile_join(layout, splits=splits, out_dtype=info.compute_dtype, sm=attributes["sm"])
-            by_kernel[key] = (_sha256(partial.ptx), _sha256(join.ptx))
-        digests[f"context_partial.{layer}"], digests[f"context_reduce.{layer}"] = by_kernel[key]
+    given = {node.name: {a.name: a.i for a in node.attribute} for model in models.values() for node in model.graph.node}
+    compiled: dict[str, str] = {}
+
+    def digest(compile_one: "Callable[..., CompiledKernel]", *layout: CacheLayout, **options: object) -> str:
+        """All layers of an engine use the same few kernels."""
+        key = repr((compile_one.__name__, layout, options))
+        if key not in compiled:
+            compiled[key] = hashlib.sha256(compile_one(*layout, **options).ptx.encode()).hexdigest()
+        return compiled[key]
+
+    sm, dtype, heads = given["plan_work"]["sm"], info.compute_dtype, info.q_heads
+    exact = {name: given["plan_work"][name] for name in ("sink_tokens", "recent_tokens")}
+    digests = {"plan_work": digest(aot.compile_plan, **exact, sm=sm)}
+    for group in groups:
+        digests[group.array("append")] = digest(aot.compile_append, group.layout, new_dtype=dtype, sm=sm)
+    for layer, layout in layers.layouts.items():
+        decode, chunk = (given[f"{kind}_partial.{layer}"] for kind in ("decode", "context"))
+        query = {"group": heads // info.kv_heads, "query_dtype": dtype, "scaling": bits_float(decode["scaling_bits"]), "sm": sm}
+        digests |= {
+            f"decode_partial.{layer}": digest(aot.compile_decode, layout, **query),
+            f"decode_reduce.{layer}": digest(aot.compile_reduce, q_heads=heads, head_dim=info.head_dim, out_dtype=dtype, sm=sm),
+            f"context_partial.{layer}": digest(aot.compile_context, layout, rows=WIDEST, **query),
+            f"context_reduce.{layer}": digest(
+                aot.compile_join, layout, splits=context_splits(chunk["splits"]), out_dtype=dtype, sm=sm
+            ),
+        }
     return digests
-
-
-def append_digests(groups: Sequence[Group], info: ModelInfo, sm: int) -> dict[str, str]:
-    """Return the sha256 of the PTX of each append, which both graphs have, by the node's name."""
-    with _triton():
-        from plugins.kv_attention import aot
-    compiled = {
-        layout: aot.compile_append(layout, new_dtype=info.compute_dtype, sm=sm) for layout in {g.layout for g in groups}
-    }
-    return {group.array("append"): _sha256(compiled[group.layout].ptx) for group in groups}
-
-
-def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node of a decode graph, by the node's name."""
-    with _triton():
-        from plugins.kv_attention import aot
-    nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
-    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    plan = nodes["plan_work"]
-    exact = {name: plan[name] for name in ("sink_tokens", "recent_tokens")}
-    digests = {"plan_work": _sha256(aot.compile_plan(**exact, sm=plan["sm"]).ptx)}
-    for layer, layout in layouts.items():
-        attributes = nodes[f"decode_partial.{layer}"]
-        key = (layout, *attributes.values())
-        if key not in by_kernel:
-            decode = aot.compile_decode(
-                layout,
-                group=info.q_heads // info.kv_heads,
-                query_dtype=info.compute_dtype,
-                scaling=bits_float(attributes["scaling_bits"]),
-                sm=attributes["sm"],
-            )
-            reduce = aot.compile_reduce(
-                q_heads=info.q_heads, head_dim=info.head_dim, out_dtype=info.compute_dtype, sm=attributes["sm"]
-            )
-            by_kernel[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
-        digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = by_kernel[key]
-    return digests
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

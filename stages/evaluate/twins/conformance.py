@@ -68,7 +68,7 @@ class Comparison:
             layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
             progress: Called with the requests that were compared, before each one.
         """
-        self.engine, self.twin, self.encoded, self.chosen = engine, twin, encoded, set(chosen)
+        self.engine, self.twin, self.encoded, self.chosen = engine, twin.of(engine), encoded, set(chosen)
         self.batch_size, self.limit, self.baseline, self.layers = batch_size, limit, baseline, layers
         self.progress = progress
         self.records: dict[int, ComparedRequest] = {}
@@ -150,12 +150,9 @@ class Comparison:
         item = self.encoded[i]
         alone = self._replay(item, []).logits
         kl = finite(kl_of_logits(alone, logits_RV).mean())
-        itself = self.engine.reads_itself
-        explanation = explained(self.twin, item, logits_RV, kl, reads_itself=itself)
+        explanation = explained(self.twin, item, logits_RV, kl)
         if explanation is None and self.twin.measures and layers:
-            explanation = explained_by_codes(
-                self.twin, item, logits_RV, lambda oracle: self._replay(item, layers, oracle), reads_itself=itself
-            )
+            explanation = explained_by_codes(self.twin, item, logits_RV, lambda oracle: self._replay(item, layers, oracle))
         twin_kl = None if self.baseline is None else finite(_kl_of_heads(self.baseline(i), alone, item))
         return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
@@ -165,31 +162,13 @@ class Comparison:
         """Replay a request on the twin, or on another oracle."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
-        chunk = self.engine.prefill_chunk
-        tokens = [*item.prompt, *item.reference[:-1]]
-        return (oracle or self.twin.engine).replay(
-            tokens,
-            pieces,
-            layers,
-            rounding=self.twin.rounding,
-            prefill_chunk=chunk,
-            reads_itself=self.engine.reads_itself,
-        )
+        return self.twin.replay([*item.prompt, *item.reference[:-1]], pieces, layers, oracle)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
-
-
-def compare(
-    engine: Engine, twin: Twin, encoded: Sequence[EncodedSample], batch_size: int, *, limit: float = ALLOWED
-) -> EngineConformance:
-    """Decode samples on an engine, forced, and compare every one of them with the twin."""
-    comparison = Comparison(engine, twin, encoded, range(len(encoded)), batch_size=batch_size, limit=limit)
-    comparison.decode_missing()
-    return comparison.result()
 
 
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:

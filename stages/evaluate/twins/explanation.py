@@ -28,20 +28,18 @@ ROWS_AT_ONCE = 16
 """Rows of a KL over the whole vocabulary, which is computed in float64."""
 
 
-def explained(
-    twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None, *, reads_itself: bool
-) -> Explanation | None:
+def explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
     """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
     found = []
     for what, relative in relatives(twin.engine):
-        kl = finite(_kl_of_relative(relative, item, logits_RV, reads_itself=reads_itself))
+        kl = finite(_kl_of_relative(twin, relative, item, logits_RV))
         if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
             found.append(Explanation(what=what, kl=kl))
     return min(found, key=lambda explanation: explanation.kl, default=None)
 
 
 def explained_by_codes(
-    twin: Twin, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay], *, reads_itself: bool
+    twin: Twin, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay]
 ) -> Explanation | None:
     """Return the relative that stores what an engine stores, where 16-bit logits cannot tell; None where none does.
 
@@ -50,7 +48,6 @@ def explained_by_codes(
         item: The request.
         logits_RV: What the engine gave.
         replayed: Replays the request on an oracle over the engine's codes.
-        reads_itself: Whether the engine reads every token from its cache, the one that attends included.
     """
     found = []
     least = _stored(replayed(twin.engine)) / CLOSER
@@ -63,12 +60,12 @@ def explained_by_codes(
     if not found:
         return None
     _, what, relative = min(found, key=lambda part: part[0])
-    kl = finite(_kl_of_relative(relative, item, logits_RV, reads_itself=reads_itself))
+    kl = finite(_kl_of_relative(twin, relative, item, logits_RV))
     return None if kl is None else Explanation(what=what, kl=kl)
 
 
-def _kl_of_relative(relative: OracleEngine, item: EncodedSample, logits_RV: Logits, *, reads_itself: bool) -> float:
-    relative.reads_itself = reads_itself
+def _kl_of_relative(twin: Twin, relative: OracleEngine, item: EncodedSample, logits_RV: Logits) -> float:
+    relative.reads_itself = twin.engine.reads_itself
     rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
     return float(kl_of_logits(rows, logits_RV).mean())
 

@@ -8,7 +8,6 @@ other one, what deviates at the same place with any tokens is the engine.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,22 +19,18 @@ from pipeline.verdict.coverage import Probe, ProbePart
 from pipeline.verdict.record import finite
 from stages.evaluate.decoding.system import allocation
 from stages.evaluate.twins.probe_parts import Row, Schedule
-from stages.evaluate.twins.twin import Twin, model_tokens
+from stages.evaluate.twins.twin import Twin
 
 RUNS = 4
 """Runs that a place must deviate in before it fails. Flips hit up to a tenth of the places of one run."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far an engine may be from its twin, in nats of KL(twin || engine)."""
-
-    least: float = 1e-6
-    """The median of a place may always be this far: float32 shows about 1e-8."""
-    single: float = 0.1
-    """Any one row may always be this far."""
-    factor: float = 30.0
-    """Times what a rounding costs the twin itself, where that is more."""
+LEAST_KL = 1e-6
+"""How far the median of a place may always be from the twin, in nats of KL(twin || engine): float32 shows about 1e-8."""
+SINGLE_KL = 0.1
+"""How far any one row may always be."""
+FACTOR = 30.0
+"""How many times as far as a rounding takes the twin itself, where that is more."""
 
 
 def probe(
@@ -44,7 +39,6 @@ def probe(
     config: ProbeConfig,
     batch_size: int,
     progress: Progress,
-    tolerance: Tolerance | None = None,
 ) -> Probe:
     """Run an engine beside its twin on random tokens.
 
@@ -54,12 +48,10 @@ def probe(
         config: How far the probe goes.
         batch_size: Sequences in a decode step of the evaluation; the probe's largest batch is at least that.
         progress: Called with how many of its parts have ended.
-        tolerance: How far the engine may be from the twin.
     """
     started = time.perf_counter()
-    allowed = tolerance if tolerance is not None else Tolerance()
     own_tokens, own_batch = engine.max_tokens, engine.max_batch
-    max_tokens = min(limit for limit in (config.max_tokens, own_tokens, model_tokens(twin)) if limit is not None)
+    max_tokens = min(limit for limit in (config.max_tokens, own_tokens, twin.model_tokens) if limit is not None)
     largest = max(batch_size, config.max_batch) if own_batch is None else own_batch
     sizes = sorted({min(batch_size, largest), min(largest, max(batch_size, config.max_batch))})
     failures: dict[str, str] = {}
@@ -69,7 +61,7 @@ def probe(
         schedule = Schedule(engine, twin, config, max_tokens, sizes, seed=runs)
         for ended, parts in schedule.parts():
             progress(f"stress probe{' again' if runs else ''} [parts]", ended, parts)
-        found = _deviating(schedule, allowed)
+        found = _deviating(schedule)
         failures = found if first is None else {place: text for place, text in failures.items() if place in found}
         first = first or schedule
         runs += 1
@@ -79,7 +71,7 @@ def probe(
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"
         failures["leak"] = f"{what} stayed in the cache after every sequence was released"
     rows = first.rows
-    limit, single = _limits(rows, allowed, twin.compute_dtype)
+    limit, single = _limits(rows, twin.compute_dtype)
     return Probe(
         tokens=max((row.length for row in rows), default=0),
         decoded=max((row.decoded for row in rows), default=0),
@@ -99,7 +91,7 @@ def probe(
     )
 
 
-def _limits(rows: Sequence[Row], tolerance: Tolerance, compute_dtype: str | None) -> tuple[float, float]:
+def _limits(rows: Sequence[Row], compute_dtype: str | None) -> tuple[float, float]:
     """Return how far the median of a place may be from the twin, and any one row.
 
     Where an engine's arithmetic differs by design, no rounding says how far: places are compared with the engine's usual ones.
@@ -107,13 +99,13 @@ def _limits(rows: Sequence[Row], tolerance: Tolerance, compute_dtype: str | None
     values = [row.rounding if compute_dtype is not None else row.kl for row in rows]
     rounding = [value for value in values if value is not None and np.isfinite(value)] or [0.0]
     typical, worst = float(np.median(rounding)), max(rounding)
-    return max(tolerance.least, tolerance.factor * typical), max(tolerance.single, tolerance.factor * worst)
+    return max(LEAST_KL, FACTOR * typical), max(SINGLE_KL, FACTOR * worst)
 
 
-def _deviating(schedule: Schedule, tolerance: Tolerance) -> dict[str, str]:
+def _deviating(schedule: Schedule) -> dict[str, str]:
     """Return the places that deviate -> what is said of them, the worst first."""
     rows = schedule.rows
-    limit, single = _limits(rows, tolerance, schedule.twin.compute_dtype)
+    limit, single = _limits(rows, schedule.twin.compute_dtype)
     by_place: dict[str, list[Row]] = {}
     for row in rows:
         for place in row.places:
@@ -138,19 +130,9 @@ def _deviating(schedule: Schedule, tolerance: Tolerance) -> dict[str, str]:
 
 
 def _parts(rows: Sequence[Row]) -> list[ProbePart]:
-    names = list(dict.fromkeys(row.part for row in rows))
     parts = []
-    for name in names:
-        members = [row for row in rows if row.part == name]
-        values = np.array([(row.kl, row.difference) for row in members])
-        median, largest, difference = float(np.median(values[:, 0])), float(values[:, 0].max()), float(values[:, 1].max())
-        parts.append(
-            ProbePart(
-                name=name,
-                rows=len(members),
-                kl_median=finite(median),
-                kl_max=finite(largest),
-                largest_difference=finite(difference),
-            )
-        )
+    for name in dict.fromkeys(row.part for row in rows):
+        kl, differences = np.array([(row.kl, row.difference) for row in rows if row.part == name]).T
+        medians = {"kl_median": finite(float(np.median(kl))), "kl_max": finite(float(kl.max()))}
+        parts.append(ProbePart(name=name, rows=len(kl), largest_difference=finite(float(differences.max())), **medians))
     return parts

@@ -18,7 +18,7 @@ from stages.engines.base import Logits
 from stages.evaluate.decoding.free import behind
 from stages.evaluate.decoding.system import allocation
 from stages.evaluate.distances.distance import kl_of_rows
-from stages.evaluate.twins.twin import Twin, expected_rows, rounded_rows
+from stages.evaluate.twins.twin import Twin
 
 FORK_LENGTHS = (PAGE_TOKENS, PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1)
 """Tokens at which sequences are forked: no page is copied, nearly nothing of one, nearly all of one."""
@@ -94,7 +94,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.chunk, self.reads_itself = self.engine.prefill_chunk, self.engine.reads_itself
+        self.twin.of(self.engine)
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Run the parts, and yield how many of how many have ended, before the first one and after each."""
@@ -175,7 +175,7 @@ class Schedule:
                 self.failures[f"generate: {len(answer)} tokens instead of {limit}"] += 1
             if len(answer) < 2 or self.twin.compute_dtype is None:  # the first comes from the prompt
                 continue
-            exact = expected_rows(self.twin, [*prompt, *answer[:-1]], len(prompt), self.chunk, reads_itself=self.reads_itself)
+            exact = self.twin.engine.forced([*prompt, *answer[:-1]], len(prompt))
             if (behind(exact, answer[1:]) > 4 * self.largest_rounding + 1e-3).any():
                 self.failures["generate: tokens that forced decode of the same answer does not find most likely"] += 1
 
@@ -238,7 +238,7 @@ class Schedule:
     def _branch(self, branch: Live, at: int) -> Live:
         """A fork of a fork, with other tokens from `at` on."""
         tokens = [*branch.tokens[:at], *self._tokens(len(branch.tokens) - at)]
-        live = self._with_rows("fork", f"a fork of a fork at {at} tokens", tokens, branch.first, self.chunk)
+        live = self._with_rows("fork", f"a fork of a fork at {at} tokens", tokens, branch.first)
         live.done = branch.done
         return live
 
@@ -255,15 +255,20 @@ class Schedule:
 
     def _sequence(self, part: str, role: str, first: int, steps: int, prompt: Sequence[int] | None = None) -> Live:
         tokens = [*(self._tokens(first) if prompt is None else prompt), *self._tokens(steps)]
-        return self._with_rows(part, role, tokens, first, self.chunk)
+        return self._with_rows(part, role, tokens, first)
 
-    def _with_rows(self, part: str, role: str, tokens: list[int], first: int, chunk: int) -> Live:
+    def _with_rows(self, part: str, role: str, tokens: list[int], first: int, chunk: int | None = None) -> Live:
+        """Return a sequence with the twin's rows, whose prompt the engine prefills in chunks of other than its usual tokens."""
+        oracle = self.twin.engine
         if first == len(tokens):
             return Live(part, role, tokens, first, np.zeros((0, self.engine.vocab_size), np.float32))
-        itself = self.reads_itself
         if part == "decode":  # what a rounding costs is measured on short sequences, in which a flipped code weighs most
-            return Live(part, role, tokens, first, *rounded_rows(self.twin, tokens, first, chunk, reads_itself=itself))
-        return Live(part, role, tokens, first, expected_rows(self.twin, tokens, first, chunk, reads_itself=itself))
+            replay = self.twin.replay(tokens, [first])
+            return Live(part, role, tokens, first, replay.logits, replay.disturbed)
+        oracle.prefill_chunk = self.engine.prefill_chunk if chunk is None else chunk
+        live = Live(part, role, tokens, first, oracle.forced(tokens, first))
+        oracle.prefill_chunk = self.engine.prefill_chunk
+        return live
 
     def _start(self, lives: Sequence[Live]) -> None:
         if lives:

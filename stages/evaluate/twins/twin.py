@@ -5,12 +5,15 @@ flips move the logits of a coarse cache more than some faults do. So the twin an
 are a rounding off. The distance of the two is what a sound engine may differ by.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.core.engine import Engine
+from pipeline.core.kv import Side
+from pipeline.core.records import StoredCopy
 from pipeline.verdict.conformance import EngineConformance
-from stages.engines.base import Logits
 from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.replay import Replay
 
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """By how much the output of a layer may be off in each type, relative to its root mean square: four units in the last place."""
@@ -44,37 +47,33 @@ class Twin:
         worst = max(request.roundings for request in baseline.requests)
         return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
 
+    def of(self, engine: Engine) -> "Twin":
+        """Run prompts as an engine does from now on: in its chunks, and reading what it reads."""
+        self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
+        return self
 
-OpenTwin = Callable[[], Twin]
+    @property
+    def model_tokens(self) -> int | None:
+        """The positions that its model was made for; None where it does not say."""
+        positions: int | None = getattr(self.engine.model.config, "max_position_embeddings", None)
+        return positions
 
+    def replay(
+        self,
+        tokens: Sequence[int],
+        pieces: Sequence[int],
+        caches: Sequence[Mapping[Side, StoredCopy]] = (),
+        oracle: OracleEngine | None = None,
+    ) -> Replay:
+        """Replay a sequence on the oracle, or on another one, with activations that are a rounding off beside it.
 
-def model_tokens(twin: Twin) -> int | None:
-    """Return the positions that a twin's model was made for; None where it does not say."""
-    positions: int | None = getattr(twin.engine.model.config, "max_position_embeddings", None)
-    return positions
-
-
-def expected_rows(twin: Twin, tokens: Sequence[int], first: int, chunk: int, *, reads_itself: bool = False) -> Logits:
-    """Return the logits of forced decode of tokens[first:], (len(tokens) - first, V).
-
-    Args:
-        twin: The engine's twin.
-        tokens: A whole sequence.
-        first: The tokens before it were prefilled.
-        chunk: Tokens of one prefill run.
-        reads_itself: Whether the engine reads every token from its cache, the one that attends included.
-    """
-    oracle = twin.engine
-    configured, oracle.prefill_chunk, oracle.reads_itself = oracle.prefill_chunk, chunk, reads_itself
-    try:
-        return oracle.forced(tokens, first)
-    finally:
-        oracle.prefill_chunk, oracle.reads_itself = configured, False
-
-
-def rounded_rows(
-    twin: Twin, tokens: Sequence[int], first: int, chunk: int, *, reads_itself: bool = False
-) -> tuple[Logits, Logits]:
-    """Return the logits of `expected_rows`, and the same with activations that are a rounding off."""
-    replay = twin.engine.replay(tokens, [first], [], rounding=twin.rounding, prefill_chunk=chunk, reads_itself=reads_itself)
-    return replay.logits, replay.disturbed
+        Arguments: `stages.engines.oracle.engine.OracleEngine.replay`.
+        """
+        return (oracle or self.engine).replay(
+            tokens,
+            pieces,
+            caches,
+            rounding=self.rounding,
+            prefill_chunk=self.engine.prefill_chunk,
+            reads_itself=self.engine.reads_itself,
+        )
