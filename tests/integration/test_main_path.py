@@ -137,7 +137,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
     inputs = manifest["parts"]["inputs"]
     (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == inputs["answers"]]
-    (once,) = [path for path in _only(work / "artifacts" / "once") if _digest(path) == inputs["baseline_once"]]
+    (once,) = [path for path in _only(work / "artifacts" / "baseline_once") if _digest(path) == inputs["baseline_once"]]
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),
