@@ -31,7 +31,7 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.distances.distance import Head, StepStatistics
 from stages.evaluate.distances.scores import BaselineHeads, Heads, SampleHeads
 from stages.evaluate.distances.shown import compare_shown, head_of_shown
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 SEED = 0
 """Seed of the prompts of the timed load, which are random tokens."""
@@ -160,7 +160,7 @@ def ask(
 def once_served(
     engine: OpenAIEngine,
     encoded: Sequence[EncodedSample],
-    tokenizer: Tokenizer,
+    tokenizer: BundleTokenizer,
     measured: Path,
     *,
     config: WorkloadsConfig,
