@@ -33,7 +33,7 @@ def read_yaml(model: type[M], path: Path, where: str) -> M:
         UserError: with its first problem.
     """
     try:
-        text = read_file(path, MOST_BYTES).decode("utf-8")
+        text = read_file(path, MOST_BYTES).decode("utf-8").replace("\t", " ")  # JSON may be indented by them, YAML not
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
             raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice

@@ -12,15 +12,17 @@ import numpy.typing as npt
 from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport, Sample
+from stages.evaluate.inputs.tokens import BundleTokenizer
 
 VOCAB = 128
 EOS = 0
 
 
-class CharTokenizer:
+class CharTokenizer(BundleTokenizer):
     """One token a character; messages are joined with their roles."""
 
-    eos_token_id = EOS
+    def __init__(self) -> None:
+        self.eos_token_id = EOS
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         text = sample.prompt or "".join(f"<{role}>{content}" for role, content in sample.messages)

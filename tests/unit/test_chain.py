@@ -14,7 +14,6 @@ from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import reachable_modules, tree_files
 from pipeline.artifacts.sbom import SBOM_LIBRARY
-from pipeline.artifacts.server import Server
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config import CONF
 from pipeline.config.compose import plan
@@ -27,6 +26,7 @@ from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading import open_loader, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
+from stages.engines.openai.backend import OpenAIServer
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
 
@@ -76,7 +76,7 @@ BACKEND_NAMES = sorted(backend_configs())
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
     loader = open_loader(plan([f"backend={name}"], multirun=False).jobs[0].backend)
-    if isinstance(loader, Server):
+    if isinstance(loader, OpenAIServer):
         assert callable(import_module(loader.server_module).write_server)
     else:
         assert isinstance(loader, Backend)
