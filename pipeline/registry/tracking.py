@@ -121,9 +121,16 @@ def _shell_uri(location: Location) -> str:
     return shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
 
 
-def compare_url(location: Location, experiment_id: str, view: str, port: int = 5000) -> str:
-    """Return the address of the charts of a saved view of an experiment."""
-    return _page(location, f"experiments/{experiment_id}/runs", {"viewStateShareKey": view, "compareRunsMode": "CHART"}, port)
+def compare_url(location: Location, experiment_id: str, sweep: str, port: int = 5000) -> str:
+    """Return the address of the charts of a sweep's runs, the least distance first."""
+    query = {
+        "searchFilter": f"tags.sweep = '{sweep}'",
+        "orderByKey": "metrics.`quality/kl_mean`",
+        "orderByAsc": "true",
+        "startTime": "ALL",
+        "compareRunsMode": "CHART",
+    }
+    return _page(location, f"experiments/{experiment_id}/runs", query, port)
 
 
 def run_url(location: Location, experiment_id: str, run_id: str, port: int = 5000) -> str:
