@@ -26,7 +26,7 @@ from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes
 from pipeline.upkeep.needs import Found, find, needs_of
 
-FIRST = ("baseline", "round", "once", "identity", "evaluate")
+FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
 """The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""
 
 

@@ -37,38 +37,6 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
 
 
 @pytest.mark.parametrize(
-    ("python", "expected"),
-    [
-        (None, "backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM"),
-        ("/nowhere/python", "backend.python=/nowhere/python: there is no such program"),
-    ],
-)
-def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -> None:
-    with pytest.raises(MissingRequirement) as raised:
-        probe(PROGRAM, python)
-    text = str(raised.value)
-    assert text.startswith(expected)
-    for part in ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"):
-        assert part in text
-    assert "\n" not in text
-
-
-def test_an_interpreter_whose_tensorrt_llm_does_not_import_is_missing_it(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin", mode="broken install")
-    with pytest.raises(MissingRequirement, match=r"cannot be used there \(ImportError: libth_common\.so"):
-        probe(PROGRAM, python)
-
-
-def test_what_is_no_python_is_told_by_what_it_said(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin", says="Welcome to the login node!")
-    with pytest.raises(UserError, match="no answer to describe but b'Welcome to the login node!'"):
-        probe(PROGRAM, python)
-    other = make_interpreter(tmp_path / "other", says='{"ok": {"protocol": 7, "release": "1.2.1"}}')
-    with pytest.raises(UserError, match="does not speak protocol 1 of this kvgate"):
-        probe(PROGRAM, other)
-
-
-@pytest.mark.parametrize(
     ("release", "asked", "target"),
     [
         ("1.2.0", "auto", "engine"),
@@ -90,12 +58,6 @@ def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, 
     here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
     with pytest.raises(MissingRequirement, match=rf"has TensorRT-LLM {release}, backend\.target={asked} needs 1\.[23]"):
         resolve(asked, here)
-
-
-def test_a_release_that_was_not_read_is_a_warning_that_says_what_may_differ(tmp_path: Path) -> None:
-    assert probe(PROGRAM, make_interpreter(tmp_path / "read", release="1.3.0rc20")).unread is None
-    warning = probe(PROGRAM, make_interpreter(tmp_path / "later", release="1.4.0rc1")).unread
-    assert str(warning).startswith("warning: TensorRT-LLM 1.4.0rc1 was not read, 1.2 and 1.3 were: its arguments")
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -203,27 +165,6 @@ def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
     assert gpus(here) == [("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95")]
-
-
-@pytest.mark.parametrize(
-    "says",
-    [
-        '{"ok": 1}',
-        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3"}}',
-        '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": [{"name": "H100"}]}}',
-        '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "devices": []}}',
-    ],
-)
-def test_an_answer_that_lacks_something_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
-    with pytest.raises(UserError, match=r"does not speak protocol 1 of this kvgate, answered describe with b'\{") as raised:
-        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("says", ["[]", "7", '{"error": 1}', "{}"])
-def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str) -> None:
-    with pytest.raises(UserError, match="no answer to describe but b'"):
-        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
 
 
 def test_a_build_that_fails_is_told_with_the_builders_last_words(quantized: Path, tmp_path: Path) -> None:

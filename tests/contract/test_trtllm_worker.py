@@ -16,7 +16,7 @@ from fake_interpreter import make_interpreter
 from trtllm_exports import make_bundle, make_exports, open_engine
 
 from pipeline.core.errors import UserError
-from stages.engines.interpreter.process import CHANNEL, Worker
+from stages.engines.interpreter.process import CHANNEL, Worker, probe
 from stages.engines.interpreter.protocol import Description, RunAnswer
 from stages.engines.trtllm.library import PROGRAM
 
@@ -66,6 +66,29 @@ def script(folder: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        *((says, "no answer to describe but b'") for says in ("Welcome to the login node!", "[]", "7", '{"error": 1}', "{}")),
+        *(
+            (says, r"does not speak protocol 1 of this kvgate, answered describe with b'\{")
+            for says in (
+                '{"ok": 1}',
+                '{"ok": {"protocol": 7, "release": "1.2.1"}}',
+                '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3"}}',
+                '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": [{"name": "H100"}]}}',
+                '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "devices": []}}',
+            )
+        ),
+    ],
+)
+def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as raised:
+        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
+    assert "\n" not in str(raised.value)
+    await_none_with(str(tmp_path / "bin"))
 
 
 def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
