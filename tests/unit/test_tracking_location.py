@@ -68,8 +68,8 @@ def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
 
 def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
     location = locate(Tracking(), tmp_path, "tiny", {})
-    url = compare_url(location, "7", "20260101-a b", port=5001)
-    assert url.startswith("http://127.0.0.1:5001/#/experiments/7/runs?")
+    url = compare_url(location, "7", "20260101-a b")
+    assert url.startswith("http://127.0.0.1:5000/#/experiments/7/runs?")
     query = parse_qs(urlparse(urlparse(url).fragment).query)
     expected = {
         "searchFilter": ["tags.sweep = '20260101-a b'"],
