@@ -108,12 +108,6 @@ def server_command(location: Location) -> str | None:
     return f"{switches} {_mlflow()} server --backend-store-uri {_shell_uri(location)} --workers 1 --port {PORT}"
 
 
-def fetch_command(location: Location, alias: str, folder: str) -> str:
-    """Return the shell command that fetches the engine that an alias points at, with its evidence."""
-    artifacts = f"artifacts download --artifact-uri models:/{location.model_name}@{alias} --dst-path {folder}"
-    return f"{ENVIRONMENT}={_shell_uri(location)} {_mlflow()} {artifacts}"
-
-
 def _mlflow() -> str:
     script = Path(sys.executable).with_name("mlflow")
     return shlex.quote(str(script)) if script.exists() else "mlflow"
