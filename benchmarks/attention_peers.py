@@ -1,7 +1,7 @@
 """The peers of decode_attention.py: torch's SDPA, FlashInfer and vLLM, where they are installed.
 
-FlashInfer reads kvgate's pools as they are (its layout HND), vLLM as a view with tokens before heads. Every call is held to the
-signatures of FlashInfer 0.6.18 and vLLM 0.32.0 (tests/contract/test_attention_peers.py).
+FlashInfer reads kvgate's pools as they are (its layout HND), vLLM as a view with tokens before heads. Calls follow the
+signatures of FlashInfer 0.6.18 and vLLM 0.32.0.
 
 Shapes: B sequences of at most T tokens, N pages, P pages of a sequence, H KV heads in groups of G query heads, Hq = H * G, D
 head_dim.

@@ -1,7 +1,7 @@
 """What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
 A backend is made from its configuration by `open_backend(config)` of that module. Making one is
-cheap: methods import the libraries that they need themselves. `pipeline.artifacts.server` is for backends that build nothing.
+cheap: methods import the libraries that they need themselves. One that builds nothing and is given servers is a `Loader` alone.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +74,7 @@ class Artifacts(Protocol):
 
 
 class Loader(ABC):
-    """What every backend can say: one that builds its engines (`Backend`), and one that is given servers (`Server`).
+    """What every backend can say: one that builds its engines (`Backend`), and one that is given servers.
 
     `backend.py` itself is not part of any key: it only hands on what the modules and `run_parts` name.
     """

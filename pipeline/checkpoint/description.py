@@ -2,11 +2,12 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.files import read_json, refuse_escape, require_file, tokenizer_files, weight_files
+from pipeline.checkpoint.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
 from pipeline.core.kv import KVShape
@@ -76,7 +77,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         UserError: naming `model.path`, what is wrong and what to do.
     """
     if not path.is_dir():
-        raise UserError(f"model.path={path}: no such directory; give a local Hugging Face checkpoint, or a GGUF file")
+        raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
     config = read_json(path, "config.json")
     _architecture(path, config)
     weights, index = weight_files(path)
@@ -99,22 +100,22 @@ def describe_checkpoint(
     """
     architecture = _architecture(path, config)
     if config.get("quantization_config") is not None:
-        raise UserError(f"model.path={path}: the checkpoint is already quantized; give the unquantized one")
+        raise refusal(path, "the checkpoint is already quantized; give the unquantized one")
     config = DEFAULTS[ARCHITECTURES[architecture]] | config
     rope_scaling = _rope_scaling(path, config)
     layers = _integer(path, config, "num_hidden_layers")
-    _check_numbers(path, config)
+    _check_values(path, config)
     windows = layer_windows(path, config, layers)
     q_heads = _integer(path, config, "num_attention_heads")
     hidden_size = _integer(path, config, "hidden_size")
     kv_heads = _integer(path, config, "num_key_value_heads", default=q_heads)
     head_dim = _integer(path, config, "head_dim", default=hidden_size // q_heads)
     if config.get("head_dim") is None and hidden_size % q_heads:
-        raise UserError(f"model.path={path}: config.json has no head_dim, and {q_heads} heads do not divide {hidden_size}")
+        raise refusal(path, f"config.json has no head_dim, and {q_heads} heads do not divide {hidden_size}")
     if q_heads % kv_heads:
-        raise UserError(f"model.path={path}: num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
+        raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
     if head_dim % 2:
-        raise UserError(f"model.path={path}: head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+        raise refusal(path, f"head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
@@ -132,16 +133,13 @@ def describe_checkpoint(
 def _architecture(path: Path, config: dict[str, Any]) -> str:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1:
-        raise UserError(f"model.path={path}: config.json must name one class in architectures, got {short(classes)}")
+        raise wrong(path, config, "architectures", "a list of one class")
     architecture = str(classes[0])[:100]
     if architecture not in ARCHITECTURES:
-        raise UserError(f"model.path={path}: {short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
+        raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers picks the class by model_type alone.
     if config.get("model_type") != ARCHITECTURES[architecture]:
-        raise UserError(
-            f"model.path={path}: config.json: model_type must be {ARCHITECTURES[architecture]} for {architecture}, "
-            f"got {short(config.get('model_type'))}"
-        )
+        raise wrong(path, config, "model_type", f"{ARCHITECTURES[architecture]} for {architecture}")
     return architecture
 
 
@@ -150,10 +148,8 @@ def _integer(path: Path, config: dict[str, Any], key: str, default: int | None =
     if value is None and default is not None:
         return default
     most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
-    if type(value) is not int or value < 1:
-        raise UserError(f"model.path={path}: config.json: {key} must be a positive integer, got {short(value)}")
-    if value > most:
-        raise UserError(f"model.path={path}: config.json: {key} must be at most {most:,}, got {short(value)}")
+    if type(value) is not int or not 0 < value <= most:
+        raise wrong(path, config, key, f"a positive integer, at most {most:,}")
     return value
 
 
@@ -165,55 +161,52 @@ def _positions(path: Path, config: dict[str, Any]) -> int:
     return max(given, int(original * factor)) if original and factor else given
 
 
-def _check_numbers(path: Path, config: dict[str, Any]) -> None:
-    """Check what the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
-    activation = config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise UserError(
-            f"model.path={path}: config.json: hidden_act={short(activation)} is not supported; use one of "
-            f"{', '.join(ACTIVATIONS)}"
-        )
-    for key in ("rms_norm_eps", "rope_theta"):
-        value = config.get(key)
-        if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise UserError(f"model.path={path}: config.json: {key} must be a positive number, got {short(value)}")
-    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        if key in config and type(config[key]) is not bool:
-            raise UserError(f"model.path={path}: config.json: {key} must be true or false, got {short(config[key])}")
-    for key in ("dtype", "torch_dtype"):
-        if config.get(key) not in (None, "auto", *DTYPES):
-            raise UserError(
-                f"model.path={path}: config.json: {key} must be one of {', '.join(DTYPES)}, got {short(config[key])}"
-            )
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(key)
-        numbers = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(number) is int and -1 <= number < LARGEST for number in numbers):
-            raise UserError(f"model.path={path}: config.json: {key} must be a token's number, got {short(value)}")
+def _is_number(value: object, lowest: float = 0) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value < math.inf
+
+
+def _is_positive(value: object) -> bool:
+    return value is None or (_is_number(value) and value != 0)
+
+
+def _is_token(value: object) -> bool:
+    numbers = value if isinstance(value, list) else [] if value is None else [value]
+    return all(type(number) is int and -1 <= number < LARGEST for number in numbers)
+
+
+RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
+    (("hidden_act",), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
+    (("rms_norm_eps", "rope_theta"), "a positive number", _is_positive),
+    (("tie_word_embeddings", "attention_bias", "mlp_bias"), "true or false", lambda value: type(value) is bool),
+    (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
+    (("bos_token_id", "eos_token_id", "pad_token_id"), "a token's number", _is_token),
+)
+"""What the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
+
+
+def _check_values(path: Path, config: dict[str, Any]) -> None:
+    for keys, needed, holds in RULES:
+        for key in keys:
+            if key in config and not holds(config[key]):
+                raise wrong(path, config, key, needed)
 
 
 def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
     if "rope_parameters" in config:
-        raise UserError(
-            f"model.path={path}: config.json has rope_parameters, as transformers 5 writes it and transformers 4 ignores it; "
-            "put its rope_theta and the rest, as rope_scaling, at the top level instead"
-        )
+        raise refusal(path, "config.json has rope_parameters; put rope_theta and, as rope_scaling, the rest at the top level")
     scaling = config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
-        raise UserError(f"model.path={path}: config.json: rope_scaling must be an object or null, got {short(scaling)}")
+        raise wrong(path, config, "rope_scaling", "an object or null")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise UserError(
-            f"model.path={path}: config.json: rope_scaling.rope_type={short(kind)} is not supported, its frequencies may "
-            f"depend on the running length; use one of {', '.join(ROPE_TYPES)}"
-        )
+        known = ", ".join(ROPE_TYPES)
+        raise refusal(path, f"config.json: rope_scaling.rope_type={short(kind)} is not supported; use one of {known}")
     for key, value in scaling.items():
-        number = value is None or type(value) is bool or (type(value) in (int, float) and 0 <= value < math.inf)
-        if key not in ROPE_TEXTS and not number:
-            raise UserError(f"model.path={path}: config.json: rope_scaling.{short(key)} must be a number, got {short(value)}")
+        if key not in ROPE_TEXTS and not (value is None or type(value) is bool or _is_number(value)):
+            raise refusal(path, f"config.json: rope_scaling.{short(key)} must be a number, got {short(value)}")
     missing = [key for key in ROPE_NEEDS.get(kind, ()) if not scaling.get(key)]
     if missing:
-        raise UserError(f"model.path={path}: config.json: rope_scaling.{missing[0]} is missing, which {kind} needs; add it")
+        raise refusal(path, f"config.json: rope_scaling.{missing[0]} is missing, which {kind} needs; add it")
     return None if kind == "default" else str(kind)
 
 

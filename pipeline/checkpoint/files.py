@@ -26,6 +26,16 @@ TOKENIZER_FILES = (
 )
 
 
+def refusal(path: Path, problem: str) -> UserError:
+    """Return the error that names the checkpoint and a problem, which says what to do."""
+    return UserError(f"model.path={path}: {problem}")
+
+
+def wrong(path: Path, config: dict[str, Any], key: str, needed: str) -> UserError:
+    """Return the error on a value of config.json."""
+    return refusal(path, f"config.json: {key} must be {needed}, got {short(repr(config.get(key)), 40)}")
+
+
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
@@ -39,9 +49,9 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
             raise UserError(
                 f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
             ) from None
-        raise UserError(f"model.path={path}: {name} {error}") from None
+        raise refusal(path, f"{name} {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"model.path={path}: {name} must hold a JSON object; correct it")
+        raise refusal(path, f"{name} must hold a JSON object; correct it")
     return content
 
 
@@ -74,10 +84,10 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
                 "save as safetensors with model.save_pretrained"
             )
-        raise UserError(f"model.path={path}: no weights, {SINGLE} is missing; download it")
+        raise refusal(path, f"no weights, {SINGLE} is missing; download it")
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"model.path={path}: {INDEX} has no weight_map; give the index that was saved with the weights")
+        raise refusal(path, f"{INDEX} has no weight_map; give the index that was saved with the weights")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
@@ -86,7 +96,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 "it; download the index again"
             )
         if not os.path.lexists(path / name):
-            raise UserError(f"model.path={path}: {INDEX} names {name}, which is missing; download it")
+            raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
         require_file(path, name)
     return tuple(names), (INDEX,)
 
@@ -94,9 +104,9 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def require_file(path: Path, name: str) -> None:
     """Refuse what is no file, or a link to none: a pipe would be waited for."""
     if not (path / name).is_file():
-        raise UserError(f"model.path={path}: {name} is no file, or a link to none; put the file there")
+        raise refusal(path, f"{name} is no file, or a link to none; put the file there")
 
 
 def refuse_escape(path: Path, name: str) -> None:
     if not (path / name).resolve().is_relative_to(path.resolve()):
-        raise UserError(f"model.path={path}: {name} is a link that leaves the directory; copy the files (cp -rL)")
+        raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.files import refusal, wrong
 from pipeline.core.errors import UserError, short
 
 WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
@@ -38,10 +39,7 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
         return None
     window = config.get(key)
     if type(window) is not int or not 0 < window <= LONGEST_WINDOW:
-        raise UserError(
-            f"model.path={path}: config.json: {key} must be an integer from 1 to {LONGEST_WINDOW:,} in a model with "
-            f"{layer_type} layers, got {_short(window)}"
-        )
+        raise wrong(path, config, key, f"an integer from 1 to {LONGEST_WINDOW:,} in a model with {layer_type} layers")
     return window
 
 
@@ -73,15 +71,13 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
 def _uses_window(path: Path, config: dict[str, Any]) -> bool:
     uses = config.get("use_sliding_window")
     if uses not in (None, True, False):
-        raise UserError(f"model.path={path}: config.json: use_sliding_window must be true or false, got {_short(uses)}")
+        raise wrong(path, config, "use_sliding_window", "true or false")
     return bool(uses)
 
 
 def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> None:
     if not isinstance(listed, list) or len(listed) != layers:
-        raise UserError(
-            f"model.path={path}: config.json: layer_types must name each of the {layers} layers, got {_short(listed)}"
-        )
+        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {_short(listed)}")
     known = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
     unread = [layer_type for layer_type in listed if layer_type not in known]
     if unread:
@@ -96,17 +92,12 @@ def _sliding(path: Path, config: dict[str, Any], kind: str, layers: int) -> list
     if kind.startswith("qwen"):
         first = config.get("max_window_layers", layers)
         if type(first) is not int or first < 0:
-            raise UserError(
-                f"model.path={path}: config.json: max_window_layers must be an integer of at least 0, got {_short(first)}: "
-                "it is the first layer that slides"
-            )
+            raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
         return [layer >= first for layer in range(layers)]
     if kind in WINDOW_PATTERNS or "sliding_window_pattern" in config:
         period = config.get("sliding_window_pattern") or WINDOW_PATTERNS[kind]
         if type(period) is not int or period < 1:
-            raise UserError(
-                f"model.path={path}: config.json: sliding_window_pattern must be a positive integer, got {_short(period)}"
-            )
+            raise wrong(path, config, "sliding_window_pattern", "a positive integer")
         return [bool((layer + 1) % period) for layer in range(layers)]
     raise UserError(
         f"model.path={path}: config.json: sliding_window={_short(config['sliding_window'])} of {kind}, and no layer_types: "
@@ -119,5 +110,4 @@ def _other(listed: list[str], types: list[str]) -> str:
 
 
 def _short(value: object) -> str:
-    """A value as Python writes it: a text and a number of the same characters differ."""
     return short(repr(value), 40)

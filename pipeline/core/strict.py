@@ -13,7 +13,9 @@ from pydantic_core import PydanticCustomError
 class StrictModel(BaseModel):
     """Nothing is coerced; pydantic's own error texts do not repeat values, which may be secrets."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        defer_build=True, extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 def _is_a_path(text: str) -> str:

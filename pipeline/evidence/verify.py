@@ -236,9 +236,10 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
     """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
-            from stages.evaluate.inputs.tokens import samples_digest
+            from stages.evaluate.inputs.samples import load_samples
+            from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
 
-            return samples_digest(config, engine)
+            return encode_rounds(load_samples(config), BundleTokenizer(engine), config).digest
     except REFUSALS:
         raise
     except Exception as error:  # tokenizers raises bare exceptions, and a forger may have sealed any file as tokenizer.json

@@ -12,16 +12,19 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.registry.proof import PASS, Proof, Replay, verify
+from pipeline.registry.proof import PASS, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.movelog import MoveLog
-from pipeline.verdict.report import EvaluationReport, SampleRow
 
 if TYPE_CHECKING:  # statistics take a while to load
     from pipeline.verdict.gates import Decide
+
+
+ORACLE = "torch"
+"""The backend that defines the right logits for the others. It is written to be read, not to serve."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +42,14 @@ class Move:
     message: str
 
 
-ORACLE = "torch"
-"""The backend that defines the right logits for the others. It is written to be read, not to serve."""
-
-
 def live_tokens(candidate: Candidate) -> float:
     """Return the objective: the live tokens that fit the memory budget (`workloads.load`). Servers admit requests by it."""
     tokens = candidate.metrics.get("memory/max_live_tokens")
     return -math.inf if tokens is None else tokens
 
 
-class Judged(Protocol):
-    """The evidence of a candidate, as far as gates read it."""
-
-    @property
-    def report(self) -> EvaluationReport | None: ...
-    @property
-    def rows(self) -> Sequence[SampleRow]: ...
-
-
-Find = Callable[[Registration, Mapping[str, str]], tuple[Candidate, Judged]]
-"""Finds a registered candidate by its version and that version's tags, as its artifacts say it is. Raises GateRefusal."""
+Find = Callable[[Registration, Mapping[str, str]], tuple[Candidate, Any]]
+"""Finds a version with these tags: the candidate as its artifacts say it is, and its evidence. Raises GateRefusal."""
 
 
 def judged_again(
@@ -97,7 +87,7 @@ def judged_again(
         if version in found or (name is not None and tags.get("kv") != name):
             continue
         candidate, evidence = find(registration, tags)
-        if candidate.model != model or evidence.report is None:
+        if candidate.model != model:
             raise GateRefusal(f"{candidate.name} is not promoted: version {version} is of model {candidate.model}, not {model}")
         verdict = decide(evidence.report, evidence.rows)
         found[version] = candidate.model_copy(update=Candidate.decided(verdict))
@@ -122,37 +112,29 @@ def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | Non
         candidates = [candidate for candidate in candidates if candidate.name == name]
         if not candidates:
             raise UserError(f"promote.name={name}: no candidate of the sweep is called so")
-    passed = [candidate for candidate in candidates if candidate.verdict == PASS]
     left = {} if rolled_back is None or name is not None else rolled_back
     best = max(
-        (candidate for candidate in passed if candidate.report.digest not in left),
+        (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),
         key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
     if best is not None:
         return best
-    said = [
-        f"{c.name}: PASS, but it {stays_back(c, left[c.report.digest])}"
-        if c in passed
-        else f"{c.name}: {c.verdict}" + (f" ({c.reasons[0]})" if c.reasons else "")
-        for c in candidates
-    ]
+    said = []
+    for one in candidates:
+        if one.verdict == PASS:
+            said.append(f"{one.name}: PASS, but it {_stays_back(one, left[one.report.digest])}")
+        else:
+            said.append(f"{one.name}: {one.verdict}" + (f" ({one.reasons[0]})" if one.reasons else ""))
     raise GateRefusal(f"no candidate passed: {'; '.join(said)}" if said else "there is no candidate: run stage=evaluate first")
 
 
-def stays_back(candidate: Candidate, when: str) -> str:
-    """Say of a candidate that was rolled back what would promote it."""
+def _stays_back(candidate: Candidate, when: str) -> str:
     return f"was rolled back at {when}: judge it anew, on other samples, or ask for it with promote.name='{candidate.name}'"
 
 
 def promote(
-    candidates: Sequence[Candidate],
-    log: MoveLog,
-    replay: Replay,
-    decide: "Decide",
-    *,
-    sweep: str,
-    name: str | None = None,
+    candidates: Sequence[Candidate], log: MoveLog, replay: Replay, decide: "Decide", *, sweep: str, name: str | None = None
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 
@@ -169,19 +151,26 @@ def promote(
         GateRefusal: when none passed, or the best one's evidence does not hold.
         MissingRequirement: when a library that the replay takes is not installed.
     """
-    best = choose(candidates, log.read().rolled_back, name)
+    best = choose(candidates, log.read().rolled_back("champion"), name)
     try:
         proof = verify(best, replay, decide, log.registry)
     except (GateRefusal, MissingRequirement) as error:
         raise type(error)(f"{best.name} is not promoted: {error}") from error
-    version, registry = proof.version, log.registry
+    version, registry, covered = proof.version, log.registry, proof.covered
     with log.changing() as history:
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
             return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
-        since = history.rolled_back.get(best.report.digest)
+        since = history.rolled_back("champion").get(best.report.digest)
         if since is not None and name is None:  # by somebody else, while the evidence was replayed
-            raise GateRefusal(f"{best.name} is not promoted: it {stays_back(best, since)}")
+            raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
+        tags = {
+            "promoted_by_sweep": sweep,
+            "promoted_over": old or "",
+            "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
+        }
+        if covered is not None:
+            tags |= {"max_tokens": str(covered.tokens), "max_batch": str(covered.batch)}
         log.append(
             history,
             "promote",
@@ -189,24 +178,12 @@ def promote(
             aliases={"champion": version, "previous": old if old is not None else previous},
             before={"champion": old, "previous": previous},
             reports={version: best.report.digest},
-            tags={version: _tags(best, proof, sweep, old)},
+            tags={version: tags},
         )
     over = f" over version {old}" if old is not None else ""
     note = f"; it had been rolled back at {since}" if since is not None else ""
-    held = f", {proof.covered}" if proof.covered is not None else ""
+    held = f", {covered}" if covered is not None else ""
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
-
-
-def _tags(best: Candidate, proof: Proof, sweep: str, old: str | None) -> dict[str, str]:
-    """Return what a version's tags say of its promotion, besides who, when and by which policy."""
-    tags = {
-        "promoted_by_sweep": sweep,
-        "promoted_over": old or "",
-        "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
-    }
-    if proof.covered is not None:
-        tags |= {"max_tokens": str(proof.covered.tokens), "max_batch": str(proof.covered.batch)}
-    return tags
 
 
 def rollback(log: MoveLog) -> Move:

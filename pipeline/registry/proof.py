@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
@@ -33,11 +34,7 @@ class Finding:
 
 
 def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Check that a replay found everything the same.
-
-    Args:
-        what: The engine, for the message.
-        findings: Those of the replay.
+    """Check that a replay of an engine found everything the same.
 
     Raises:
         GateRefusal: when something differs.
@@ -115,22 +112,24 @@ def _require(holds: bool, reason: str) -> None:
         raise GateRefusal(reason)
 
 
+def _directory_digest(path: Path) -> str:
+    return files_digest(tree_files(path))
+
+
 def _check_citations(candidate: Candidate) -> None:
-    """Compare the digests that the candidate cites with the files on disk. Raises GateRefusal."""
-    for name, cited in (("engine", candidate.engine), ("baseline", candidate.baseline)):
-        _require(cited.path.is_dir(), f"its {name} {cited.path} is gone; run stage=build again")
-        _compare(f"the {name} in {cited.path}", files_digest(tree_files(cited.path)), cited.digest)
-    report, identity = candidate.report, candidate.identity
-    for path in (report.path, candidate.samples):
-        _require(path.is_file(), f"its evidence {path} is gone; run stage=evaluate again")
-    _compare(f"the report in {report.path.parent}", evidence_digest(report.path), report.digest)
-    _require(identity.path.is_file(), f"its identity {identity.path} is gone; run stage=evaluate again")
-    same = file_digest(identity.path) == identity.digest
-    _require(same, f"{identity.path} is not the identity that the candidate cites")
-
-
-def _compare(name: str, digest: str, cited: str) -> None:
-    _require(digest == cited, f"{name} has digest {digest[:12]}, the candidate cites {cited[:12]}")
+    """Compare what the candidate cites with the files on disk. Raises GateRefusal."""
+    for name, cited, digest_of in (
+        ("engine", candidate.engine, _directory_digest),
+        ("baseline", candidate.baseline, _directory_digest),
+        ("report", candidate.report, evidence_digest),
+        ("identity", candidate.identity, file_digest),
+    ):
+        try:
+            digest = digest_of(cited.path) if cited.path.exists() else None
+        except FileNotFoundError:  # the samples beside the report
+            digest = None
+        _require(digest is not None, f"its {name} {cited.path} is gone; judge it again with stage=evaluate")
+        _require(digest == cited.digest, f"its {name} {cited.path} is not the one that it cites")
 
 
 def _registered_version(candidate: Candidate, registry: Registry) -> str:

@@ -4,7 +4,6 @@
 each other lose no candidate. A promotion takes from a summary which candidates it looks at, and nothing else.
 """
 
-import json
 import math
 import os
 import re
@@ -30,9 +29,6 @@ FILE = "summary.json"
 FOLDER = "summaries"
 SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
-
-NEW_SWEEP = re.compile(r"\d{8}-\d{6}-\d+-[0-9a-f]{4}")
-"""What `new_sweep` makes; the order of names is the order of time."""
 
 NAMED = 5
 """Jobs that did not end of which a message gives the names."""
@@ -173,7 +169,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one.
 
     Raises:
-        UserError: when the file is damaged, or an older kvgate wrote it, or there is no such sweep.
+        UserError: when the file is damaged, or another kvgate wrote it, or there is no such sweep.
     """
     if sweep is None:
         return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
@@ -188,65 +184,45 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
-        content = (workdir / name).read_bytes()
+        return Summary.model_validate_json((workdir / name).read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"workdir={workdir}: {name} cannot be read ({error.strerror})") from error
-    try:
-        return Summary.model_validate_json(content)
     except ValidationError as error:
-        problem = _version_problem(content)
-        if problem is None:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            detail = f"{place}: {first['msg']}" if place else first["msg"]
-            problem = f"is damaged ({detail}); remove it and evaluate again"
-        raise UserError(f"workdir={workdir}: {name} {problem}") from error
-
-
-def _version_problem(content: bytes) -> str | None:
-    """Return what to do about a summary of another kvgate; None when `content` is no such summary."""
-    try:
-        summary = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(summary, dict) or "candidates" not in summary:
-        return None
-    version = summary.get("schema_version")
-    if version is None:
-        return "was written by an older kvgate; remove it and evaluate again"
-    if type(version) is int and version > SCHEMA_VERSION:
-        return f"was written by a newer kvgate (schema_version {version}); use that one, or another workdir"
-    return None
-
-
-def _write(workdir: Path, name: str, summary: Summary) -> None:
-    write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
+        first = error.errors()[0]
+        detail = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise UserError(
+            f"workdir={workdir}: {name} is damaged, or of another kvgate ({detail}); remove it and evaluate again"
+        ) from error
 
 
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool = True) -> Summary:
     """Change the summary of a sweep, which becomes the last one if it is the `latest`; of None, `summary.json` alone."""
+
+    def write(name: str, summary: Summary) -> None:
+        write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
+
     try:
-        return _locked_update(workdir, sweep, change, latest)
+        workdir.mkdir(parents=True, exist_ok=True)
+        with locked(workdir / f".{FILE}.lock", FILE):
+            summary = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
+            if sweep is not None:
+                (workdir / FOLDER).mkdir(exist_ok=True)
+                own = f"{FOLDER}/{sweep}.json"
+                summary = _read(workdir, own) or Summary(schema_version=SCHEMA_VERSION, sweep=sweep)
+            summary = change(summary)
+            if sweep is not None:
+                write(own, summary)
+            if latest:
+                write(FILE, summary)
+        return summary
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def _locked_update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool) -> Summary:
-    workdir.mkdir(parents=True, exist_ok=True)
-    with locked(workdir / f".{FILE}.lock", FILE):
-        last = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
-        if sweep is None:
-            summary = change(last)
-        else:
-            (workdir / FOLDER).mkdir(exist_ok=True)
-            own = f"{FOLDER}/{sweep}.json"
-            summary = change(_read(workdir, own) or Summary(schema_version=SCHEMA_VERSION, sweep=sweep))
-            _write(workdir, own, summary)
-        if latest:
-            _write(workdir, FILE, summary)
-    return summary
+def _set(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+    return _update(workdir, sweep, lambda old: old.model_copy(update=values), latest)
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
@@ -260,16 +236,14 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, 
         command: What was typed, whole; None where nothing was.
     """
     said = None if command is None else redact_text(command)
-    begun = {"jobs": len(names), "names": tuple(names), "command": said}
-    return _update(workdir, sweep, lambda old: old.model_copy(update=begun), latest)
+    return _set(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     """Add a judged candidate to its sweep's summary. It replaces the candidate of the same model and name."""
 
     def change(old: Summary) -> Summary:
-        candidates = {(known.model, known.name): known for known in old.candidates}
-        candidates[candidate.model, candidate.name] = candidate
+        candidates = {(known.model, known.name): known for known in (*old.candidates, candidate)}
         # Jobs that run beside each other end in any order.
         places = {name: place for place, name in reversed(list(enumerate(old.names)))}
         ordered = sorted(candidates.values(), key=lambda known: places.get(known.name, len(places)))
@@ -288,10 +262,10 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
         job: Its number within the sweep, from 1. A job that a cluster ran twice counts once, as it ended last.
         latest: As for `begin`.
     """
+    if sweep is None:
+        return _set(workdir, None, exit_code=exit_code)
 
     def change(old: Summary) -> Summary:
-        if sweep is None:
-            return old.model_copy(update={"exit_code": exit_code})
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
         ended = sum(code != INTERRUPTED for code in codes.values())
         worst = max(codes.values(), key=SEVERITY.index)
@@ -302,7 +276,7 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
 
 def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
     """Note that a sweep whose jobs ended has come to nothing."""
-    return _update(workdir, sweep, lambda old: old.model_copy(update={"exit_code": exit_code}))
+    return _set(workdir, sweep, exit_code=exit_code)
 
 
 def forget(workdir: Path, sweep: str) -> None:
@@ -315,12 +289,12 @@ def forget(workdir: Path, sweep: str) -> None:
 
 def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
     """Note which candidate serves now."""
-    return _update(workdir, sweep, lambda old: old.model_copy(update={"champion": champion}))
+    return _set(workdir, sweep, champion=champion)
 
 
 def check_writable(workdir: Path, *names: str) -> None:
     """Write the last summary as it is, and open other files of the work directory. Raises UserError where that fails."""
-    _update(workdir, None, lambda old: old)
+    _set(workdir, None)
     for name in names:
         try:
             (workdir / name).open("a").close()

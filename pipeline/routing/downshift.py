@@ -13,16 +13,15 @@ An engine that a rollback left is not chosen for the class again until a routing
 from dataclasses import dataclass
 
 from pipeline.core.errors import GateRefusal, MissingRequirement
-from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from pipeline.registry.proof import PASS
 from pipeline.routing.engines import Engine, Engines
-from pipeline.routing.moves import rolled_back_tag
+from pipeline.routing.moves import alias_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Step:
-    """What a smaller engine would change."""
+    """What a smaller engine would change; the least comes first."""
 
     keys: bool
     """Whether keys lose anything."""
@@ -52,16 +51,13 @@ def step(now: Engine, to: Engine) -> Step:
 def _keys(policy: KVPolicy) -> tuple[object, ...]:
     """All that decides how keys are stored, but for exact tokens."""
     window = (policy.window.tokens, policy.window.key) if policy.window is not None and policy.window.key is not None else None
-    overrides = {layer: override.key for override in policy.overrides if override.key is not None for layer in override.layers}
-    return policy.key, window, overrides
+    return policy.key, window, {layer: one.key for one in policy.overrides if one.key is not None for layer in one.layers}
 
 
-def _young_values(policy: KVPolicy) -> tuple[Format, dict[int, Format]]:
+def _young_values(policy: KVPolicy) -> tuple[object, ...]:
     """How the values of the latest tokens are stored, and what single layers have instead."""
     window = policy.window.value if policy.window is not None else None
-    overrides = {
-        layer: override.value for override in policy.overrides if override.value is not None for layer in override.layers
-    }
+    overrides = {layer: one.value for one in policy.overrides if one.value is not None for layer in one.layers}
     return window or policy.value, overrides
 
 
@@ -74,12 +70,13 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool)
         workload: The class.
         quality_holds: Whether keys may lose anything.
     """
-    passed_over, steps = list[str](), list[tuple[Step, Engine]]()
-    for registration, tags in engines.registry.registered():
+    passed_over, larger = list[str](), list[Engine]()
+    rolled_back = engines.log.read().rolled_back(alias_of(workload))
+    for registration, tags in engines.registered():
         cites = tags.get("baseline_digest") == now.candidate.baseline.digest
         if tags.get("verdict") != PASS or not cites or registration.model_version == now.version:
             continue
-        if tags.get(rolled_back_tag(workload)):
+        if tags.get("report_digest") in rolled_back:
             passed_over.append(f"version {registration.model_version} ({tags.get('kv')}): was rolled back")
             continue
         try:
@@ -90,9 +87,9 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool)
         if engine.load != now.load:
             passed_over.append(f"{engine}: its live tokens are of another workloads.load")
         elif engine.live_tokens > now.live_tokens:
-            steps.append((step(now, engine), engine))
-    for change, engine in sorted(steps, key=_order):
-        if change.keys and not quality_holds:
+            larger.append(engine)
+    for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.version))):
+        if step(now, engine).keys and not quality_holds:
             passed_over.append(f"{engine}: its keys lose too, and not every monitor of quality is shown to hold")
             continue
         try:
@@ -102,8 +99,3 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool)
             continue
         return engine, passed_over
     return None, passed_over
-
-
-def _order(one: tuple[Step, Engine]) -> tuple[bool, bool, int, int]:
-    change, engine = one
-    return change.keys, change.young_values, change.gained, -int(engine.version)

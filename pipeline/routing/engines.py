@@ -1,9 +1,8 @@
 """Registered engines that may serve a class: found by name, and proven by the replay that a promotion does."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -11,23 +10,10 @@ from pipeline.core.workloads import Workload
 from pipeline.registry.proof import Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
-from pipeline.trust.movelog import MoveLog, Registry
-from pipeline.verdict.gates import Decide
-from pipeline.verdict.thresholds import Check
+from pipeline.trust.movelog import MoveLog
 
-WARNING = "WARNING"
-
-
-class RouteRegistry(Registry, Protocol):
-    """A registry that lists its versions and keeps records of moves."""
-
-    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
-        """Return every version with its tags."""
-        ...
-
-    def recorded(self, title: str, tags: Mapping[str, str]) -> AbstractContextManager[object]:
-        """Keep a record of what the block does, and of whether it ended well."""
-        ...
+if TYPE_CHECKING:  # statistics take a while to load
+    from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -49,24 +35,26 @@ class Engine:
         assert registration is not None, "a registered engine"
         return registration.model_version
 
+    @property
+    def report(self) -> str:
+        """Digest of its report."""
+        return self.candidate.report.digest
+
     def __str__(self) -> str:
         return f"version {self.version} ({self.candidate.name})"
-
-
-Find = Callable[[Registration, Mapping[str, str]], Engine]
-"""Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
 
 
 @dataclass(frozen=True)
 class Engines:
     """The registered engines of a model, and what a promotion asks of one."""
 
-    registry: RouteRegistry
     log: MoveLog
-    """Of that registry."""
-    find: Find
+    registered: Callable[[], list[tuple[Registration, dict[str, str]]]]
+    """Returns every version with its tags."""
+    find: Callable[[Registration, Mapping[str, str]], Engine]
+    """Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
     replay: Replay
-    decide: Decide
+    decide: "Decide"
     proofs: dict[str, Proof] = field(default_factory=dict)
     """Version -> what its replay gave: a replay takes seconds, and an engine may serve several classes."""
 
@@ -81,7 +69,7 @@ class Engines:
             UserError: when no version is called so.
             GateRefusal: when its evidence is not here.
         """
-        versions = {int(one.model_version): (one, tags) for one, tags in self.registry.registered()}
+        versions = {int(one.model_version): (one, tags) for one, tags in self.registered()}
         named = [number for number, (_, tags) in versions.items() if name in (str(number), tags.get("kv"))]
         if not named:
             known = ", ".join(sorted({tags.get("kv", "") for _, tags in versions.values()} - {""})) or "none"
@@ -99,14 +87,15 @@ class Engines:
             MissingRequirement: when a library that the replay takes is not installed.
         """
         if engine.version not in self.proofs:
-            self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide, self.registry)
+            self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide, self.log.registry)
         if workload == DEFAULT:  # the verdict is about everything that was asked
             return
-        lines = lines_of(self.proofs[engine.version].verdict.checks, workload)
+        checks = self.proofs[engine.version].verdict.checks
+        lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
         if not lines or workload not in engine.workloads:
             raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
         for line in lines:
-            if line.status not in ("PASS", WARNING):
+            if line.status not in ("PASS", "WARNING"):
                 raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
     def proven(self, engine: Engine, workload: str, key: str) -> Engine:
@@ -118,16 +107,10 @@ class Engines:
         return engine
 
 
-def lines_of(checks: Iterable[Check], workload: str) -> list[Check]:
-    """Return the lines of a verdict about a class, or about its context bins."""
-    return [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
-
-
 def check_classes(named: Mapping[str, Iterable[Engine]]) -> None:
     """Refuse a class that no engine of the routing file judged and that kvgate does not know. Raises UserError."""
     judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
-    known = {DEFAULT, *get_args(Workload), *judged}
     for workload in named:
-        if workload not in known:
-            choices = ", ".join(sorted(judged)) or ", ".join(get_args(Workload))
+        if workload not in {DEFAULT, *get_args(Workload), *judged}:
+            choices = ", ".join(sorted(judged or get_args(Workload)))
             raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")

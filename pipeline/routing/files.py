@@ -1,20 +1,17 @@
 """The two files that users give: the routing file, and the snapshot of a fleet. Both are data, and strictly read."""
 
-import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.core.errors import UserError
-from pipeline.core.strict import StrictModel, Unreadable, read_file
+from pipeline.core.strict import StrictModel
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
-from pipeline.trust.files import first_line, read_yaml, validated
+from pipeline.trust.files import read_yaml
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
-MOST_BYTES = 16 << 20
-"""Of either file."""
 ALIAS_ENDINGS = ("-previous", "-fallback")
 """Of a route's other aliases: no class may end like one."""
 
@@ -25,13 +22,11 @@ def _is_no_other_alias(name: str) -> str:
     return name
 
 
-ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
-
-
 def _number_as_text(name: Any) -> Any:
     return str(name) if type(name) is int else name  # `policy: 3` is a version
 
 
+ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
 EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
@@ -42,12 +37,6 @@ class Route(StrictModel):
     policy: EngineName
     fallback: EngineName | None = None
     """What a broken route goes to where it has no previous one."""
-
-    @model_validator(mode="after")
-    def _are_two(self) -> Self:
-        if self.fallback == self.policy:
-            raise ValueError(f"fallback={self.fallback} is the policy itself; give another, or leave it out")
-        return self
 
 
 class RoutingFile(StrictModel):
@@ -122,34 +111,17 @@ class Snapshot(StrictModel):
 
 def read_routing_file(routing: RoutingConfig) -> RoutingFile:
     """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
-    where = f"routing.file={routing.file}"
-    return read_yaml(RoutingFile, routing.path, where)
+    return read_yaml(RoutingFile, "routing.file", routing.file)
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
-    """Read the snapshot. Raises UserError with its first problem, also for one that is not of now."""
-    where = f"monitor.snapshot={monitor.snapshot}"
-    try:
-        content = read_file(monitor.path, MOST_BYTES).decode("utf-8")
-        json.loads(content, object_pairs_hook=_without_duplicates)
-    except Unreadable as error:
-        raise UserError(f"{where}: cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
-    snapshot = validated(Snapshot, content, where)
+    """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also for one that is not of now."""
+    snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
         if away > monitor.max_age_s:
             raise UserError(
-                f"{where}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
+                f"monitor.snapshot={monitor.snapshot}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
                 f"monitor.max_age_s={monitor.max_age_s} allows fewer; take a new one"
             )
     return snapshot
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice")
-    return dict(pairs)

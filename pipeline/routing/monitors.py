@@ -51,26 +51,21 @@ class Readings:
 
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> Readings:
     """Return what the counts of a class show."""
+
+    def reading(name: str, share: Share, least: float) -> Reading:
+        upper, lower = (share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))
+        status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
+        bounds = f"{100 * (1 - limits.alpha):g} % bounds {lower:.4f} to {upper:.4f}"
+        return Reading(name, status, f"{share.good:,} of {share.of:,}, {bounds}, least {least:g}")
+
     quality = (
         ("JSON validity", snapshot.json_validity, limits.min_json_validity),
         ("canaries", snapshot.canaries, limits.min_canary_accuracy),
     )
-    latency, memory = snapshot.latency, snapshot.memory
-    used = memory.live_tokens / memory.max_tokens
+    latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share
+    tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {most:.0%}"
     return Readings(
-        latency=_reading(f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit, limits.alpha),
-        quality=tuple(_reading(name, share, least, limits.alpha) for name, share, least in quality if share is not None),
-        memory=Reading(
-            "memory",
-            "broken" if used > limits.max_live_share else "holds",
-            f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {limits.max_live_share:.0%}",
-        ),
+        latency=reading(f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit),
+        quality=tuple(reading(name, share, least) for name, share, least in quality if share is not None),
+        memory=Reading("memory", "broken" if memory.live_tokens / memory.max_tokens > most else "holds", tokens),
     )
-
-
-def _reading(name: str, share: Share, least: float, alpha: float) -> Reading:
-    upper = share_bound(share.good, share.of, alpha, lower=False)
-    lower = share_bound(share.good, share.of, alpha, lower=True)
-    status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
-    seen = f"{share.good:,} of {share.of:,}, {100 * (1 - alpha):g} % bounds {lower:.4f} to {upper:.4f}, least {least:g}"
-    return Reading(name, status, seen)

@@ -1,20 +1,18 @@
-"""Moves of routes: aliases of the registered model, a few for each class.
+"""Moves of routes: aliases of the registered model, three for each class.
 
 `route-CLASS` is the engine that serves the class, `route-CLASS-previous` the one before, `route-CLASS-fallback` the one that a
 broken route goes to where there is none before. Servers read the first.
 
-Moves of one command are one record of the log of moves (`pipeline.trust.movelog` says what its lock covers), from the
-aliases on which they were decided: where those moved meanwhile, nothing is moved. The record decides for all classes at once.
-A command that is killed, or fails, before every alias has followed leaves the rest to the next one that reads them. An MLflow
-run says what was moved, and why; it is opened before the record, so that a move which failed has one too.
+Moves of one command in one direction are one record of the log of moves (`pipeline.trust.movelog`), from the aliases on which
+they were decided: where those moved meanwhile, nothing is moved. The record decides for all its classes at once. A command
+that is killed, or fails, before every alias has followed leaves the rest to the next one that reads them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.core.errors import GateRefusal
-from pipeline.routing.engines import RouteRegistry
-from pipeline.trust.movelog import MoveLog, Registry, mover, now
+from pipeline.trust.movelog import MoveLog, Registry
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,10 @@ class Aliases:
         before = self.now if self.now not in (None, version) else self.previous
         return replace(self, now=version, previous=before if before != version else None)
 
-
-ENDINGS = {"fallback": "-fallback", "previous": "-previous", "now": ""}
-"""Field of Aliases -> ending of the alias."""
+    def named(self, workload: str) -> dict[str, str | None]:
+        """Return them by their full names."""
+        alias = alias_of(workload)
+        return {alias: self.now, f"{alias}-previous": self.previous, f"{alias}-fallback": self.fallback}
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Move:
     before: Aliases
     after: Aliases
     why: str
-    proven: Mapping[str, str] = field(default_factory=dict)
-    """Versions whose evidence was replayed for this class -> digest of their report."""
+    reports: Mapping[str, str] = field(default_factory=dict)
+    """Version -> digest of its report: of those that were proven for this class, or of the one that is left."""
     back: bool = False
     """Whether it leaves a broken engine, which no monitor chooses for the class again."""
 
@@ -57,22 +56,12 @@ def alias_of(workload: str) -> str:
     return f"route-{workload}"
 
 
-def proven_tag(workload: str) -> str:
-    """Return the tag of a version whose evidence was replayed for a class; its value is the report's digest."""
-    return f"proven-{workload}"
-
-
-def rolled_back_tag(workload: str) -> str:
-    """Return the tag of a version that was left because it broke; empty once a routing file named it again."""
-    return f"rolled-back-{workload}"
-
-
 def read_aliases(registry: Registry, workload: str) -> Aliases:
     """Return where the aliases of a class point."""
-    return Aliases(**{name: registry.alias(alias_of(workload) + ending) for name, ending in ENDINGS.items()})
+    return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 
-def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Move:
+def way_back(log: MoveLog, workload: str, before: Aliases, why: str) -> Move:
     """Return the move to the previous engine of a class, or to its fallback where no previous one can serve.
 
     It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one.
@@ -80,66 +69,52 @@ def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Mo
     Raises:
         GateRefusal: when neither can serve.
     """
-    problems = []
+    problems, proven = [], log.read().chosen(alias_of(workload), f"{alias_of(workload)}-fallback")
     for name, version in (("previous", before.previous), ("fallback", before.fallback)):
         if version is None or version == before.now:
             problems.append(f"no {name}")
-            continue
-        tags = registry.tags(version)
-        if tags is None:
+        elif log.registry.tags(version) is None:
             problems.append(f"its {name}, version {version}, was deleted")
-        elif not tags.get("report_digest") or tags.get(proven_tag(workload)) != tags["report_digest"]:
+        elif version not in proven:
             problems.append(f"its {name}, version {version}, was never proven for {workload}")
         else:
-            return Move(workload, before, replace(before, now=version, previous=None), f"{why}; to its {name}", back=True)
+            bad = before.now or ""
+            reports = {bad: (log.registry.tags(bad) or {}).get("report_digest", "")}
+            after = replace(before, now=version, previous=None)
+            return Move(workload, before, after, f"{why}; to its {name}", reports, back=True)
     raise GateRefusal(f"{alias_of(workload)} cannot go back: {', '.join(problems)}")
 
 
-def make_moves(log: MoveLog, registry: RouteRegistry, title: str, moves: Sequence[Move], tags: Mapping[str, str]) -> None:
-    """Make all moves, or none.
+def make_moves(log: MoveLog, title: str, moves: Sequence[Move]) -> None:
+    """Make all moves back, then all others.
 
     Args:
         log: The log of moves of the registry.
-        registry: Where the aliases are.
-        title: Of the run that records them.
+        title: What asked for them.
         moves: At most one for each class.
-        tags: What that run says besides.
 
     Raises:
         GateRefusal: when an alias was moved by somebody else.
     """
-    if not moves:
-        return
-    said = {**tags, **{f"move/{move.workload}": str(move) for move in moves}}
-    with log.changing(urgent=all(move.back for move in moves)) as history, registry.recorded(title, said):
+    for back in (True, False):
+        group = [move for move in moves if move.back is back]
+        if group:
+            _make(log, title, group, back)
+
+
+def _make(log: MoveLog, title: str, moves: Sequence[Move], back: bool) -> None:
+    with log.changing(urgent=back) as history:
         for move in moves:
-            if read_aliases(registry, move.workload) != move.before:
-                raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: nothing was moved; run it again")
-            for version, digest in move.proven.items():
-                registry.set_tags(version, {proven_tag(move.workload): digest})
-        before = {alias: version for move in moves for alias, version in _targets(move.workload, move.before).items()}
-        after = {alias: version for move in moves for alias, version in _targets(move.workload, move.after).items()}
-        changed = {alias: version for alias, version in after.items() if version != before[alias]}
-        why = f"{title}: " + "; ".join(f"{move.workload} {move}" for move in moves)
-        was = {alias: before[alias] for alias in changed}
-        log.append(history, "route", why, aliases=changed, before=was, tags=_left(moves, registry))
-        for move in moves:
-            assert move.after.now is not None, "a move leads to a version"
-            registry.set_tags(move.after.now, {alias_of(move.workload): f"{now()} by {mover()}: {move}"})
-
-
-def _targets(workload: str, aliases: Aliases) -> dict[str, str | None]:
-    """Return the aliases of a class by their full names."""
-    return {alias_of(workload) + ending: getattr(aliases, name) for name, ending in ENDINGS.items()}
-
-
-def _left(moves: Sequence[Move], registry: RouteRegistry) -> dict[str, dict[str, str]]:
-    """Return tags by version: of those that were left because they broke, and of those that are named again."""
-    tags: dict[str, dict[str, str]] = {}
-    for move in moves:
-        tag, to = rolled_back_tag(move.workload), move.after.now
-        if move.back and move.before.now is not None:
-            tags.setdefault(move.before.now, {})[tag] = now()
-        elif not move.back and to is not None and (registry.tags(to) or {}).get(tag):
-            tags.setdefault(to, {})[tag] = ""
-    return tags
+            if read_aliases(log.registry, move.workload) != move.before:
+                raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
+        before = {alias: version for move in moves for alias, version in move.before.named(move.workload).items()}
+        after = {alias: version for move in moves for alias, version in move.after.named(move.workload).items()}
+        changed = [alias for alias in after if after[alias] != before[alias]]
+        log.append(
+            history,
+            "rollback" if back else "route",
+            f"{title}: " + "; ".join(f"{move.workload} {move}" for move in moves),
+            aliases={alias: after[alias] for alias in changed},
+            before={alias: before[alias] for alias in changed},
+            reports={version: digest for move in moves for version, digest in move.reports.items()},
+        )

@@ -1,10 +1,11 @@
 """stage=route and stage=monitor: what they decide, and the lines that they say."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.strict import absolute
 from pipeline.routing.downshift import step, step_down
 from pipeline.routing.engines import Engine, Engines, check_classes
 from pipeline.routing.files import DEFAULT, ClassSnapshot, read_routing_file, read_snapshot
@@ -23,29 +24,26 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
         GateRefusal: for an engine whose evidence does not hold, or is about other classes. Nothing was moved.
         MissingRequirement: when a library that the replay takes is not installed. Nothing was moved.
     """
-    routes, named = read_routing_file(routing).by_class, dict[str, list[tuple[str, Engine]]]()
-    for workload, entry in routes.items():
-        key = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
-        named[workload] = [(f"{key}.policy", engines.named(entry.policy, f"{key}.policy"))]
-        if entry.fallback is not None:
-            named[workload].append((f"{key}.fallback", engines.named(entry.fallback, f"{key}.fallback")))
-    check_classes({workload: [engine for _, engine in listed] for workload, listed in named.items()})
+    named: dict[str, dict[str, Engine]] = {}  # class -> key of the routing file -> engine
+    for workload, entry in read_routing_file(routing).by_class.items():
+        place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
+        keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}
+        named[workload] = {key: engines.named(name, key) for key, name in keys.items() if name is not None}
+    check_classes({workload: listed.values() for workload, listed in named.items()})
     moves, lines = [], []
     for workload, listed in named.items():
-        versions = [engine.version for _, engine in listed]
-        if len(set(versions)) < len(versions):
-            raise UserError(f"{listed[1][0]}: is version {versions[0]}, the policy itself; give another, or leave it out")
-        proven = [engines.proven(engine, workload, key) for key, engine in listed]
-        before = read_aliases(engines.registry, workload)
-        fallback = versions[1] if len(versions) > 1 else None
-        after = before.moved_to(versions[0])
-        after = Aliases(after.now, after.previous, fallback)
-        move = Move(workload, before, after, "the routing file", _digests(*proven))
+        policy, *fallbacks = (engines.proven(engine, workload, key) for key, engine in listed.items())
+        fallback = fallbacks[0] if fallbacks else None
+        if fallback is not None and fallback.version == policy.version:
+            raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
+        before = read_aliases(engines.log.registry, workload)
+        after = replace(before.moved_to(policy.version), fallback=None if fallback is None else fallback.version)
         if after != before:
-            moves.append(move)
-        notes = (", as it was" if after == before else "") + (f"; fallback {proven[1]}" if fallback is not None else "")
-        lines.append(f"{alias_of(workload)}: {proven[0]}{notes}")
-    make_moves(engines.log, engines.registry, "route", moves, {"stage": "route", "routing_file": file_digest(routing.path)})
+            reports = {engine.version: engine.report for engine in listed.values()}
+            moves.append(Move(workload, before, after, "the routing file", reports))
+        notes = (", as it was" if after == before else "") + (f"; fallback {fallback}" if fallback is not None else "")
+        lines.append(f"{alias_of(workload)}: {policy}{notes}")
+    make_moves(engines.log, f"routing file {file_digest(absolute(str(routing.file)))[:12]}", moves)
     for line in lines:
         say(line)
 
@@ -56,14 +54,14 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
     Raises:
         UserError: when the class has no route, or nothing to go back to.
     """
-    before = read_aliases(engines.registry, workload)
+    before = read_aliases(engines.log.registry, workload)
     if before.now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route")
     try:
-        move = way_back(engines.registry, workload, before, "by hand")
+        move = way_back(engines.log, workload, before, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
-    make_moves(engines.log, engines.registry, "route back", [move], {"stage": "route"})
+    make_moves(engines.log, "route back", [move])
     say(f"{alias_of(workload)}: {move}")
 
 
@@ -84,25 +82,24 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
         UserError: for a snapshot of classes without a route, or of versions that do not exist. Nothing was moved.
         GateRefusal: when a monitor broke, after the routes were moved.
     """
-    snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
+    snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.log.registry
     for workload, counted in snapshot.classes.items():
-        if read_aliases(engines.registry, workload).now is None:
+        if read_aliases(registry, workload).now is None:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
-        if engines.registry.tags(counted.version) is None:
+        if registry.tags(counted.version) is None:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
-    tags = {"stage": "monitor", "snapshot_digest": file_digest(limits.path)}
-    make_moves(engines.log, engines.registry, "monitor", moves, tags)
+    make_moves(engines.log, f"snapshot {file_digest(absolute(str(limits.snapshot)))[:12]}", moves)
     for workload, decision in decisions.items():
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]
     if broken:
-        raise GateRefusal(f"monitor.snapshot={limits.snapshot}: {', '.join(broken)}: broken; the lines above say what was done")
+        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above say what was done")
 
 
 def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Say) -> Decision:
-    before = read_aliases(engines.registry, workload)
+    before = read_aliases(engines.log.registry, workload)
     if counted.version != before.now:
         return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
     readings = read_monitors(counted, limits)
@@ -110,34 +107,25 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
         say(f"{workload}: {reading.name} {reading.status}: {reading.text}")
     why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings.all if reading.status == "broken")
     pressure = readings.memory.status == "broken"
-    # Slow requests under memory pressure wait for memory, and the engine before holds less.
-    if readings.quality_is_broken or (readings.latency.status == "broken" and not pressure):
-        try:
-            move = way_back(engines.registry, workload, before, why)
-        except GateRefusal as error:
-            return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
-        return Decision(str(move), move, refused=True)
-    if pressure:
-        return _step_down(engines, workload, before, readings, why, say)
+    try:
+        # Slow requests under memory pressure wait for memory, and the engine before holds less.
+        if readings.quality_is_broken or (readings.latency.status == "broken" and not pressure):
+            move = way_back(engines.log, workload, before, why)
+            return Decision(str(move), move, refused=True)
+        if pressure:
+            move = _step_down(engines, workload, before, readings, why, say)
+            return Decision(str(move), move)
+    except GateRefusal as error:
+        return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
     return Decision(f"stays at version {before.now}")
 
 
-def _step_down(engines: Engines, workload: str, before: Aliases, readings: Readings, why: str, say: Say) -> Decision:
-    versions = {one.model_version: (one, tags) for one, tags in engines.registry.registered()}
-    assert before.now is not None, "the class has a route"
-    try:
-        present = engines.find(*versions[before.now])
-    except GateRefusal as error:
-        return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
+def _step_down(engines: Engines, workload: str, before: Aliases, readings: Readings, why: str, say: Say) -> Move:
+    present = engines.find(*next(one for one in engines.registered() if one[0].model_version == before.now))
     smaller, passed_over = step_down(engines, present, workload, readings.quality_holds)
     for line in passed_over:
         say(f"{workload}: not {line}")
     if smaller is None:
-        return Decision(f"stays at version {before.now}: no smaller engine is proven for {workload} ({why})", refused=True)
+        raise GateRefusal(f"no smaller engine is proven for {workload}")
     text = f"{why}; {smaller.candidate.name} takes {step(present, smaller).text}"
-    move = Move(workload, before, before.moved_to(smaller.version), text, _digests(smaller))
-    return Decision(str(move), move)
-
-
-def _digests(*engines: Engine) -> dict[str, str]:
-    return {engine.version: engine.candidate.report.digest for engine in engines}
+    return Move(workload, before, before.moved_to(smaller.version), text, {smaller.version: smaller.report})

@@ -29,7 +29,7 @@ from stages.engines.oracle.config import TorchConfig
 
 if TYPE_CHECKING:
     from stages.evaluate.decoding.stored import Once
-    from stages.evaluate.inputs.tokens import Encoded, Tokenizer
+    from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
     from stages.evaluate.joining import Evaluation
     from stages.evaluate.measure import Subject
     from stages.evaluate.twins.twin import Twin
@@ -41,6 +41,8 @@ class Chain(BuildChain):
 
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was asked last."""
+    _judged: "dict[str, tuple[Artifact, Artifact, Artifact]]" = field(default_factory=dict, init=False)
+    """Evaluations by the policy's name."""
 
     def made_by(self, stage: str) -> tuple[Artifact, ...]:
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
@@ -119,7 +121,8 @@ class Chain(BuildChain):
         def fill(out: Path, progress: Progress) -> None:
             self._measured_once(policy, measured.path, None if baseline is None else baseline.path, progress).write(out)
 
-        return self.make(self._recipe("once", "once", inputs, kv=policy.model_dump()), fill, policy)
+        stage = "once" if baseline is not None else "baseline_once"
+        return self.make(self._recipe(stage, "once", inputs), fill, policy)
 
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
@@ -168,8 +171,11 @@ class Chain(BuildChain):
         Raises:
             MissingRequirement: for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
         """
+        if policy.name in self._judged:
+            return self._judged[policy.name]
         try:
-            return self._evaluation(policy)
+            found = self._judged[policy.name] = self._evaluation(policy)
+            return found
         except MissingRequirement as error:
             hint = self.onnx_report(policy)
             if hint is None:
@@ -298,7 +304,7 @@ class Chain(BuildChain):
         return assign_rounds(self._samples, self.config.workloads.rounds)
 
     @cached_property
-    def _tokenizer(self) -> "Tokenizer":
+    def _tokenizer(self) -> "BundleTokenizer":
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
         return BundleTokenizer(self.engine(FP16_POLICY).path)

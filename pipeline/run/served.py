@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.digest import file_digest, files_digest
-from pipeline.artifacts.server import ServedEngine, Server, ServerRole
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.config.config import Config
@@ -15,6 +14,8 @@ from pipeline.evidence.identity import Role
 from pipeline.run.chain import Chain
 
 if TYPE_CHECKING:
+    from stages.engines.openai.backend import OpenAIServer, ServerRole
+    from stages.engines.openai.engine import OpenAIEngine
     from stages.evaluate.decoding.stored import Once
     from stages.evaluate.measure import Subject
 
@@ -28,9 +29,11 @@ class ServedChain(Chain):
     """The artifacts of one configuration whose engines are servers."""
 
     @cached_property
-    def server(self) -> Server:
+    def server(self) -> "OpenAIServer":
         """The configured backend."""
-        assert isinstance(self.loader, Server), "a server is given, not built"
+        from stages.engines.openai.backend import OpenAIServer
+
+        assert isinstance(self.loader, OpenAIServer), "a server is given, not built"
         return self.loader
 
     @cached_property
@@ -79,7 +82,7 @@ class ServedChain(Chain):
             corrupted=next(map(self._connected, self._beside(policy).values()), None),
         )
 
-    def _recorded(self, role: ServerRole, policy: KVPolicy) -> Artifact | None:
+    def _recorded(self, role: "ServerRole", policy: KVPolicy) -> Artifact | None:
         """Return the record of a server, asked once a job; None where none was given."""
         if role not in self._records:
             facts = self.server.facts(role)
@@ -87,10 +90,10 @@ class ServedChain(Chain):
         return self._records[role]
 
     @cached_property
-    def _records(self) -> dict[ServerRole, Artifact | None]:
+    def _records(self) -> "dict[ServerRole, Artifact | None]":
         return {}
 
-    def _record(self, role: ServerRole, policy: KVPolicy, facts: dict[str, object]) -> Artifact:
+    def _record(self, role: "ServerRole", policy: KVPolicy, facts: dict[str, object]) -> Artifact:
         config = {"kv": policy.model_dump(), **facts, **self.server.run_parts()}
         inputs = {"tokenizer": self.tokenizer_digest}
         recipe = Recipe("server", (self.server.server_module,), config, inputs, self.server.libraries)
@@ -100,5 +103,5 @@ class ServedChain(Chain):
 
         return self.make(recipe, fill, policy, f" {role}")
 
-    def _connected(self, recorded: Artifact) -> ServedEngine:
+    def _connected(self, recorded: Artifact) -> "OpenAIEngine":
         return self.server.connect(recorded.path)

@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
@@ -17,7 +15,6 @@ from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
-from pipeline.routing.files import read_routing_file
 from pipeline.run.job import Run
 from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
@@ -27,9 +24,6 @@ from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
-
-if TYPE_CHECKING:
-    from pipeline.registry.mlflow_store import MlflowStore
 
 
 def promote(run: Run) -> None:
@@ -42,20 +36,31 @@ def promote(run: Run) -> None:
     """
     last = summary.load(run.config.work, run.config.promote.sweep)
     with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
-        check_finished(run.config, last)
+        if last.unfinished is not None and run.config.promote.name is None:
+            raise GateRefusal(
+                f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed: promote.name=NAME"
+            )
         promote_from(run, last)
 
 
 def promote_from(run: Run, last: summary.Summary) -> None:
     """Promote the best candidate of a summary; raises as `promote` does."""
-    config = run.config
-    listed = listed_candidates(config, last)
+    config, model, name = run.config, run.config.model.label, run.config.promote.name
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
     summary.check_writable(config.work, REPORT)
     store = run.registry()
-    candidates, move = move_champion(run, store, listed, last.sweep)
+    log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
+    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
+    decide, replay_again = run.decide_under(policy), run.replay_under(policy)
+    candidates = promotion.judged_again(listed, store.registered(), find, decide, model, name)
+    with console.doing("replaying the evidence"):
+        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name)
     with _told(move):
         summary.conclude(config.work, move.champion, last.sweep)
-        best = next(candidate for candidate in candidates if candidate.name == move.champion)
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
             tables.print_promotion(candidates, move)
@@ -72,61 +77,17 @@ def promote_from(run: Run, last: summary.Summary) -> None:
             passed_over=tables.passed_over(candidates, move),
         )
         compare_in_mlflow(candidates, lambda: store, last.sweep)
-        next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
-
-
-def listed_candidates(config: Config, last: summary.Summary) -> list[Candidate]:
-    """Return the configured model's candidates of a summary. Raises UserError where there are none."""
-    model = config.model.label
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
-        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    return listed
-
-
-def check_finished(config: Config, last: summary.Summary) -> None:
-    """Refuse to choose among the candidates of a sweep that did not finish. Raises GateRefusal."""
-    if last.unfinished is not None and config.promote.name is None:
-        raise GateRefusal(
-            f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed with promote.name=NAME"
-        )
-
-
-def move_champion(
-    run: Run, store: "MlflowStore", listed: Sequence[Candidate], sweep: str
-) -> tuple[list[Candidate], promotion.Move]:
-    """Judge the candidates of a sweep again, and make the best one the champion of a registry.
-
-    Args:
-        run: The job.
-        store: The registry.
-        listed: The sweep's candidates.
-        sweep: Its id.
-
-    Returns:
-        The candidates, and where the aliases point.
-    """
-    config = run.config
-    find = partial(registered_candidate, config.work / "artifacts")
-    log, name = run.log(store), config.promote.name
-    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
-    decide_again, replay_again = run.decide_under(policy), run.replay_under(policy)
-    candidates = promotion.judged_again(listed, store.registered(), find, decide_again, config.model.label, name)
-    with console.doing("replaying the evidence"):
-        return candidates, promotion.promote(candidates, log, replay_again, decide_again, sweep=sweep, name=name)
+        best = next(candidate for candidate in candidates if candidate.name == move.champion)
+        next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
 
 @contextmanager
-def _advised(
-    steps: Callable[[Exception], list[Step]], refusals: tuple[type[Exception], ...] = (GateRefusal,)
-) -> Iterator[None]:
+def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
     """Say what to do next where the block is refused."""
     try:
         yield
     except refusals as error:
-        next_steps.show(steps(error))
+        next_steps.show(step(error))
         raise
 
 
@@ -144,22 +105,22 @@ def rollback(run: Run) -> None:
         UserError: when there is none.
     """
     summary.check_writable(run.config.work)
-    with _advised(lambda _: next_steps.after_rollback(run.config), (UserError,)):
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
         move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
-    next_steps.show(next_steps.after_rollback(run.config))
+    next_steps.show(next_steps.after_move(run.config))
 
 
 def route(run: Run) -> None:
     """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
-        next_steps.show(next_steps.after_rollback(run.config))
+        next_steps.show(next_steps.after_move(run.config))
     else:
         routes.route(_engines(run), run.config.routing, _say)
-        next_steps.show(next_steps.after_route(run.config, sorted(read_routing_file(run.config.routing).by_class)))
+        next_steps.show(next_steps.after_move(run.config))
 
 
 def monitor(run: Run) -> None:
@@ -167,11 +128,10 @@ def monitor(run: Run) -> None:
     try:
         routes.monitor(_engines(run), run.config.monitor, _say)
     finally:
-        next_steps.show(next_steps.after_rollback(run.config))
+        next_steps.show(next_steps.after_move(run.config))
 
 
 def _engines(run: Run) -> Engines:
-    find = partial(registered_engine, run.config.work / "artifacts")
     store = run.registry()
     log = run.log(store)
     log.repair()
@@ -186,7 +146,8 @@ def _engines(run: Run) -> Engines:
     def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         return run.decide_under(policy())(report, rows)
 
-    return Engines(store, log, find, replay_again, decide_again)
+    find = partial(registered_engine, run.config.work / "artifacts")
+    return Engines(log, store.registered, find, replay_again, decide_again)
 
 
 def _say(line: str) -> None:
@@ -206,8 +167,8 @@ def verify(run: Run) -> None:
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
 
-    def after(error: Exception) -> list[Step]:
-        return next_steps.after_difference(run.config, differs=isinstance(error, GateRefusal))
+    def after(error: Exception) -> Step:
+        return next_steps.after_difference(differs=isinstance(error, GateRefusal))
 
     with _advised(after, (GateRefusal, MissingRequirement)):
         require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])

@@ -4,17 +4,12 @@ Nobody changes the policy by writing the tag: the tag's name holds the digest of
 holds. Making it looser takes `promote.loosen_policy=true`, and the record says what became looser.
 """
 
-import hashlib
-import json
-
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.trust.files import read_yaml, validated
-from pipeline.trust.history import History
+from pipeline.trust.history import History, compact, digest
 from pipeline.trust.movelog import MOST_CHARS, MoveLog
 from pipeline.trust.policy import GatePolicy, check_signers
 from pipeline.trust.settings import PromoteConfig
-
-PREFIX = "gate-policy-"
 
 
 def read_policy(config: PromoteConfig) -> GatePolicy | None:
@@ -22,7 +17,7 @@ def read_policy(config: PromoteConfig) -> GatePolicy | None:
     if config.policy is None:
         return None
     where = f"promote.policy={config.policy}"
-    policy = read_yaml(GatePolicy, config.policy_path, where)
+    policy = read_yaml(GatePolicy, "promote.policy", config.policy)
     check_signers(policy, where)
     if len(_text(policy)) > MOST_CHARS:
         raise UserError(f"{where}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
@@ -37,14 +32,15 @@ def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
     """
     if history.policy is None:
         return None
-    text = log.registry.model_tags().get(_tag(history.policy))
-    if text is None or _digest(text) != history.policy:
+    tag = _tag(history.policy)
+    text = log.registry.model_tags().get(tag, "")
+    if digest(text) != history.policy:
         raise GateRefusal(
-            f"the gate policy of the registered model, tag {_tag(history.policy)}, is not the one that the log of moves binds: "
+            f"the gate policy of the registered model, tag {tag}, is not the one that the log of moves binds: "
             "give its file with promote.policy=FILE"
         )
-    policy = validated(GatePolicy, text, _tag(history.policy))
-    check_signers(policy, _tag(history.policy))
+    policy = validated(GatePolicy, text, tag)
+    check_signers(policy, tag)
     return policy
 
 
@@ -62,11 +58,9 @@ def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolic
     if given is None:
         return standing_policy(log, log.read())
     text = _text(given)
-    digest = _digest(text)
     with log.changing() as history:
-        if log.registry.model_tags().get(_tag(digest)) != text:
-            log.registry.set_model_tag(_tag(digest), text)  # binds nothing yet
-        if history.policy == digest:
+        log.registry.set_model_tag(_tag(digest(text)), text)  # binds nothing yet
+        if history.policy == digest(text):
             return given
         before = standing_policy(log, history)
         looser = given.loosens(before) if before is not None else []
@@ -76,17 +70,13 @@ def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolic
                 "promote.loosen_policy=true makes it looser, and the log of moves says so"
             )
         why = f"looser: {', '.join(looser)}" if looser else "no looser than before" if before is not None else "the first one"
-        log.append(history, "policy", f"gate policy {digest[:12]}, {why}", policy=digest)
+        log.append(history, "policy", f"gate policy {digest(text)[:12]}, {why}", policy=digest(text))
     return given
 
 
 def _text(policy: GatePolicy) -> str:
-    return json.dumps(policy.model_dump(mode="json", exclude_defaults=True), sort_keys=True, separators=(",", ":"))
+    return compact(policy.model_dump(mode="json", exclude_defaults=True))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _tag(digest: str) -> str:
-    return f"{PREFIX}{digest[:16]}"
+def _tag(policy_digest: str) -> str:
+    return f"gate-policy-{policy_digest[:16]}"

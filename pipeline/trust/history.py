@@ -14,7 +14,6 @@ from pipeline.trust.keys import Keys, Signature
 
 PREFIX = "move-"
 """Of the tags of the registered model that hold the records: `move-000007`."""
-NAME = re.compile(PREFIX + r"[0-9]{6}")
 SIGNED_AS = "application/vnd.kvgate.move+json"
 """The type under which a record is signed."""
 Kind = Literal["promote", "rollback", "route", "policy"]
@@ -43,6 +42,14 @@ class Record(StrictModel):
     mends: str | None = None
     """Why the log before this record could not be trusted; whoever wrote it was told, and went on."""
 
+    def written(self) -> dict[str, Any]:
+        """Return what is written of it. Defaults are left out: a later kvgate may have more fields."""
+        return self.model_dump(exclude_defaults=True)
+
+    def signed(self) -> bytes:
+        """Return its bytes that are signed."""
+        return compact(self.written()).encode()
+
 
 class Entry(StrictModel):
     """A record with its signature, as a tag holds it."""
@@ -69,20 +76,23 @@ class History:
         start = max((place for place, record in enumerate(self.records) if record.mends is not None), default=0)
         return {alias: version for record in self.records[start:] for alias, version in record.aliases.items()}
 
-    @property
-    def rolled_back(self) -> dict[str, str]:
-        """Digest of a report -> when the engine that it is about was rolled back, and not promoted since."""
+    def rolled_back(self, alias: str) -> dict[str, str]:
+        """Return digest of a report -> when a rollback left the engine that it is about, and nobody chose it since."""
         left: dict[str, str] = {}
         for record in self.records:
-            for alias, version in record.aliases.items():
-                before = record.before.get(alias)
-                if alias != "champion" or version is None:
-                    continue
-                if record.kind == "promote":
-                    left.pop(record.reports.get(version, ""), None)
-                elif record.kind == "rollback" and before is not None:
-                    left[record.reports.get(before, "")] = record.at
+            version = record.aliases.get(alias)
+            if version is None:
+                continue
+            if record.kind == "rollback":
+                left[record.reports.get(record.before.get(alias) or "", "")] = record.at
+            else:
+                left.pop(record.reports.get(version, ""), None)
         return left
+
+    def chosen(self, *aliases: str) -> set[str]:
+        """Return the versions that one of these aliases was pointed at, other than by a rollback: they were proven then."""
+        moves = [record.aliases.get(alias) for record in self.records if record.kind != "rollback" for alias in aliases]
+        return {version for version in moves if version is not None}
 
     @property
     def policy(self) -> str | None:
@@ -92,44 +102,35 @@ class History:
 
 def read_history(model_tags: Mapping[str, str], keys: Keys) -> History:
     """Read the log from the tags of a registered model; what is wrong with it is part of the result."""
-    tags = {name: text for name, text in model_tags.items() if NAME.fullmatch(name)}
-    problem, prior, expected, records = None, "", 1, list[Record]()
+    problem, prior, number, expected, records = None, "", 0, 1, list[Record]()
     unsigned: str | None = None
-    number = 0
-    for name in sorted(tags):
-        text, number = tags[name], int(name.removeprefix(PREFIX))
+    for name in sorted(name for name in model_tags if re.fullmatch(PREFIX + "[0-9]{6}", name)):
+        text, number = model_tags[name], int(name.removeprefix(PREFIX))
         try:
-            record, signature = (entry := Entry.model_validate_json(text)).record, entry.signature
+            entry = Entry.model_validate_json(text)
         except ValidationError:
-            problem, prior, expected = problem or f"{name} cannot be read", text_digest(text), expected + 1
+            problem, prior, expected = problem or f"{name} cannot be read", digest(text), expected + 1
             continue
+        record = entry.record
         if record.mends is not None and record.prior == prior:
             problem = None
-        elif record.number != expected or name != tag_name(expected):
+        elif not record.number == number == expected:
             problem = problem or f"move {expected} is missing"
         elif record.prior != prior:
             problem = problem or f"move {expected} does not follow from the one before: one of them was altered"
         records.append(record)
-        prior, expected = text_digest(text), record.number + 1
-        unsigned = keys.problem(SIGNED_AS, canonical(record), [signature] if signature is not None else [])
+        prior, expected = digest(text), record.number + 1
+        unsigned = keys.problem(SIGNED_AS, record.signed(), [entry.signature] if entry.signature is not None else [])
     if problem is None and unsigned is not None:  # the last one vouches for those that it follows from
         problem = f"move {records[-1].number}: {unsigned}"
     return History(tuple(records), prior, number, problem)
 
 
-def tag_name(number: int) -> str:
-    return f"{PREFIX}{number:06}"
-
-
-def text_digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return the sha256 of a tag."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def canonical(record: Record) -> bytes:
-    """Return the bytes of a record that are signed."""
-    return json.dumps(written(record), sort_keys=True, separators=(",", ":")).encode()
-
-
-def written(record: Record) -> dict[str, Any]:
-    """Return what is written of a record. Defaults are left out: a later kvgate may have more fields."""
-    return record.model_dump(exclude_defaults=True)
+def compact(content: object) -> str:
+    """Return JSON in its one shortest form."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -8,7 +8,6 @@ MLflow has no compare-and-swap. The lock covers every process on this host that 
 work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
 """
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, canonical, read_history, tag_name, written
+from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, compact, read_history
 from pipeline.trust.keys import Keys
 
 MOST_CHARS = 4900
@@ -79,26 +78,27 @@ class MoveLog:
             GateRefusal: when the log cannot be trusted.
         """
         with locked(self.registry.lock, "the log of moves"):
-            history = self.read()
-            if history.problem is not None:
-                if not (self.accept_broken or urgent):
-                    raise GateRefusal(
-                        f"the log of moves cannot be trusted: {history.problem}; look at the tags {PREFIX}* of the registered "
-                        "model, then go on from what the aliases say with promote.accept_broken_log=true"
-                    )
-                self.say(f"the log of moves cannot be trusted: {history.problem}; this move says so and goes on")
-            self._follow(history)
+            history = self._repaired()
+            if history.problem is not None and not (self.accept_broken or urgent):
+                raise GateRefusal(
+                    f"the log of moves cannot be trusted: {history.problem}; look at the tags {PREFIX}* of the registered "
+                    "model, then go on from what the aliases say with promote.accept_broken_log=true"
+                )
             yield history
 
     def repair(self) -> None:
         """Put aliases where the log says, for a command that only reads them. A log that cannot be trusted moves nothing."""
         with locked(self.registry.lock, "the log of moves"):
-            history = self.read()
-            if history.problem is not None:
-                self.say(f"the log of moves cannot be trusted: {history.problem}")
-            self._follow(history)
+            self._repaired()
 
-    def append(self, history: History, kind: Kind, why: str, **of: Any) -> Record:
+    def _repaired(self) -> History:
+        history = self.read()
+        if history.problem is not None:
+            self.say(f"the log of moves cannot be trusted: {history.problem}")
+        self._follow(history, self.say)
+        return history
+
+    def append(self, history: History, kind: Kind, why: str, **of: Any) -> None:
         """Write the record of a move, which decides, and let the aliases follow; call it inside `changing`.
 
         Args:
@@ -114,29 +114,24 @@ class MoveLog:
             number=history.number + 1,
             prior=history.last,
             kind=kind,
-            at=now(),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
             by=mover(),
             why=clip(redact_text(why), WHY_CHARS),
             policy=of.pop("policy", history.policy),
             mends=history.problem,
             **of,
         )
-        signature = self.keys.sign(SIGNED_AS, canonical(record))
-        text = json.dumps(
-            {"record": written(record), "signature": signature.model_dump() if signature is not None else None},
-            sort_keys=True,
-            separators=(",", ":"),
-        )
+        signature = self.keys.sign(SIGNED_AS, record.signed())
+        signed = signature.model_dump() if signature is not None else None
+        name, text = f"{PREFIX}{record.number:06}", compact({"record": record.written(), "signature": signed})
         if len(text) > MOST_CHARS:
             raise UserError(f"one command moves too much: its record has {len(text):,} characters of {MOST_CHARS:,}; use two")
-        self.registry.set_model_tag(tag_name(record.number), text)
-        if self.registry.model_tags().get(tag_name(record.number)) != text:
+        self.registry.set_model_tag(name, text)
+        if self.registry.model_tags().get(name) != text:
             raise GateRefusal(f"another host moved the aliases meanwhile: move {record.number} is not ours; do it again")
-        self._follow(self.read(), quiet=True)
-        self._check(record)
-        return record
+        self._follow(self.read(), _silent)
 
-    def _follow(self, history: History, quiet: bool = False) -> None:
+    def _follow(self, history: History, say: Callable[[str], None]) -> None:
         """Put aliases where a log says that can be trusted, and the tags of the last move's versions."""
         if history.problem is not None:
             return
@@ -147,28 +142,17 @@ class MoveLog:
             if version is not None and self.registry.tags(version) is None:
                 self.say(f"version {version}, where the log of moves has the alias {alias}, was deleted from the registry")
                 continue
-            if not quiet:
-                where = "nowhere" if found is None else f"at version {found}"
-                there = "is gone" if version is None else f"points at version {version}"
-                self.say(f"the alias {alias} was {where}: as the log of moves has it, it {there}")
+            where = "nowhere" if found is None else f"at version {found}"
+            there = "is gone" if version is None else f"points at version {version}"
+            say(f"the alias {alias} was {where}: as the log of moves has it, it {there}")
             if version is None:
                 self.registry.delete_alias(alias)
             else:
                 self.registry.set_alias(alias, version)
         for version, tags in tags_of(history.records[-1]).items() if history.records else ():
             present = self.registry.tags(version)
-            if present is not None and any(present.get(name) != text for name, text in tags.items()):
+            if present is not None and not tags.items() <= present.items():
                 self.registry.set_tags(version, tags)
-
-    def _check(self, record: Record) -> None:
-        """Read the aliases of a move back, since another host may have moved them at the same time."""
-        for alias, version in record.aliases.items():
-            found = self.registry.alias(alias)
-            if found != version:
-                raise GateRefusal(
-                    f"another host moved the aliases meanwhile: {alias} is {found}, expected {version}; look at the registry, "
-                    "then do it again"
-                )
 
 
 def _order(target: tuple[str, str | None]) -> tuple[bool, bool, str]:
@@ -184,19 +168,12 @@ def tags_of(record: Record) -> dict[str, dict[str, str]]:
     return {version: {**tags, **said} for version, tags in record.tags.items()}
 
 
-def now() -> str:
-    """Return the time for a tag."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def mover(environ: Mapping[str, str] = os.environ) -> str:
-    """Return who moves: the address of the CI run, or user and host."""
-    github = [environ.get(name) for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
-    if all(github):
-        return redact_text("{}/{}/actions/runs/{}".format(*github))
-    for name in ("CI_JOB_URL", "BUILD_URL"):  # of GitLab, and of Jenkins
-        if environ.get(name):
-            return redact_text(environ[name])
+    """Return who moves: the address of the CI run (of GitHub, GitLab or Jenkins), or user and host."""
+    github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
+    run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
+    if run:
+        return redact_text(run)
     try:
         user = getuser()
     except (KeyError, OSError):  # a container's user may have no name

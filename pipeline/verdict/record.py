@@ -11,7 +11,7 @@ Number = float | None
 class Record(BaseModel):
     """A part of a report or of a verdict."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def finite(value: Number) -> Number:

@@ -14,7 +14,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.noise import own_heads
 from stages.evaluate.decoding.rows import run_samples
-from stages.evaluate.inputs.tokens import Tokenizer, encode
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 FACTOR = 2.0
 """A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""
@@ -38,7 +38,7 @@ def decode_again(
     open_baseline: Callable[[], Engine],
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
-    tokenizer: Tokenizer,
+    tokenizer: BundleTokenizer,
     config: WorkloadsConfig,
 ) -> dict[str, Decoded]:
     """Run forced decode of samples on the baseline, and then on the candidate.

@@ -29,7 +29,7 @@ from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_roun
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import BaselineHeads, Heads, SampleHeads
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer, workloads_digest
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.evaluate.twins.conformance import Comparison, spread
 from stages.evaluate.twins.twin import Twin
 
@@ -69,7 +69,7 @@ class Subject(Protocol):
 def measure(
     subject: Subject,
     encoded: Sequence[EncodedSample],
-    tokenizer: Tokenizer,
+    tokenizer: BundleTokenizer,
     out: Path,
     *,
     config: WorkloadsConfig,

@@ -15,7 +15,7 @@ from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import BaselineHeads, Heads
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
 
@@ -23,7 +23,7 @@ from stages.evaluate.twins.twin import Twin
 def once(
     engine: Engine,
     encoded: Sequence[EncodedSample],
-    tokenizer: Tokenizer,
+    tokenizer: BundleTokenizer,
     measured: Path,
     *,
     config: WorkloadsConfig,

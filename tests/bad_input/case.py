@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from suggestions import KEYS, filled, problems, renamed, suggested
-
 ROOT = Path(__file__).resolve().parents[2]
 ERROR = "pipeline: error: "
 
@@ -127,13 +125,6 @@ def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str
     return [*broken, outcome.stderr, outcome.stdout] if broken else []
 
 
-def _refused_suggestions(stderr: str) -> list[str]:
-    """Return what messages suggest that is no input either."""
-    refused = [(override, found) for override in suggested(stderr) if (found := problems(filled(override)))]
-    refused += [(key, ["no such key"]) for key in renamed(stderr) if key not in KEYS]
-    return [f"it suggests {override}, which is refused: {found[-1]}" for override, found in refused]
-
-
 def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     # what takes long says so, in lines that begin with spaces
     lines = [line for line in outcome.stderr.splitlines() if not line.startswith("  ")]
@@ -151,7 +142,6 @@ def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapp
             broken.append(f"{part!r} is not said")
     if not all(FIXES.search(line) for line in lines):
         broken.append("no fix")
-    broken += _refused_suggestions(outcome.stderr)
     if not outcome.stderr.replace("\n", "").isprintable() or any(len(line) > 1500 for line in lines):
         broken.append("a line that a terminal does not show well")
     if outcome.stdout and not (case.begins or case.loads_model):

@@ -16,7 +16,8 @@ from pipeline.evidence.identity import Link, Role, make_identity, write_identity
 from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-from stages.evaluate.inputs.tokens import samples_digest
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
 
 TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 SAMPLES = "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"
@@ -67,7 +68,8 @@ def judged_engine(
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
-    judged = report(rows, **cited, workloads_digest=samples_digest(config.workloads, engine.path), **(measured or {}))
+    asked = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
+    judged = report(rows, **cited, workloads_digest=asked.digest, **(measured or {}))
     evidence = {
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),

@@ -1,8 +1,8 @@
 """Registered engines for the tests of routes: a registry in memory, and evidence on disk as small as a replay allows."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
 
@@ -10,6 +10,9 @@ from pipeline.config.policies import shipped_policies
 from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.engines import Engine, Engines
+from pipeline.routing.settings import RoutingConfig
+from pipeline.routing.stages import route
+from pipeline.trust.history import Record
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
@@ -18,32 +21,12 @@ POLICIES = {policy.name: policy for policy in shipped_policies()}
 CLASSES = ("retrieval", "copy")
 
 
-class RecordingRegistry(MemoryRegistry):
-    """A registry in memory that keeps its records: title, tags, and how each ended."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.records: list[tuple[str, dict[str, str], str]] = []
-
-    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
-        return [(Registration(run_id="run", model_version=version), tags) for version, tags in self.versions.items()]
-
-    @contextmanager
-    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
-        ended = "FAILED"
-        try:
-            yield "run"
-            ended = "FINISHED"
-        finally:
-            self.records.append((title, dict(tags), ended))
-
-
 class Fleet:
     """A model's registered engines, with a verdict that says what a test wants of each class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.registry = RecordingRegistry(folder)
+        self.registry = MemoryRegistry(folder)
         self.candidates: dict[str, Candidate] = {}
         self.live: dict[str, int] = {}
         self.lines: dict[tuple[str, str], LineStatus] = {}
@@ -64,10 +47,31 @@ class Fleet:
     @property
     def engines(self) -> Engines:
         """As a command opens them: nothing is replayed yet."""
-        return Engines(self.registry, MoveLog(self.registry), self._find, self._replay, self._decide)
+        return Engines(MoveLog(self.registry), self.registered, self._find, self._replay, self._decide)
 
-    def route(self, alias: str) -> str | None:
-        return self.registry.alias(f"route-{alias}")
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Those of the log of moves."""
+        return MoveLog(self.registry).read().records
+
+    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
+        versions = self.registry.versions.items()
+        return [(Registration(run_id="run", model_version=version), tags) for version, tags in versions]
+
+    def file(self, text: str) -> RoutingConfig:
+        """A routing file with this text."""
+        path = self.folder / "routes.yaml"
+        path.write_text(text)
+        return RoutingConfig(file=str(path), rollback=None)
+
+    def routed(self, text: str) -> list[str]:
+        """Make the routes those of a routing file, and return what was said."""
+        said: list[str] = []
+        route(self.engines, self.file(text), said.append)
+        return said
+
+    def route(self, workload: str) -> str | None:
+        return self.registry.alias(f"route-{workload}")
 
     def _find(self, registration: Registration, _tags: Mapping[str, str]) -> Engine:
         candidate = self.candidates[registration.model_version]
@@ -79,16 +83,7 @@ class Fleet:
         return replay_without_findings(candidate)
 
     def _decide(self, report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
-        lines = [
-            Check(
-                gate="accuracy",
-                where=workload,
-                value=0.0,
-                bound=0.0,
-                threshold=0.0,
-                status=self.lines.get((report.engine_digest, workload), "PASS"),
-                reason=f"{workload}: a reason",
-            )
-            for workload in CLASSES
-        ]
-        return Verdict(status="PASS", reasons=[], checks=lines, samples_needed={})
+        line: dict[str, Any] = {"gate": "accuracy", "value": 0.0, "bound": 0.0, "threshold": 0.0}
+        status = {workload: self.lines.get((report.engine_digest, workload), "PASS") for workload in CLASSES}
+        checks = [Check(**line, where=one, status=status[one], reason=f"{one}: a reason") for one in CLASSES]
+        return Verdict(status="PASS", reasons=[], checks=checks, samples_needed={})

@@ -15,15 +15,12 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from kernel_cases import DEVICE, NO_PAGE, differing, on_device, planned, poison, side
+from kernel_cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
@@ -32,9 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:triton.runtime.interpreter",
 )
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
 POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]
 EDGES = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 448.0, -448.0, 464.0, -0.0, 3e38, -1e-40, 2.0**-149, 65519.0])
@@ -223,75 +217,6 @@ def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: 
     shape = (2, len(positions), 3, 64)
     layout = CacheLayout(3, 64, side("int8 token"), side(value), 4, 5)
     check(layout, any_numbers(shape, 0), any_numbers(shape, 1), positions)
-
-
-def test_one_kernel_reads_what_another_appended() -> None:
-    layout = CacheLayout(2, 64, side("fp8_e4m3 token"), side("int4 32"), 2, 5)
-    rng = torch.Generator().manual_seed(0)
-    cache = {name: tensor.to(DEVICE) for name, tensor in poisoned(layout, 2, 4, 3, seed=0).items()}
-    tables: dict[str, Any] = {
-        "page_table": torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE),
-        "lengths": torch.zeros(2, dtype=torch.int32, device=DEVICE),
-        "exact_slots": torch.tensor([2, 0], dtype=torch.int32, device=DEVICE),
-    }
-    history = torch.randn((67, 2, 2, 2, 2, 64), generator=rng)
-    for position, (key, value) in enumerate(history.to(DEVICE)):
-        if position < 60:
-            for layer in range(2):
-                one = {name: tensor[layer] for name, tensor in cache.items()}
-                reference.append(layout, key[layer], value[layer], one, **tables)
-        else:
-            launch.append(layout, key, value, cache, **tables)
-        tables["lengths"] += 1
-    query, key, value = (torch.randn(shape, generator=rng) for shape in ((2, 8, 64), (2, 2, 64), (2, 2, 64)))
-    one = {name: tensor[1] for name, tensor in cache.items()}
-    step = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
-    out = launch.decode_attention(layout, *step, one, plan=planned(layout, tables["lengths"], 2), scaling=0.125, **tables).cpu()
-    on_host, tables = ({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (one, tables))
-    expected = reference.attend(layout, query, key, value, on_host, scaling=0.125, **tables)
-    assert (out - expected).norm() < 2e-3 * expected.norm()
-
-
-@st.composite
-def appends(draw: st.DrawFn) -> tuple[CacheLayout, Tensor, Tensor, list[int], int]:
-    """Draw a random layout, new keys and values, their positions, and a seed."""
-    dim = draw(st.sampled_from(HEAD_DIMS))
-    value = draw(st.sampled_from([name for name in VALUES if not (dim == 64 and name == "int4 128")]))
-    sink, recent = draw(st.integers(0, 5)), draw(st.integers(0, 70))
-    layout = CacheLayout(draw(st.integers(1, 9)), dim, side(draw(st.sampled_from(KEYS))), side(value), sink, recent)
-    positions = draw(st.lists(st.integers(0, 300), min_size=1, max_size=2))
-    shape = (draw(st.integers(1, 2)), len(positions), layout.kv_heads, dim)
-    seed = draw(st.integers(0, 2**32 - 1))
-    key, new = any_numbers(shape, seed), any_numbers(shape, seed + 1)
-    row = draw(arrays.arrays(np.float32, dim, elements=st.floats(width=32), fill=st.nothing()))
-    key[0, 0, 0], new[-1, -1, -1] = torch.from_numpy(row), torch.from_numpy(row[::-1].copy())
-    dtype = draw(st.sampled_from(DTYPES))
-    return layout, key.to(dtype), new.to(dtype), positions, seed
-
-
-@settings(max_examples=40 if STRIDE == 1 else 16, derandomize=True, deadline=None)
-@given(drawn=appends())
-def test_any_numbers_are_stored_bit_for_bit(drawn: tuple[CacheLayout, Tensor, Tensor, list[int], int]) -> None:
-    check(*drawn)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
-        ({"key_new": torch.zeros(1, 1, 3, 64)}, r"key_new must be \(L, B, 2, 64\), got \(1, 1, 3, 64\)"),
-        (
-            {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
-            "lengths must be on cpu, where the other tensors are, got meta",
-        ),
-    ],
-)
-def test_a_launch_that_does_not_fit_the_layout_is_refused(changed: dict[str, Any], message: str) -> None:
-    layout = CacheLayout(2, 64, side("bf16"), side("bf16"), 1, 2)
-    new, table = torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, dtype=torch.int32)
-    arguments = {"key_new": new, "value_new": new, "page_table": table, "lengths": table[0], "exact_slots": table[0]}
-    with pytest.raises(ValueError, match=message):
-        launch.append(layout, cache=poisoned(layout, 1, 1, 1, 0), **arguments | changed)
 
 
 COMPILE = """

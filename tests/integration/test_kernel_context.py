@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import context, launch, reference
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -85,12 +85,9 @@ def chunk_of(key: str, value: str, heads: int, dim: int, lengths: list[int], cou
     return Chunk(Case(layout, lengths, **more), counts)
 
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5)]
 RAGGED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES)))
@@ -118,23 +115,6 @@ def test_long_histories_are_split_and_splits_of_none_join() -> None:
 def test_a_chunk_of_several_blocks_is_causal() -> None:
     """9 tokens of 16 heads are more rows than a block has columns, and the last block is not full."""
     chunk_of("int8 token", "int4 64", 1, 64, [40, 3], [9, 2], group=16).check(1)
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1.1), (torch.bfloat16, 0.15)], ids=["float16", "bfloat16"])
-def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
-    dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A float16 output has as much of either, and chance decides which is the larger by some hundredths."""
-    chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 128, [700], [2], group=8, dtype=dtype)
-    layout, arguments = chunk.case.layout, chunk.arguments
-    halves = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
-    monkeypatch.setattr(context, "partial_type", lambda _: torch.float32)
-    singles = context.context_partials(layout, **arguments, scaling=0.01, splits=2)
-    assert halves[0].dtype == torch.float16
-    assert singles[0].dtype == torch.float32
-    joined, without = (context.join_partials(layout, *part, torch.float32).cpu() for part in (halves, singles))
-    expected = chunk.expected(0.01)
-    assert (joined - without).norm() <= limit * (expected.to(dtype).float() - expected).norm()
 
 
 def test_one_token_of_each_sequence_is_a_decode_step() -> None:

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import DEVICE, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -64,12 +62,9 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
     return Case(layout, lengths, **more)
 
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
 RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def matrix() -> list[tuple[str, str, int]]:
@@ -232,32 +227,6 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
         assert (rows[visible] >= row_bytes).all(), (
             f"{name}: rows {((rows < row_bytes) & visible).nonzero()[:3].tolist()} are not"
         )
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, int]:
-    """Draw a random layout, random lengths and pages, and a number of programs."""
-    dim = draw(st.sampled_from(HEAD_DIMS))
-    fitting = [value for value in VALUES if not (dim == 64 and value == "int4 128")]
-    case = case_of(
-        draw(st.sampled_from(KEYS)),
-        draw(st.sampled_from(fitting)),
-        draw(st.integers(1, 2)),
-        dim,
-        draw(st.lists(st.integers(0, 150), min_size=1, max_size=2)),
-        sink=draw(st.sampled_from((0, 1, 4, 63, 70))),
-        recent=draw(st.sampled_from((0, 1, 7, 64, 65))),
-        group=draw(st.integers(1, 16)),
-        dtype=draw(st.sampled_from(DTYPES)),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
-    return case, draw(st.integers(1, 5))
-
-
-@settings(max_examples=20 if STRIDE == 1 else 8, derandomize=True, deadline=None)
-@given(drawn=cases())
-def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
-    check(*drawn)
 
 
 @pytest.mark.parametrize(

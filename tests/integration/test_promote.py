@@ -117,7 +117,7 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
     assert store.alias("champion") == first.version
 
     (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
-    with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: the engine"):
+    with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: its engine"):
         promote_last(store, work, "fp8k_int4v")
     assert store.alias("champion") == first.version
     assert store.tags("99") is None

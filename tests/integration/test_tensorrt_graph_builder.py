@@ -13,21 +13,16 @@ import tensorrt_stubs_builder as builder
 from amount import STRIDE
 from onnx import helper
 from onnx_fixtures import nothing
-from tensorrt_graph_cases import PROGRAMS, REAL, SM, SPLITS, TYPES, Surgery, surgeries
+from tensorrt_graph_cases import SM, Surgery, surgeries
 from tensorrt_stubs_builder import Plan, Tensor
 
 from pipeline.formats.body import FLOAT_TYPES
-from plugins.kv_attention.tensorrt_nodes import node_of
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE
 from stages.engines.tensorrt.append import append_groups
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Parsed, build, parse
-from stages.engines.tensorrt.plugin import (
-    append_digests,
-    context_digests,
-    kernel_digests,
-)
+from stages.engines.tensorrt.plugin import kernel_digests
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION
 
 Run = Callable[..., Any]
@@ -79,94 +74,29 @@ def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
     }
 
 
+def plugin_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    return {n.name: n for n in model.graph.node if any(a.name == "plugin_namespace" for a in n.attribute)}
+
+
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
-def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node(
+def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_and_their_kernels_are_recorded(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
-    surgery = graphs[name]
-    info, batch = surgery.bundle.model, tuple(surgery.limits.ranges("decode")["B"].model_dump().values())
-    divide = surgery.node("plan_work")
-    plan: Plan = tensorrt(builder.build, "kv::plan_work", surgery.tensors(divide, {}), surgery.attributes(divide))
-    work = made(divide, plan)
-    for layer, layout in surgery.layers.layouts.items():
-        attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
-        partial: Plan = tensorrt(
-            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, work), surgery.attributes(attend)
-        )
-        parts = tuple(PROGRAMS + (2 if layout.exact_tokens else 1) * b for b in batch)
-        assert [dims[:2] for _, dims in partial.outputs] == [(parts, (info.q_heads,) * 3)] * 2
-        sums = work | made(attend, partial)
-        reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
-        assert reduced.outputs == [(REAL[info.compute_dtype], (batch, (1,) * 3, (info.q_heads,) * 3, (info.head_dim,) * 3))]
-        if layer == 0:
-            digests = tensorrt(kernel_digests, surgery.model, surgery.layers.layouts, info)
-            kernels = {f"{op}.{n}" for op in ("decode_partial", "decode_reduce") for n in surgery.layers.layouts}
-            assert set(digests) == kernels | {"plan_work"}
-            assert digests["plan_work"] == hashlib.sha256(plan.ptx.encode()).hexdigest()
-        assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
-        assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
-
-
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
-def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_of_a_chunk(
-    name: str, graphs: dict[str, Surgery], tensorrt: Run
-) -> None:
-    surgery = graphs[name]
-    info = surgery.bundle.model
-    batch, tokens = (tuple(surgery.limits.ranges("prefill")[dim].model_dump().values()) for dim in "BS")
-    digests = tensorrt(context_digests, surgery.prefill, surgery.layers.layouts, info)
-    assert set(digests) == {f"{op}.{n}" for op in ("context_partial", "context_reduce") for n in surgery.layers.layouts}
-    for layer in surgery.layers.layouts:
-        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
-        partial: Plan = tensorrt(
-            builder.build, f"kv::{attend.op_type}", surgery.tensors(attend, {}), surgery.attributes(attend)
-        )
-        assert [dims[1:4] for _, dims in partial.outputs] == [(tokens, (info.q_heads,) * 3, (SPLITS + 1,) * 3)] * 2
-        sums = made(attend, partial)
-        reduced: Plan = tensorrt(builder.build, f"kv::{join.op_type}", surgery.tensors(join, sums), surgery.attributes(join))
-        assert reduced.outputs == [(REAL[info.compute_dtype], (batch, tokens, (info.q_heads,) * 3, (info.head_dim,) * 3))]
-        assert digests[attend.name] == hashlib.sha256(partial.ptx.encode()).hexdigest()
-        assert digests[join.name] == hashlib.sha256(reduced.ptx.encode()).hexdigest()
-
-
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged", "fp8"])
-def test_nvidias_builder_takes_types_and_shapes_of_every_append(name: str, graphs: dict[str, Surgery], tensorrt: Run) -> None:
+    """test_tensorrt_plugin.py holds shapes and launches of each operation; here they are given what the graphs give them."""
     surgery = graphs[name]
     info, groups = surgery.bundle.model, append_groups(surgery.layers, surgery.limits)
-    digests, real = tensorrt(append_digests, groups, info, SM), REAL[info.compute_dtype]
-    modes: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
-    for mode, model in modes.items():
-        ranges = {dim: tuple(size.model_dump().values()) for dim, size in surgery.limits.ranges(mode).items()}
-        several = (ranges["B"], (1,) * 3 if mode == "decode" else ranges["S"])
-        tokens = tuple(rows * columns for rows, columns in zip(*several, strict=True))
-        known = {value.name: value.type.tensor_type for value in model.graph.input}
-        constants = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-        nodes = [node for node in model.graph.node if node.name.startswith("append.group")]
-        assert [node.name for node in nodes] == [group.array("append") for group in groups]
-        for node, group in zip(nodes, groups, strict=True):
-            layers, new = len(group.layers), (tokens, info.kv_heads, info.head_dim)
-            rows = {"lengths": (tokens,), "page_table": (tokens, 1), "exact_slots": (tokens,)}
-            roles: dict[str, Tensor] = {role: Tensor("INT32", dims) for role, dims in rows.items()}
-            roles |= {side: Tensor(real, (layers, *new)) for side in ("key", "value")}
-            roles["attended"] = Tensor(real, (*several, info.q_heads, info.head_dim))
-            tensors = {}
-            for role, taken in zip(node_of("append", group.layout).inputs, node.input, strict=True):
-                if role in roles:
-                    tensors[role] = roles[role]
-                elif taken in constants:
-                    tensors[role] = Tensor("FLOAT", tuple(constants[taken]))
-                else:
-                    dims = [ranges[d.dim_param][0] if d.dim_param else d.dim_value for d in known[taken].shape.dim]
-                    dtype = TYPES[onnx.TensorProto.DataType.Name(known[taken].elem_type)]
-                    tensors[role] = Tensor(dtype, tuple(dims))
-            plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", tensors, surgery.attributes(node), parsed=True)
-            assert plan.aliases == {}
-            assert plan.outputs == [
-                (tensors[role].dtype, tuple((d,) * 3 for d in tensors[role].dims))
-                for role in node_of("append", group.layout).outputs
-            ]
-            assert plan.grid[1:] == (tokens, (layers,) * 3)
-            assert digests[node.name] == hashlib.sha256(plan.ptx.encode()).hexdigest()
+    models: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
+    digests = tensorrt(kernel_digests, models, surgery.layers, groups, info)
+    nodes = {node_name for model in models.values() for node_name in plugin_nodes(model)}
+    assert set(digests) == nodes
+    for mode, model in models.items():
+        known: dict[str, Tensor] = {}
+        for node_name, node in plugin_nodes(model).items():
+            if node_name.startswith("append"):
+                continue
+            plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", surgery.tensors(node, known), surgery.attributes(node))
+            known |= made(node, plan)
+            assert digests[node_name] == hashlib.sha256(plan.ptx.encode()).hexdigest(), (mode, node_name)
 
 
 def without_appends(model: onnx.ModelProto, surgery: Surgery) -> None:

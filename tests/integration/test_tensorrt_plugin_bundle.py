@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+from plugin_plans import GPU
 from tensorrt_graph_cases import AGED, INT4_KEYS, PROGRAMS, SM, SPLITS, Surgery, surgeries
 
 from pipeline.core.errors import UserError
@@ -17,10 +18,7 @@ from stages.engines.tensorrt.bundle import open_bundle
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
-from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import (
-    write_plugin_graphs,
-)
+from stages.engines.tensorrt.plugin import with_plugin, write_plugin_graphs
 from stages.engines.tensorrt.weights import as_inputs
 
 
@@ -47,19 +45,18 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_programs", lambda *_: PROGRAMS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.default_splits", lambda *_: SPLITS)
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda: None)
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.context_digests", lambda *_: {"context_partial.0": "b2"})
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: {"decode_partial.0": "a1"})
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.append_digests", lambda *_: {"append.group0": "c3"})
+    kernels = {"decode_partial.0": "a1", "append.group0": "c3"}
+    monkeypatch.setattr("stages.engines.tensorrt.plugin.kernel_digests", lambda *_: kernels)
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
     out.mkdir()
-    build_with_plugin(
+    build_module.build_bundle(
         onnx_bundle, out, policy=AGED, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
         max_batch=4, max_tokens=512, progress=nothing,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
+        gpu=GPU, adapt=with_plugin(GPU),
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
-    assert record.plugins == {"decode_partial.0": "a1", "context_partial.0": "b2", "append.group0": "c3"}
+    assert record.plugins == kernels
     assert record.native == {"1": INT4_KEYS}
     assert record.stored == ((0,),)
     assert record.built_for.compute_capabilities == ["8.9"]
@@ -92,10 +89,10 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", policy)
     out = tmp_path / "plans"
     out.mkdir()
-    build_with_plugin(
+    build_module.build_bundle(
         onnx_bundle, out, policy=policy, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
         max_batch=4, max_tokens=512, progress=nothing,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
+        gpu=GPU, adapt=with_plugin(GPU),
     )  # fmt: skip
     for name in ("prefill.onnx", "decode.onnx"):
         whole = onnx.load(onnx_bundle / name, load_external_data=False)

@@ -29,7 +29,7 @@ from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import build_bundle
-from stages.engines.tensorrt.bundle import PlanRecord, open_bundle
+from stages.engines.tensorrt.bundle import open_bundle
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import GraphRefusal, build, parse
@@ -145,14 +145,6 @@ def test_norms_and_angles_of_a_decoder_in_bfloat16_are_computed_in_float32(tmp_p
     assert len(exact) >= 2 * (2 * LAYERS + 1) + 2
     assert set(exact) == {onnx.TensorProto.FLOAT}
     assert {kinds[node.output[0]] for node in graph.node if node.op_type == "MatMul"} >= {onnx.TensorProto.BFLOAT16}
-
-
-def test_sinks_recent_tokens_and_windows_build_in_float16(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    policy = BY_NAME["fp8k_int4v_aged"]
-    bundle = make_bundle(shared_decoder(tmp_path_factory, "float16"), tmp_path / "bundle", policy)
-    assert build(
-        parse(load("tensorrt_rtx"), bundle / "decode.onnx"), Limits(policy, 4, 512).ranges("decode"), [120], nothing
-    ).data
 
 
 def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path, Path]) -> None:
@@ -279,11 +271,6 @@ def test_what_tensorrt_refuses_for_no_named_input_still_has_its_reason(tmp_path:
     with pytest.raises(GraphRefusal, match="Nothing") as refused:
         parse(load("tensorrt_rtx"), tmp_path / "odd.onnx")
     assert refused.value.inputs == []
-
-
-def test_the_record_is_what_a_reader_of_json_gets(plans: tuple[Path, Path]) -> None:
-    record = PlanRecord.model_validate_json((plans[1] / "bundle.json").read_text())
-    assert record.plugins == {}
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

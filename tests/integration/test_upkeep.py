@@ -29,6 +29,7 @@ from pipeline.run import runner
 from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes, walk
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
 from pipeline.upkeep.registered import _from_client, read_registered
+from pipeline.upkeep.status import show_status
 
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
@@ -66,10 +67,10 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     summary.finish(work, sweep, 0)
 
 
-def command(work: Path, *overrides: str, as_json: bool = False) -> None:
+def command(work: Path, *overrides: str) -> None:
     """Run a stage in this process."""
     config = config_of(f"workdir={work}", MODEL, "promote.decode_again=0", *overrides)
-    runner.run(config, "20260105-000000-1-e", as_json=as_json)
+    runner.run(config, "20260105-000000-1-e")
 
 
 def write_one(out: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(ground.work)
-    command(ground.work, "stage=status", as_json=True)
+    show_status(config_of(f"workdir={ground.work}", MODEL, "stage=status"), as_json=True)
     status = json.loads(capsys.readouterr().out)
     assert contents(ground.work) == before, "it writes nothing"
     assert status["schema_version"] == 1
@@ -155,8 +156,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     assert (kinds["build"]["count"], kinds["identity"]["count"]) == (5, 4)
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert status["store_bytes"] == sum(size for _, size in files)
-    commands = [step["command"] for step in status["next"]]
-    assert any("stage=promote" in command for command in commands), "the last sweep passed and nobody promoted it"
+    assert "stage=promote" in status["next"]["command"], "the last sweep passed and nobody promoted it"
 
     command(ground.work, "stage=status")
     shown = capsys.readouterr().out

@@ -1,11 +1,11 @@
-"""Twenty rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
+"""Six rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
 
 from pathlib import Path
 
 from crowds import play
 from postgres import mlflow_server, postgres
 
-ROUNDS = 20
+ROUNDS = 6
 
 
 def test_nothing_is_lost_on_sqlite(tmp_path: Path) -> None:

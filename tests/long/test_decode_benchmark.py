@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from contextlib import nullcontext
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -13,11 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from benchmarks import (
     attention_cases,
-    attention_counters,
     attention_kernels,
     attention_step,
     attention_timing,
@@ -25,7 +21,6 @@ from benchmarks import (
 )
 from benchmarks.attention_cases import Case, Row
 from benchmarks.recording import write_json
-from plugins.kv_attention import launch
 
 torch.set_num_threads(1)
 
@@ -53,33 +48,6 @@ def test_the_grid_has_every_batch_length_and_group() -> None:
     assert {case.batch for case in cases} == {1, 8, 32, 64}
     assert {case.tokens for case in cases} == {2048, 8192, 32768, 131072}
     assert {(case.group, case.kv_heads, case.head_dim) for case in cases} == {(4, 8, 128), (8, 8, 128)}
-
-
-def test_bytes_are_those_of_the_roofline() -> None:
-    case = Case(batch=32, tokens=8192, group=8)
-    tokens = 32 * 8192 * 8
-    assert {name: case.kv_bytes(name) // tokens for name in attention_cases.STORAGES} == {
-        "fp8k_int4v": 128 + 64 + 4,
-        "fp8": 256,
-        "bf16": 512,
-    }
-    queries_and_outputs, new, table = 2 * 32 * 64 * 128 * 2, 2 * 32 * 8 * 128 * 2, 4 * 32 * 129
-    assert case.moved_bytes("fp8") == 256 * tokens + queries_and_outputs + new + table
-    row = attention_cases.measured(case, "fp8", 1000.0, COPY)
-    assert row["gb_per_s"] == pytest.approx(case.moved_bytes("fp8") / 1e6)
-    assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / 4000)
-    assert Case(batch=1, tokens=65, group=4).allocated_bytes("bf16") == 128 * 8 * 512
-
-
-def test_ragged_batches_move_the_bytes_of_their_own_tokens() -> None:
-    one_long, mixed = list(attention_cases.grid(batches=(), groups=(8,)))
-    assert (one_long.batch, one_long.tokens, sum(one_long.lengths)) == (32, 131072, 131072 + 31 * 1024)
-    assert one_long.kv_bytes("fp8") == 256 * 8 * (131072 + 31 * 1024)
-    assert one_long.allocated_bytes("fp8") == one_long.kv_bytes("fp8")
-    assert (len(set(mixed.lengths)), min(mixed.lengths), max(mixed.lengths)) == (8, 512, 65536)
-    assert [case.describe()["ragged"] for case in (one_long, mixed)] == ["one long", "mixed"]
-    short = Case(batch=2, tokens=65, group=4, ragged=(65, 3))
-    assert short.moved_bytes("bf16") - short.kv_bytes("bf16") == 2 * 2 * 128 * (2 * 32 + 2 * 8) + 4 * (2 + 1 + 2)
 
 
 PEERS = {kernel.name for kernel in attention_kernels.KERNELS if kernel.peer}
@@ -253,101 +221,6 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_its_other_ways_still_
     assert "Could not find nvcc" in out.getvalue()
 
 
-def test_a_peer_that_fails_in_its_last_and_longest_timing_is_left_out_too() -> None:
-    def timer(run: Any, runs: int | None) -> tuple[float, Tensor]:
-        return (10.0, run()) if runs is not None else (10.0, fails())
-
-    target = attention_timing.MeasuredDevice(DEVICE, COPY)
-    with torch.inference_mode():
-        (row,) = attention_timing.run_case(TOY, [by_name("sdpa bf16")], timer, target, seed=1)
-        assert row["skipped"] == "failed: OutOfMemoryError: CUDA out of memory."
-        with pytest.raises(torch.OutOfMemoryError):
-            attention_timing.run_case(TOY, [by_name("bf16")], timer, target, seed=1)
-
-
-@pytest.mark.parametrize("failure", [fails, RuntimeError("it does not compile")])
-@pytest.mark.parametrize("name", ["fp8", "fp8 tuned"])
-def test_our_own_kernels_may_not_fail(name: str, failure: Any) -> None:
-    with pytest.raises(RuntimeError):
-        toy([with_ways(by_name(name), failure)])
-
-
-def test_only_tuning_may_ask_for_more_than_the_gpu_has() -> None:
-    too_much = OutOfResources(300_000, 232_448, "shared memory")
-    zeros = torch.zeros(TOY.batch, TOY.q_heads, TOY.head_dim, device=DEVICE)
-    (row,) = toy([with_ways(by_name("fp8 tuned"), lambda: zeros, too_much)])
-    assert row["chosen"] == {"way": 0}
-    assert "shared memory" in row["failed"][0]["reason"]
-    with pytest.raises(OutOfResources):
-        toy([with_ways(by_name("fp8"), too_much)])
-
-
-def test_the_judged_rows_are_the_launchs_own_and_tuned_ones_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def spied(*positional: Any, **named: Any) -> Tensor:
-        if named["variant"] is None:
-            calls.append(named["plan"].work.shape)
-        out: Tensor = shipped(*positional, **named)
-        return out
-
-    shipped = launch.decode_attention
-    monkeypatch.setattr(launch, "decode_attention", spied)
-    toy([by_name("fp8k_int4v")])
-    assert calls == [(4, 5), (4, 5)]  # one run selects the candidate, one is timed
-    toy([by_name("fp8k_int4v tuned")])
-    assert len(calls) == 2
-    rows = [a_row("fp8k_int4v", "fp8k_int4v", 1e6), a_row("fp8k_int4v tuned", "fp8k_int4v", 50.0)]
-    attention_cases.add_ratios(rows)
-    assert attention_cases.judge(rows)[0]["verdict"] == "missed"
-    assert [verdict["verdict"] for verdict in attention_cases.judge(rows[1:])] == ["not measured"] * 3
-
-
-class RecordedGraph:
-    """A stand-in for a CUDA graph on the CPU: replay runs `body`, if there is one."""
-
-    body: Any = None
-
-    def replay(self) -> None:
-        if RecordedGraph.body is not None:
-            RecordedGraph.body()
-
-
-@pytest.mark.parametrize("replayed", [True, False])
-def test_what_is_checked_is_what_the_timed_replays_wrote(replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    event = type("Event", (), {"record": lambda _: None, "elapsed_time": lambda _, __: 0.01})
-    stream = type("Stream", (), {"wait_stream": lambda *_: None})
-    stubs = {
-        "get_device_properties": lambda _: type("Properties", (), {"L2_cache_size": 64}),
-        "CUDAGraph": RecordedGraph,
-        "Event": lambda **_: event(),
-        "Stream": stream,
-        "current_stream": stream,
-        "synchronize": lambda: None,
-        "stream": lambda _: nullcontext(),
-        "graph": lambda _: nullcontext(),
-    }
-    for name, stub in stubs.items():
-        monkeypatch.setattr(torch.cuda, name, stub)
-    out = torch.zeros(3)
-
-    def run() -> Tensor:
-        return out.fill_(2.0)
-
-    monkeypatch.setattr(RecordedGraph, "body", run if replayed else None)
-    microseconds, output = attention_timing.GpuTimer(torch.device("cpu"))(run, 5)
-    assert microseconds == pytest.approx(10.0)
-    assert output.tolist() == [2.0] * 3 if replayed else output.isnan().all()
-
-
-def test_inputs_are_new_in_every_case_and_pages_lie_in_random_order() -> None:
-    one, two = (attention_step.Step(TOY, "fp8k_int4v", DEVICE, seed) for seed in (1, 2))
-    assert not torch.equal(one.query, two.query)
-    assert not torch.equal(one.cache["value_pool"], two.cache["value_pool"])
-    pages = attention_step.Step(Case(8, 256, 4, 1), "fp8", DEVICE, 3).page_table
-    assert sorted(pages.flatten().tolist()) == list(range(32)) != pages.flatten().tolist()
-
-
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert decode_attention.main([]) == 4
@@ -368,40 +241,3 @@ COUNTED = """==PROF== Connected to process 7
 "1","7","python","decode_reduce","Command line profiler metrics","dram__bytes_read.sum","byte","816"
 "1","7","python","decode_reduce","Command line profiler metrics","dram__bytes_write.sum","byte","0"
 """
-
-
-@pytest.mark.parametrize(
-    ("output", "code", "expected"),
-    [
-        (COUNTED, 0, {"read": 402654000, "written": 1024, "kernels": 2}),
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", 1, "NVreg_RestrictProfilingToAdminUsers=0"),
-        ("==ERROR== Failed to launch\n", 9, "Nsight Compute ended with 9: ==ERROR== Failed to launch"),
-        ("", 0, "Nsight Compute ended with 0: it said nothing"),
-    ],
-)
-def test_bytes_of_dram_are_those_of_all_kernels_or_it_says_what_is_missing(
-    output: str, code: int, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "ncu"
-    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/said\nexit {code}\n')
-    tool.chmod(0o755)
-    (tmp_path / "said").write_text(output)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    row = a_row("fp8", "fp8", 1.0) | {"candidate": 2}
-    arguments = decode_attention.once_arguments(row, 7)
-    counts = attention_counters.dram_bytes(arguments)
-    if isinstance(expected, str):
-        assert expected in counts.pop("missing")
-        assert not counts
-    else:
-        assert counts == expected
-    asked = (tmp_path / "asked").read_text()
-    assert "--profile-from-start off --metrics dram__bytes_read.sum,dram__bytes_write.sum" in asked
-    assert f"-m benchmarks.decode_attention {' '.join(arguments)}" in asked
-    parsed = decode_attention.parser().parse_args(arguments)
-    assert (parsed.once, parsed.candidate, parsed.seed) == ("fp8", 2, 7)
-    (case,) = attention_cases.grid(parsed.batches, parsed.tokens, parsed.groups, parsed.ragged)
-    assert case == Case(32, 8192, 8)
-    ragged = decode_attention.parser().parse_args(decode_attention.once_arguments(row | {"ragged": "mixed"}, 7))
-    (case,) = attention_cases.grid(ragged.batches, ragged.tokens, ragged.groups, ragged.ragged)
-    assert case.lengths == attention_cases.RAGGED["mixed"]

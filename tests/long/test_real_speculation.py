@@ -1,9 +1,6 @@
 """Acceptance lengths beside real speculative decoding: transformers' own, and step by step over a quantized cache."""
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,62 +129,3 @@ def test_speculation_step_by_step_over_a_quantized_cache_takes_the_counted_passe
         alone = engine.forced([*prompt, *said[:-1]], len(prompt) - 1)
         assert said == alone.argmax(axis=1).tolist()  # what decoding says one by one
         assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes
-
-
-def pipeline(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", "tracking=none", *overrides]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
-
-
-def retokenized(directory: Path) -> Path:
-    """A copy of the tiny checkpoint whose tokenizer has two tokens exchanged."""
-    shutil.copytree(TINY, directory)
-    path = directory / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"]
-    one, other = list(vocabulary)[-2:]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return directory
-
-
-def test_a_draft_with_another_tokenizer_is_refused_in_one_line_and_nothing_is_written(tmp_path: Path) -> None:
-    other = retokenized(tmp_path / "other")
-    work = tmp_path / "work"
-    work.mkdir()
-    result = pipeline(work, f"workloads.speculation={{draft:{other}}}")
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("pipeline: error: ") == 1
-    assert f"workloads.speculation.draft={other}: its tokenizer is another one than model.path's" in result.stderr
-    assert "give a draft with the same tokenizer" in result.stderr
-    assert list(work.iterdir()) == []
-
-
-def test_a_draft_whose_tokenizer_is_damaged_is_refused_in_one_line(tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(TINY, damaged)
-    (damaged / "tokenizer.json").write_text('{"model": 3}', encoding="utf-8")
-    work = tmp_path / "work"
-    work.mkdir()
-    result = pipeline(work, f"workloads.speculation={{draft:{damaged}}}")
-    assert result.returncode == 2, result.stderr
-    assert f"workloads.speculation.draft={damaged}: tokenizer.json: model must be an object" in result.stderr
-    assert result.stderr.count("pipeline: error: ") == 1
-    assert list(work.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("speculation", "expected"),
-    [
-        ("{draft:/nowhere}", "workloads.speculation.draft=/nowhere: no such directory"),
-        ("{lookup_tokens:0}", "lookup_tokens=0 without a draft measures nothing"),
-        ("{lookup:3}", "workloads.speculation.lookup: unknown key"),
-        ("{lookup_tokens:5,ngram:0}", "workloads.speculation.ngram: input should be greater than or equal to 1 (got 0)"),
-    ],
-)
-def test_bad_speculation_is_refused_in_one_line(speculation: str, expected: str, tmp_path: Path) -> None:
-    result = pipeline(tmp_path, f"workloads.speculation={speculation}")
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert result.stderr.count("pipeline: error: ") == 1
-    assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,8 @@ from pipeline.routing.downshift import step
 from pipeline.routing.files import ClassSnapshot, read_snapshot
 from pipeline.routing.monitors import read_monitors
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
-from pipeline.routing.stages import monitor, route
+from pipeline.routing.settings import MonitorConfig
+from pipeline.routing.stages import monitor
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {
@@ -37,10 +37,11 @@ def fleet(tmp_path: Any) -> Fleet:
     return Fleet(tmp_path)
 
 
-def routed(fleet: Fleet, text: str) -> None:
-    path = fleet.folder / "routes.yaml"
-    path.write_text(text)
-    route(fleet.engines, RoutingConfig(file=str(path), rollback=None), lambda _line: None)
+def int8_then_fp8(fleet: Fleet) -> None:
+    """Route copy to int8, version 1, and then to fp8, version 2."""
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
 
 
 def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
@@ -90,32 +91,30 @@ def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is
 
 def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:
     fleet.add("fp8")
-    routed(fleet, "routes: {copy: {policy: fp8}}")
-    fleet.registry.moves.clear()
+    fleet.routed("routes: {copy: {policy: fp8}}")
     assert monitored(fleet)[-1] == "route-copy: stays at version 1"
     assert monitored(fleet, json_validity={"good": 1, "of": 3})[-1] == "route-copy: stays at version 1"
-    assert (fleet.registry.moves, len(fleet.registry.records)) == ([], 1)
+    assert len(fleet.records) == 1
 
 
 @pytest.mark.parametrize("broken", [NO_JSON, {"canaries": {"good": 200, "of": 400}}, SLOW, {**NO_JSON, **FULL}])
 def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: dict[str, Any]) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
+    int8_then_fp8(fleet)
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
         monitored(fleet, "2", **broken)
     assert read_aliases(fleet.registry, "copy") == Aliases("1")
-    title, tags, ended = fleet.registry.records[-1]
-    assert (title, ended, tags["stage"]) == ("monitor", "FINISHED", "monitor")
-    assert tags["snapshot_digest"] == file_digest(fleet.folder / "snapshot.json")
-    assert tags["move/copy"].startswith("version 2 -> 1: ")
-    assert fleet.registry.versions["2"]["rolled-back-copy"]
+    last = fleet.records[-1]
+    digest = file_digest(fleet.folder / "snapshot.json")[:12]
+    assert last.why.startswith(f"snapshot {digest}: copy version 2 -> 1: ")
+    report = fleet.candidates["2"].report.digest
+    assert (last.kind, last.reports) == ("rollback", {"2": report})
+    assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
 def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route_stays(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-    routed(fleet, "routes: {copy: {policy: fp8, fallback: int8}}")
+    fleet.routed("routes: {copy: {policy: fp8, fallback: int8}}")
     with pytest.raises(GateRefusal):
         monitored(fleet, "2", **NO_JSON)
     assert fleet.route("copy") == "1"
@@ -123,15 +122,6 @@ def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route
     with pytest.raises(GateRefusal):
         monitored(fleet, "1", **NO_JSON)
     assert fleet.registry.moves == moves
-
-
-def test_the_same_snapshot_again_moves_nothing_since_the_route_is_at_another_version(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
-    with pytest.raises(GateRefusal):
-        monitored(fleet, "2", **NO_JSON)
-    assert monitored(fleet, "2", **NO_JSON) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
 def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
@@ -150,7 +140,7 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
     fleet.add("int4", 1900)
     fleet.add("fp8k_int4v", 1300)
     fleet.add("fp8k_int4v_aged", 1200)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     taken = ["1"]
     for _ in range(3):
         version, said = pressed(fleet, taken[-1])
@@ -166,14 +156,14 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
 def test_slow_requests_under_memory_pressure_are_no_reason_to_take_an_engine_that_holds_less(fleet: Fleet) -> None:
     fleet.add("fp8", 1000)
     fleet.add("fp8k_int4v", 1300)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     assert pressed(fleet, latency=SLOW["latency"])[0] == "2"
 
 
 def test_keys_stay_as_they_are_unless_every_monitor_of_quality_holds(fleet: Fleet) -> None:
     fleet.add("fp8", 1000)
     fleet.add("int4", 1900)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     version, said = pressed(fleet, canaries={"good": 9, "of": 10})
     assert version == "1"
     assert "copy: not version 2 (int4): its keys lose too, and not every monitor of quality is shown to hold" in said
@@ -184,7 +174,7 @@ def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None
     fleet.add("fp8", 1000)
     fleet.add("fp8k_int4v", 1200, copy="INCONCLUSIVE")
     fleet.add("fp8k_int4v_aged", 1200, "FAIL")
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     version, said = pressed(fleet)
     assert version == "1"
     assert "copy: not version 2 (fp8k_int4v): copy is INCONCLUSIVE: copy: a reason" in said
@@ -196,29 +186,29 @@ def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(flee
     fleet.add("fp8k_int4v", 1300)
     fleet.registry.versions["2"]["baseline_digest"] = "of other weights"
     fleet.add("fp8k_int4v_aged", 900)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     assert pressed(fleet)[0] == "1"
 
 
 def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_names_it(fleet: Fleet) -> None:
     fleet.add("fp8", 1000)
     fleet.add("fp8k_int4v", 1300)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
         monitored(fleet, "2", **NO_JSON)
     version, said = pressed(fleet)
     assert version == "1"
     assert "copy: not version 2 (fp8k_int4v): was rolled back" in said
-    routed(fleet, "routes: {copy: {policy: fp8k_int4v}}")
-    routed(fleet, "routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: fp8k_int4v}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
     assert pressed(fleet)[0] == "2"
 
 
 def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-        routed(fleet, f"routes: {{copy: {{policy: {policy}}}, retrieval: {{policy: {policy}}}}}")
+        fleet.routed(f"routes: {{copy: {{policy: {policy}}}, retrieval: {{policy: {policy}}}}}")
     classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=": copy: broken"):
         monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
@@ -240,7 +230,7 @@ def test_a_step_says_whether_keys_and_young_values_lose(
 ) -> None:
     fleet.add(now)
     fleet.add(to)
-    one, other = (fleet.engines.find(*registered) for registered in fleet.registry.registered())
+    one, other = (fleet.engines.find(*registered) for registered in fleet.registered())
     change = step(one, other)
     assert (change.keys, change.young_values) == (keys, young_values)
 
@@ -266,8 +256,8 @@ def changed(**changes: object) -> dict[str, Any]:
         *((without("classes", "copy", name), rf"classes\.copy\.{name}: Field required") for name in WELL),
         (without("classes", "copy", "latency", "of"), r"classes\.copy\.latency\.of: Field required"),
         ({"classes": {}}, "classes: Dictionary should have at least 1 item"),
-        (changed(canaries={"good": math.nan, "of": 4}), r"classes\.copy\.canaries\.good: .* \(got nan\)"),
-        (changed(latency={"good": 1, "of": 4, "limit_ms": math.nan}), r"classes\.copy\.latency\.limit_ms: .* \(got nan\)"),
+        (changed(canaries={"good": math.nan, "of": 4}), r"classes\.copy\.canaries\.good: "),
+        (changed(latency={"good": 1, "of": 4, "limit_ms": math.nan}), r"classes\.copy\.latency\.limit_ms: "),
         (changed(canaries={"good": -1, "of": 4}), r"classes\.copy\.canaries\.good: .* \(got -1\)"),
         (changed(canaries={"good": 0.5, "of": 4}), r"classes\.copy\.canaries\.good"),
         (changed(canaries={"good": 5, "of": 4}), r"classes\.copy\.canaries: good=5 must not be more than of=4"),
@@ -276,7 +266,7 @@ def changed(**changes: object) -> dict[str, Any]:
         (changed(version=1), r"classes\.copy\.version: .* \(got 1\)"),
         (changed(throughput=3), r"classes\.copy\.throughput: Extra inputs"),
         ("{", "cannot be read"),
-        ('{"classes": {}, "classes": {}}', r"cannot be read \(classes is given twice\)"),
+        ('{"classes": {}, "classes": {}}', r"cannot be read"),
         ({"taken_at": "2026-01-01T00:00:00", "classes": {"copy": WELL}}, "taken_at: Input should have timezone info"),
     ],
 )  # fmt: skip
@@ -291,15 +281,13 @@ def test_a_snapshot_that_cannot_be_meant_is_refused_in_one_line(fleet: Fleet, sn
 def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) -> None:
     now = datetime.now(UTC)
     fresh = {"taken_at": now.isoformat(), "classes": {"copy": WELL}}
-    assert read_snapshot(limits(fleet, fresh)).taken_at == now
+    assert read_snapshot(limits(fleet, json.dumps(fresh, indent="\t"))).taken_at == now
     with pytest.raises(UserError, match=r"taken_at=.* s from now, monitor\.max_age_s=900 allows fewer"):
         read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
 
 
 def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input_and_nothing_moves(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        routed(fleet, f"routes: {{copy: {{policy: {policy}}}}}")
+    int8_then_fp8(fleet)
     fleet.registry.moves.clear()
     for name, version, expected in (
         ("copi", "2", r"classes\.copi: this model has no such route"),

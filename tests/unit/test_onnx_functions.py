@@ -17,7 +17,6 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales, SideScales
 from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
 from pipeline.formats.graph import onnx_type
-from pipeline.formats.spec import MIN_SCALE
 from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function
@@ -194,28 +193,3 @@ def test_fp8_rounds_every_float16_as_ml_dtypes_does_and_saturates(
     x = np.concatenate([finite, np.zeros(-len(finite) % 64, np.float32)]).reshape(1, 1, -1, 64)
     (codes,) = quantize(x, Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated"), UNIT, compute)
     np.testing.assert_array_equal(codes, np.clip(x, -limit, limit).astype(peer).view(np.uint8))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8_e4m3"])
-def test_a_zero_token_gets_the_floor_scale_and_zero_codes(dtype: Literal["int8", "int4", "fp8_e4m3"]) -> None:
-    form = Format(dtype=dtype, granularity="per_group", group_size=16, scale="dynamic")
-    codes, scales = quantize(np.zeros((1, 2, 3, 64), np.float32), form)
-    assert scales.shape == (1, 2, 3, 4)
-    assert np.all(scales == np.float16(MIN_SCALE))
-    assert np.all(codes == (8 if dtype == "int4" else 0))
-
-
-def test_int4_packs_the_low_half_of_the_channels_into_the_low_nibble_plus_eight() -> None:
-    numbers = np.tile(np.arange(-7, 8), 5)[:64].astype(np.float32).reshape(1, 1, 1, 64)
-    codes, scales = quantize(numbers * 0.5, Format(dtype="int4", granularity="per_token", scale="dynamic"))
-    assert scales == np.float16(0.5)
-    raw = codes[0, 0, 0].view(np.uint8)
-    np.testing.assert_array_equal((raw & 15).astype(int) - 8, numbers[0, 0, 0, :32])
-    np.testing.assert_array_equal(codes[0, 0, 0] >> 4, numbers[0, 0, 0, 32:])
-
-
-def test_ties_round_to_the_even_code() -> None:
-    x = np.zeros((1, 1, 1, 64), np.float32)
-    x[..., :5] = [0.5, 1.5, 2.5, -0.5, -1.5]
-    (codes,) = quantize(x, Format(dtype="int8", granularity="per_tensor", scale="calibrated"), UNIT)
-    assert codes[0, 0, 0, :5].tolist() == [0, 2, 2, 0, -2]

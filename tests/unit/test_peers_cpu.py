@@ -1,7 +1,6 @@
 """benchmarks.peers_cpu without its peers: scores, the order of a run, what continues, what is missing, the table."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 
 from benchmarks.documentation import CALIBRATION_TOKENS, starts
 from benchmarks.peers_cpu import __main__ as command
-from benchmarks.peers_cpu.catalogue import PEERS, WIDTHS, Peer, peer_named
-from benchmarks.peers_cpu.cells import CELLS_FILE, Plan, append_cell, open_run, read_cells
+from benchmarks.peers_cpu.catalogue import PEERS, Peer, peer_named
+from benchmarks.peers_cpu.cells import Plan, append_cell, open_run, read_cells
 from benchmarks.peers_cpu.driver import TURN, Run
 from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modules
 from benchmarks.peers_cpu.scores import score, summary
-from benchmarks.peers_cpu.table import standings, tables
+from benchmarks.peers_cpu.table import tables
 from pipeline.core.errors import UserError
 
 PLAN = Plan("model", "digest", "commit", 2, (64,), (2,), 20, 8, 4, 100, ("kvgate",), {"kvgate": {"onnxruntime": "1.31"}})
@@ -25,17 +24,6 @@ PLAN = Plan("model", "digest", "commit", 2, (64,), (2,), 20, 8, 4, 100, ("kvgate
 
 def a_peer(name: str = "kvgate", **changes: Any) -> Peer:
     return dataclasses.replace(peer_named(name), **changes)
-
-
-# Scores
-
-
-def test_a_format_equal_to_its_baseline_has_no_divergence_and_a_ratio_of_one() -> None:
-    logits = np.random.default_rng(0).standard_normal((5, 11)).astype(np.float32)
-    result = summary([score(logits, logits, [1, 2, 3, 4, 5])])
-    assert result["mean_kl"] == 0
-    assert result["ppl_ratio"] == 1
-    assert result["same_top"] == 1
 
 
 def test_kl_and_perplexities_are_those_of_known_distributions() -> None:
@@ -47,29 +35,10 @@ def test_kl_and_perplexities_are_those_of_known_distributions() -> None:
     assert result["ppl_ratio"] == pytest.approx(2, rel=1e-6)
 
 
-def test_texts_count_by_their_tokens() -> None:
-    one = {"tokens": 1, "kl": 4.0, "nll": 0.0, "baseline_nll": 0.0, "same_top": 1}
-    three = {"tokens": 3, "kl": 0.0, "nll": 0.0, "baseline_nll": 0.0, "same_top": 0}
-    result = summary([one, three])
-    assert result["mean_kl"] == 1
-    assert result["same_top"] == 0.25
-
-
 def test_a_logit_that_is_not_finite_is_refused() -> None:
     logits = np.zeros((1, 3), np.float32)
     with pytest.raises(ValueError, match="not finite"):
         score(np.full_like(logits, np.nan), logits, [0])
-
-
-# Texts
-
-
-def test_texts_overlap_neither_each_other_nor_the_calibration_tokens() -> None:
-    lengths = [30, 10, 20]
-    begins = starts(CALIBRATION_TOKENS + 70, lengths)
-    ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
-    assert ends[-1] <= 70
 
 
 def test_too_little_text_is_a_user_error_that_names_the_arguments() -> None:
@@ -77,26 +46,11 @@ def test_too_little_text_is_a_user_error_that_names_the_arguments() -> None:
         starts(CALIBRATION_TOKENS + 10, [11])
 
 
-# Cells
-
-
 def test_a_run_of_the_same_plan_continues_and_another_plan_starts_anew(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run", PLAN) == []
     append_cell(tmp_path / "run", {"peer": "kvgate", "kv": "fp16", "context": 64})
     assert len(open_run(tmp_path / "run", PLAN)) == 1
     assert open_run(tmp_path / "run", dataclasses.replace(PLAN, threads=1)) == []
-
-
-def test_a_line_that_an_interruption_cut_short_is_dropped_and_overwritten(tmp_path: Path) -> None:
-    append_cell(tmp_path, {"context": 1})
-    with (tmp_path / CELLS_FILE).open("a") as file:
-        file.write('{"context": 2, "ha')
-    assert read_cells(tmp_path) == [{"context": 1}]
-    append_cell(tmp_path, {"context": 3})
-    assert read_cells(tmp_path) == [{"context": 1}, {"context": 3}]
-
-
-# The order of a run
 
 
 class FakeWorker:
@@ -135,14 +89,6 @@ def test_formats_of_one_width_take_turns_of_a_few_steps(tmp_path: Path) -> None:
     assert turns == once + once
 
 
-def test_only_the_baseline_writes_the_logits_that_others_are_held_against(tmp_path: Path) -> None:
-    worker = FakeWorker(a_peer(formats={"fp16": "float", "int8": "8 bit"}))
-    a_run(worker, tmp_path).measure([])
-    scored = [(arguments["kv"], arguments["write"], arguments["baseline"]) for do, arguments in worker.asked if do == "score"]
-    files = [str(tmp_path / f"kvgate-64-{text}.npy") for text in (0, 1)]
-    assert scored == [("fp16", True, files[0]), ("fp16", True, files[1]), ("int8", False, files[0]), ("int8", False, files[1])]
-
-
 def test_a_failure_is_a_cell_that_says_why_and_the_others_are_measured(tmp_path: Path) -> None:
     worker = FakeWorker(a_peer(formats={"a": "8 bit", "b": "8 bit", "c": "8 bit"}), [("prefill", "a"), ("replicate", "b")])
     cells = {cell["kv"]: cell for cell in a_run(worker, tmp_path).measure([])}
@@ -164,38 +110,11 @@ def test_a_continued_run_measures_what_is_missing_and_what_failed(tmp_path: Path
     assert not any("cannot" in cell for cell in cells)
 
 
-# Peers that are missing or end
-
-
 def test_a_missing_peer_names_the_command_that_installs_it(tmp_path: Path) -> None:
     peer = a_peer("llama_cpp", modules=("json", "no_such_module", "no_such_package.module"))
     assert missing_modules(peer, tmp_path) == ["no_such_module", "no_such_package.module"]
     install = peer.install_command(Path("sites"))
     assert install == "pip install --target sites/llama_cpp --no-deps llama-cpp-python==0.3.36 diskcache gguf"
-
-
-def test_a_run_without_a_peer_reports_it_as_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "missing_modules", lambda peer, _: list(peer.modules))
-    monkeypatch.setattr(command, "all_tokens", lambda _: np.arange(9000))
-    arguments = [
-        "--model",
-        "pkg://stages.tiny/checkpoint",
-        "--work",
-        str(tmp_path / "work"),
-        "--contexts",
-        "64",
-        "--texts",
-        "1",
-    ]
-    command.main([*arguments, "--peers", "openvino", "--sites", "sites", "--json", str(tmp_path / "out.json")])
-    content = json.loads((tmp_path / "out.json").read_text())
-    expected = "not installed (openvino, optimum.intel): pip install --target sites/openvino --no-deps openvino==2026.4.1"
-    assert content["peers"]["openvino"]["versions"].startswith(expected)
-    assert f"- OpenVINO: {expected}" in capsys.readouterr().out
-    assert content["machine"]["threads"] == 2
-    assert content["results"] == []
 
 
 def test_a_process_that_ends_is_a_failure_that_names_its_log(tmp_path: Path) -> None:
@@ -222,26 +141,10 @@ def test_an_argument_that_cannot_be_used_ends_with_code_2_and_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_every_peer_has_one_float_baseline_and_formats_of_known_widths() -> None:
-    for peer in PEERS:
-        assert set(peer.formats.values()) <= set(WIDTHS)
-        assert [kv for kv, width in peer.formats.items() if width == "float"] == [peer.baseline]
-
-
-# The table
-
-
 def a_cell(peer: str, kv: str, rate: float) -> dict[str, Any]:
     head = {"peer": peer, "kv": kv, "context": 64, "width": peer_named(peer).formats[kv]}
     quality = {"bytes_per_token": 12.0, "mean_kl": 0.001, "ppl_ratio": 1.01, "ttft_s": 0.5}
     return {**head, **quality, "batch_1": {"tokens_per_s": rate}, "batch_8": {"tokens_per_s": 2 * rate}}
-
-
-def test_the_table_says_where_kvgate_is_slower() -> None:
-    cells = [a_cell("kvgate", "int8", 10), a_cell("kvgate", "fp8", 5), a_cell("llama_cpp", "q8_0", 40)]
-    (one, eight) = standings(cells, 64, 8)
-    assert one == "- 8 bit, batch 1: kvgate's fastest, `int8`, is **4.0 times slower than** the fastest peer, llama.cpp `q8_0`"
-    assert eight.startswith("- 8 bit, batch 8")
 
 
 def test_the_table_puts_the_fastest_first_and_what_cannot_be_measured_last() -> None:
@@ -251,9 +154,3 @@ def test_the_table_puts_the_fastest_first_and_what_cannot_be_measured_last() -> 
     assert [row.split("|")[1].strip() for row in rows[1:]] == ["llama.cpp", "kvgate, ONNX engine", "onnxruntime-genai"]
     assert "cannot: a / b c" in rows[-1]
     assert "- OpenVINO: not installed" in text
-
-
-def test_a_gguf_file_pairs_the_halves_of_each_head() -> None:
-    gguf_file = pytest.importorskip("benchmarks.peers_cpu.gguf_file", reason="gguf is a peer's own requirement")
-    rows = np.array([[0.0], [1], [2], [3], [10], [11], [12], [13]], np.float32)
-    assert gguf_file._neighbours(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 10, 12, 11, 13]

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from judged_candidates import MemoryRegistry
 from judged_engine import judged_engine
-from routed_engines import Fleet, RecordingRegistry
+from routed_engines import Fleet
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.config.compose import plan
@@ -16,7 +17,7 @@ from pipeline.registry.summary import Registration, evidence_digest
 from pipeline.routing.files import read_routing_file
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.settings import RoutingConfig
-from pipeline.routing.stages import roll_back, route
+from pipeline.routing.stages import roll_back
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
 
@@ -32,20 +33,12 @@ def fleet(tmp_path: Path) -> Fleet:
     return fleet
 
 
-def given(fleet: Fleet, text: str) -> RoutingConfig:
-    path = fleet.folder / "routes.yaml"
-    path.write_text(text)
-    return RoutingConfig(file=str(path), rollback=None)
-
-
-def routed(fleet: Fleet, text: str) -> list[str]:
-    said: list[str] = []
-    route(fleet.engines, given(fleet, text), said.append)
-    return said
+def rolled_back(fleet: Fleet, workload: str) -> None:
+    roll_back(fleet.engines, workload, lambda _line: None)
 
 
 def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet) -> None:
-    said = routed(fleet, "default: {policy: fp8}\n" + BOTH)
+    said = fleet.routed("default: {policy: fp8}\n" + BOTH)
     assert fleet.registry.aliases == {
         "route-default": "2",
         "route-retrieval": "2",
@@ -60,63 +53,59 @@ def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet)
     assert sorted(fleet.replays) == ["bf16", "fp8", "int8"]
 
 
-def test_the_record_and_the_version_say_from_to_when_who_and_why(fleet: Fleet) -> None:
-    routed(fleet, BOTH)
-    routed(fleet, "routes: {copy: {policy: fp8}}")
-    title, tags, ended = fleet.registry.records[-1]
-    assert (title, ended) == ("route", "FINISHED")
-    assert tags["move/copy"] == "version 3 -> 2: the routing file"
-    assert tags["routing_file"] == file_digest(fleet.folder / "routes.yaml")
-    said = fleet.registry.versions["2"]["route-copy"]
-    assert said.endswith(": version 3 -> 2: the routing file")
-    assert " by " in said
+def test_the_moves_of_a_command_are_one_record_that_says_from_to_and_why(fleet: Fleet) -> None:
+    fleet.routed(BOTH)
+    fleet.routed("routes: {copy: {policy: fp8}}")
+    first, last = fleet.records
+    assert first.aliases == {"route-retrieval": "2", "route-retrieval-fallback": "1", "route-copy": "3"}
+    assert (last.kind, last.aliases, last.before["route-copy"]) == (
+        "route",
+        {"route-copy": "2", "route-copy-previous": "3"},
+        "3",
+    )
+    digest = file_digest(fleet.folder / "routes.yaml")[:12]
+    assert last.why == f"routing file {digest}: copy version 3 -> 2: the routing file"
 
 
 def test_a_number_names_a_version_and_a_name_the_latest_version_that_has_it(fleet: Fleet) -> None:
     fleet.add("fp8")
-    routed(fleet, "routes: {copy: {policy: 2}, retrieval: {policy: fp8}}")
+    fleet.routed("routes: {copy: {policy: 2}, retrieval: {policy: fp8}}")
     assert (fleet.route("copy"), fleet.route("retrieval")) == ("2", "4")
 
 
 def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet) -> None:
-    routed(fleet, "routes: {copy: {policy: int8}}")
-    routed(fleet, "routes: {copy: {policy: fp8}}")
-    fleet.registry.moves.clear()
-    assert routed(fleet, "routes: {copy: {policy: fp8}}") == ["route-copy: version 2 (fp8), as it was"]
-    assert fleet.registry.moves == []
+    fleet.routed("routes: {copy: {policy: int8}}")
+    fleet.routed("routes: {copy: {policy: fp8}}")
+    assert fleet.routed("routes: {copy: {policy: fp8}}") == ["route-copy: version 2 (fp8), as it was"]
+    assert len(fleet.records) == 2
     assert read_aliases(fleet.registry, "copy") == Aliases("2", "3")
 
 
 def test_the_file_before_brings_the_routes_before(fleet: Fleet) -> None:
-    routed(fleet, BOTH)
-    routed(fleet, "routes: {retrieval: {policy: int8}}")
-    routed(fleet, BOTH)
+    for text in (BOTH, "routes: {retrieval: {policy: int8}}", BOTH):
+        fleet.routed(text)
     assert read_aliases(fleet.registry, "retrieval") == Aliases("2", "3", "1")
 
 
 def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhere(fleet: Fleet) -> None:
-    routed(fleet, "routes: {retrieval: {policy: int8}}")
-    routed(fleet, BOTH)
-    found = []
-    for _ in range(2):
-        roll_back(fleet.engines, "retrieval", lambda _line: None)
-        found.append(fleet.route("retrieval"))
-    assert found == ["3", "1"]
-    assert "rolled-back-retrieval" in fleet.registry.versions["2"]
+    fleet.routed("routes: {retrieval: {policy: int8}}")
+    fleet.routed(BOTH)
+    for expected in ("3", "1"):
+        rolled_back(fleet, "retrieval")
+        assert fleet.route("retrieval") == expected
+    assert [record.kind for record in fleet.records] == ["route", "route", "rollback", "rollback"]
     with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: no previous, no fallback"):
-        roll_back(fleet.engines, "retrieval", lambda _line: None)
+        rolled_back(fleet, "retrieval")
     with pytest.raises(UserError, match=r"routing\.rollback=tool_call: this model has no such route"):
-        roll_back(fleet.engines, "tool_call", lambda _line: None)
+        rolled_back(fleet, "tool_call")
 
 
-def test_a_rollback_takes_no_engine_that_was_never_proven_for_the_class(fleet: Fleet) -> None:
-    routed(fleet, "routes: {copy: {policy: fp8}}")
-    fleet.registry.aliases["route-copy-previous"] = "1"  # by hand
-    with pytest.raises(UserError, match=r"its previous, version 1, was never proven for copy, no fallback"):
-        roll_back(fleet.engines, "copy", lambda _line: None)
-    fleet.registry.aliases["route-copy-previous"] = "9"
-    with pytest.raises(UserError, match=r"its previous, version 9, was deleted"):
-        roll_back(fleet.engines, "copy", lambda _line: None)
+@pytest.mark.parametrize(("version", "expected"), [("1", "was never proven for copy"), ("9", "was deleted")])
+def test_a_rollback_takes_no_engine_that_was_never_proven_for_the_class(fleet: Fleet, version: str, expected: str) -> None:
+    fleet.routed("routes: {copy: {policy: fp8}}")
+    fleet.registry.aliases["route-copy-previous"] = version  # by hand
+    with pytest.raises(UserError, match=f"its previous, version {version}, {expected}, no fallback"):
+        rolled_back(fleet, "copy")
 
 
 @pytest.mark.parametrize(
@@ -127,124 +116,101 @@ def test_a_rollback_takes_no_engine_that_was_never_proven_for_the_class(fleet: F
         ("routes: {copy: {policy: fp8}, copy: {policy: int8}}", "cannot be read"),
         ("routes: {copy: {policy: .nan}}", r"routes\.copy\.policy: Input should be a valid string \(got nan\)"),
         ("routes: {copy: {fallback: fp8}}", r"routes\.copy\.policy: Field required"),
-        ("routes: {copy: {policy: fp8, fallback: fp8}}", "fallback=fp8 is the policy itself"),
         ("routes: {copy: {policy: fp8, fallbak: bf16}}", r"routes\.copy\.fallbak: Extra inputs"),
         ("routes: {default: {policy: fp8}}", "must stand beside routes"),
         ("routes: {copy-previous: {policy: fp8}}", "must not end with -previous or -fallback"),
         ("routes: {'a b': {policy: fp8}}", "routes.a b: String should match"),
         ("routes: [", "cannot be read"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_routing_file_that_cannot_be_meant_is_refused_in_one_line(fleet: Fleet, text: str, expected: str) -> None:
+def test_a_routing_file_that_cannot_be_meant_is_refused_in_one_line(fleet: Fleet, text: str | None, expected: str) -> None:
+    given = RoutingConfig(file=str(fleet.folder / "nowhere"), rollback=None) if text is None else fleet.file(text)
     with pytest.raises(UserError, match=expected) as caught:
-        read_routing_file(given(fleet, text))
+        read_routing_file(given)
     assert str(caught.value).startswith("routing.file=")
     assert "\n" not in str(caught.value)
 
 
-def test_a_routing_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"routing\.file=.*nowhere: cannot be read"):
-        read_routing_file(RoutingConfig(file=str(tmp_path / "nowhere"), rollback=None))
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "kind", "expected"),
     [
-        ("routes: {copy: {policy: fp8}, summaries: {policy: fp8}}", "routes.summaries: no such class; .* copy, retrieval"),
+        (
+            "routes: {copy: {policy: fp8}, summaries: {policy: fp8}}",
+            UserError,
+            "routes.summaries: no such class; .* copy, retr",
+        ),
         (
             "routes: {copy: {policy: fp9}}",
-            "routes.copy.policy=fp9: no registered engine is called so; there are bf16, fp8, int8",
+            UserError,
+            "policy=fp9: no registered engine is called so; there are bf16, fp8, int8",
         ),
-        ("routes: {copy: {policy: 7}}", "routes.copy.policy=7: no registered engine"),
-        ("routes: {copy: {policy: fp8, fallback: 2}}", "routes.copy.fallback: is version 2, the policy itself"),
+        ("routes: {copy: {policy: 7}}", UserError, "routes.copy.policy=7: no registered engine"),
+        ("routes: {copy: {policy: fp8, fallback: 2}}", UserError, "routes.copy.fallback: is version 2, the policy itself"),
+        (
+            "routes: {copy: {policy: fp8}, prose: {policy: fp8}}",
+            GateRefusal,
+            "prose.policy=fp8: version 2 is .* not judged prose",
+        ),
+        (
+            "routes: {copy: {policy: int8}}",
+            GateRefusal,
+            "copy.policy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
+        ),
+        ("routes: {copy: {policy: fp8, fallback: bf16}}", GateRefusal, "fallback=bf16: version 1 is not proven: its engine"),
     ],
 )
-def test_an_unknown_class_or_engine_is_bad_input_and_nothing_moves(fleet: Fleet, text: str, expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        routed(fleet, text)
-    assert (fleet.registry.moves, fleet.registry.records) == ([], [])
-
-
-def test_a_class_that_the_report_did_not_judge_or_not_as_pass_is_refused_and_nothing_moves(fleet: Fleet) -> None:
-    with pytest.raises(
-        GateRefusal, match=r"routes\.prose\.policy=fp8: version 2 is not proven: its report has not judged prose"
-    ):
-        routed(fleet, "routes: {copy: {policy: fp8}, prose: {policy: fp8}}")
+def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
+    fleet: Fleet, text: str, kind: type[Exception], expected: str
+) -> None:
     fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "INCONCLUSIVE"
-    with pytest.raises(GateRefusal, match=r"routes\.copy\.policy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a"):
-        routed(fleet, BOTH)
-    assert (fleet.registry.moves, fleet.registry.records) == ([], [])
-
-
-def test_evidence_that_was_edited_is_refused_also_of_a_fallback_and_nothing_moves(fleet: Fleet) -> None:
     (fleet.candidates["1"].engine.path / "bundle.json").write_text("another")
-    with pytest.raises(
-        GateRefusal, match=r"routes\.retrieval\.fallback=bf16: version 1 is not proven: the engine in .* digest"
-    ):
-        routed(fleet, BOTH)
-    assert (fleet.registry.moves, fleet.registry.records) == ([], [])
+    with pytest.raises(kind, match=expected):
+        fleet.routed(text)
+    assert (fleet.registry.moves, fleet.records) == ([], ())
 
 
 class Killed(BaseException):
     """The process died: nothing after it runs."""
 
 
-class FailsAt(RecordingRegistry):
-    """Fails at one move, and is dead from then on if it was killed."""
+@pytest.mark.parametrize("error", [Killed, ConnectionError])
+@pytest.mark.parametrize("at", range(4))
+def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(
+    fleet: Fleet, at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.routed("routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
+    set_alias, left = MemoryRegistry.set_alias, len(fleet.registry.moves) + at
 
-    def __init__(self, folder: Path, at: int, *, killed: bool) -> None:
-        super().__init__(folder)
-        self.at, self.killed = at, killed
+    def dying(self: MemoryRegistry, alias: str, version: str) -> None:
+        if len(self.moves) == left:
+            raise error
+        set_alias(self, alias, version)
 
-    def set_alias(self, alias: str, version: str) -> None:
-        if len(self.moves) == self.at or (self.killed and len(self.moves) > self.at):
-            self.at += 0 if self.killed else -1000
-            raise Killed if self.killed else ConnectionError("the server went away")
-        super().set_alias(alias, version)
-
-    def delete_alias(self, alias: str) -> None:
-        if self.killed and len(self.moves) >= self.at:
-            raise Killed
-        super().delete_alias(alias)
-
-
-@pytest.mark.parametrize("killed", [True, False])
-@pytest.mark.parametrize("at", range(5))
-def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(fleet: Fleet, at: int, killed: bool) -> None:
-    routed(fleet, "routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
-    before, alive = dict(fleet.registry.aliases), fleet.registry
-    dying = FailsAt(fleet.folder, at, killed=killed)
-    dying.versions, dying.aliases, dying.model = alive.versions, dict(before), dict(alive.model)
-    fleet.registry = dying
-    with pytest.raises(Killed if killed else ConnectionError):
-        routed(fleet, BOTH)
-    assert [ended for _, _, ended in dying.records] == ["FAILED"]
+    monkeypatch.setattr(MemoryRegistry, "set_alias", dying)
+    with pytest.raises(error):
+        fleet.routed(BOTH)
     for workload, old, new in (("retrieval", "3", "2"), ("copy", "1", "3")):
-        found = read_aliases(dying, workload)
+        found = read_aliases(fleet.registry, workload)
         assert found.now in (old, new)
         assert old in (found.now, found.previous), "a route that moved has its way back"
-    alive.aliases, alive.model = dying.aliases, dying.model
-    MoveLog(alive).repair()
-    assert read_aliases(alive, "retrieval") == Aliases("2", "3", "1")
-    assert read_aliases(alive, "copy") == Aliases("3", "1")
+    monkeypatch.undo()
+    MoveLog(fleet.registry).repair()
+    assert read_aliases(fleet.registry, "retrieval") == Aliases("2", "3", "1")
+    assert read_aliases(fleet.registry, "copy") == Aliases("3", "1")
 
 
-def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet) -> None:
-    class MovedBetweenTwoReads(RecordingRegistry):
-        reads = 0
+def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = MoveLog.changing
 
-        def alias(self, alias: str) -> str | None:
-            self.reads += alias == "route-copy"
-            if self.reads == 2:
-                self.aliases["route-copy"] = "1"
-            return super().alias(alias)
+    def after_somebody_else(self: MoveLog, **options: bool) -> object:
+        fleet.registry.aliases["route-copy"] = "1"
+        return changing(self, **options)
 
-    moved = MovedBetweenTwoReads(fleet.folder)
-    moved.versions = fleet.registry.versions
-    fleet.registry = moved
-    with pytest.raises(GateRefusal, match="route-copy was moved meanwhile: nothing was moved"):
-        routed(fleet, BOTH)
-    assert moved.moves == []
+    monkeypatch.setattr(MoveLog, "changing", after_somebody_else)
+    with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
+        fleet.routed(BOTH)
+    assert fleet.registry.moves == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.server import Shown
+from stages.engines.openai.engine import Shown
 from stages.evaluate.distances.distance import kl_of_rows, log_softmax
 from stages.evaluate.distances.shown import LEAST_REST, compare_shown, head_of_shown
 

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from test_import_rules import importers
 
@@ -20,7 +19,7 @@ from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import GraphRefusal
 from stages.engines.tensorrt.plugin import check_gpu
 from stages.engines.tensorrt.refusal import refusal
-from stages.engines.tensorrt.shapes import Limits, bucket, padded
+from stages.engines.tensorrt.shapes import Limits
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
@@ -78,24 +77,6 @@ def test_releases_from_the_first_to_the_last_that_was_read_are_taken(version: st
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", SimpleNamespace())
     monkeypatch.setattr(library_module, "_collector", lambda _: None)
     assert load("tensorrt").version == version
-
-
-@pytest.mark.parametrize(("size", "largest", "expected"), [(1, 16, 1), (3, 16, 4), (9, 16, 16), (9, 12, 12), (12, 12, 12)])
-def test_sizes_are_rounded_up_to_powers_of_two_within_the_profile(size: int, largest: int, expected: int) -> None:
-    assert bucket(size, largest) == expected
-
-
-@pytest.mark.parametrize("size", [0, 17])
-def test_a_size_outside_the_profile_is_a_defect(size: int) -> None:
-    with pytest.raises(ValueError, match=r"outside 1 \.\. 16"):
-        bucket(size, 16)
-
-
-def test_padding_keeps_the_values_in_the_first_corner() -> None:
-    out = padded(np.ones((2, 3), np.int32), (4, 4))
-    assert out.dtype == np.int32
-    assert out[:2, :3].all()
-    assert out.sum() == 6
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])

@@ -6,64 +6,44 @@ plan, which needs neither Python nor a plugin library to run.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import onnx
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
-from stages.engines.tensorrt import build
 from stages.engines.tensorrt.append import Group, append_groups, use_append
-from stages.engines.tensorrt.build import PlanGraphs
+from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
+from stages.engines.tensorrt.surgery import use_plugin
+
+if TYPE_CHECKING:
+    from plugins.kv_attention.aot import CompiledKernel
 
 
-def build_bundle(
-    onnx_bundle: Path,
-    out: Path,
-    *,
-    policy: KVPolicy,
-    scales: Path,
-    library: Literal["tensorrt"],
-    max_batch: int,
-    max_tokens: int,
-    gpu: Mapping[str, str],
-    progress: Progress,
-) -> None:
-    """Write a bundle as stages.engines.tensorrt.build.build_bundle, with the plugin in the layers that the kernels hold.
+def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
+    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle.
 
     Args:
-        onnx_bundle: The bundle whose graphs are built.
-        out: An empty directory.
-        policy: The bundle's policy.
-        scales: The policy's static scales, a kv_scales.json.
-        library: TensorRT; TensorRT for RTX has no plugins.
-        max_batch: Most sequences of a decode step.
-        max_tokens: Most tokens of a sequence.
         gpu: The GPU that builds, an entry of pipeline.artifacts.hardware.gpus().
-        progress: Called with the steps that are done.
 
     Raises:
-        UserError: TensorRT does not take the policy's graphs, or the bundle is too old.
-        MissingRequirement: TensorRT or Triton is not installed, or CUDA uses another GPU.
+        MissingRequirement: CUDA uses another GPU.
     """
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
     @contextmanager
-    def with_plugin(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
+    def adapt(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
             yield PlanGraphs(graphs, _reasons(layers), {})
@@ -71,18 +51,7 @@ def build_bundle(
         with TemporaryDirectory(prefix="kvgate-") as folder:
             yield write_plugin_graphs(graphs, Path(folder), info=info, limits=limits, sm=sm)
 
-    build.build_bundle(
-        onnx_bundle,
-        out,
-        policy=policy,
-        scales=scales,
-        library=library,
-        max_batch=max_batch,
-        max_tokens=max_tokens,
-        progress=progress,
-        gpu=gpu,
-        adapt=with_plugin,
-    )
+    return adapt
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
@@ -126,17 +95,16 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
         )
     models = {mode: onnx.load(graph, load_external_data=False) for mode, graph in graphs.items()}
     programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
-    layers = use_plugin(models["decode"], info, limits.policy, programs=programs, sm=sm)
-    use_context_plugin(models["prefill"], info, limits.policy, splits=splits, sm=sm)
     for mode, model in models.items():
+        count = programs if mode == "decode" else splits
+        layers = use_plugin(model, info, limits.policy, mode, programs=count, sm=sm)
         use_append(model, info, limits, layers, mode, sm=sm)
     register()
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, model in models.items():
         onnx.save(model, written[mode])
     groups = append_groups(layers, limits)
-    kernels = kernel_digests(models["decode"], layers.layouts, info) | append_digests(groups, info, sm)
-    kernels |= context_digests(models["prefill"], layers.layouts, info)
+    kernels = kernel_digests(models, layers, groups, info)
     return PlanGraphs(written, _reasons(layers), kernels, tuple(tuple(group.layers) for group in groups))
 
 
@@ -183,73 +151,40 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     return min(splits)
 
 
-def context_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node of a prefill graph, by the node's name."""
+def kernel_digests(
+    models: Mapping[Mode, onnx.ModelProto], layers: KernelLayers, groups: Sequence[Group], info: ModelInfo
+) -> dict[str, str]:
+    """Return the sha256 of the PTX of each plugin node of the two graphs, by the node's name."""
     with _triton():
         from plugins.kv_attention import aot
         from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits
-    nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
-    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    digests: dict[str, str] = {}
-    for layer, layout in layouts.items():
-        attributes = nodes[f"context_partial.{layer}"]
-        key = (layout, *attributes.values())
-        if key not in by_kernel:
-            partial = aot.compile_context(
-                layout,
-                group=info.q_heads // info.kv_heads,
-                rows=WIDEST,
-                query_dtype=info.compute_dtype,
-                scaling=bits_float(attributes["scaling_bits"]),
-                sm=attributes["sm"],
-            )
-            splits = context_splits(attributes["splits"])
-            join = aot.compile_join(layout, splits=splits, out_dtype=info.compute_dtype, sm=attributes["sm"])
-            by_kernel[key] = (_sha256(partial.ptx), _sha256(join.ptx))
-        digests[f"context_partial.{layer}"], digests[f"context_reduce.{layer}"] = by_kernel[key]
+    given = {node.name: {a.name: a.i for a in node.attribute} for model in models.values() for node in model.graph.node}
+    compiled: dict[str, str] = {}
+
+    def digest(compile_one: "Callable[..., CompiledKernel]", *layout: CacheLayout, **options: object) -> str:
+        """All layers of an engine use the same few kernels."""
+        key = repr((compile_one.__name__, layout, options))
+        if key not in compiled:
+            compiled[key] = hashlib.sha256(compile_one(*layout, **options).ptx.encode()).hexdigest()
+        return compiled[key]
+
+    sm, dtype, heads = given["plan_work"]["sm"], info.compute_dtype, info.q_heads
+    exact = {name: given["plan_work"][name] for name in ("sink_tokens", "recent_tokens")}
+    digests = {"plan_work": digest(aot.compile_plan, **exact, sm=sm)}
+    for group in groups:
+        digests[group.array("append")] = digest(aot.compile_append, group.layout, new_dtype=dtype, sm=sm)
+    for layer, layout in layers.layouts.items():
+        decode, chunk = (given[f"{kind}_partial.{layer}"] for kind in ("decode", "context"))
+        query = {"group": heads // info.kv_heads, "query_dtype": dtype, "scaling": bits_float(decode["scaling_bits"]), "sm": sm}
+        digests |= {
+            f"decode_partial.{layer}": digest(aot.compile_decode, layout, **query),
+            f"decode_reduce.{layer}": digest(aot.compile_reduce, q_heads=heads, head_dim=info.head_dim, out_dtype=dtype, sm=sm),
+            f"context_partial.{layer}": digest(aot.compile_context, layout, rows=WIDEST, **query),
+            f"context_reduce.{layer}": digest(
+                aot.compile_join, layout, splits=context_splits(chunk["splits"]), out_dtype=dtype, sm=sm
+            ),
+        }
     return digests
-
-
-def append_digests(groups: Sequence[Group], info: ModelInfo, sm: int) -> dict[str, str]:
-    """Return the sha256 of the PTX of each append, which both graphs have, by the node's name."""
-    with _triton():
-        from plugins.kv_attention import aot
-    compiled = {
-        layout: aot.compile_append(layout, new_dtype=info.compute_dtype, sm=sm) for layout in {g.layout for g in groups}
-    }
-    return {group.array("append"): _sha256(compiled[group.layout].ptx) for group in groups}
-
-
-def kernel_digests(model: onnx.ModelProto, layouts: Mapping[int, CacheLayout], info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node of a decode graph, by the node's name."""
-    with _triton():
-        from plugins.kv_attention import aot
-    nodes = {node.name: {a.name: a.i for a in node.attribute} for node in model.graph.node}
-    by_kernel: dict[tuple[object, ...], tuple[str, str]] = {}
-    plan = nodes["plan_work"]
-    exact = {name: plan[name] for name in ("sink_tokens", "recent_tokens")}
-    digests = {"plan_work": _sha256(aot.compile_plan(**exact, sm=plan["sm"]).ptx)}
-    for layer, layout in layouts.items():
-        attributes = nodes[f"decode_partial.{layer}"]
-        key = (layout, *attributes.values())
-        if key not in by_kernel:
-            decode = aot.compile_decode(
-                layout,
-                group=info.q_heads // info.kv_heads,
-                query_dtype=info.compute_dtype,
-                scaling=bits_float(attributes["scaling_bits"]),
-                sm=attributes["sm"],
-            )
-            reduce = aot.compile_reduce(
-                q_heads=info.q_heads, head_dim=info.head_dim, out_dtype=info.compute_dtype, sm=attributes["sm"]
-            )
-            by_kernel[key] = (_sha256(decode.ptx), _sha256(reduce.ptx))
-        digests[f"decode_partial.{layer}"], digests[f"decode_reduce.{layer}"] = by_kernel[key]
-    return digests
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from stages.evaluate.decoding.rows import Answer, Done, judged_answers
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import Heads, SampleHeads
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -48,7 +48,10 @@ def own_heads(run: Callable[[Done], list[SampleResult]], encoded: Sequence[Encod
 
 
 def noise_floor(
-    encoded: Sequence[EncodedSample], again: Sequence[SampleResult], answers: Sequence[Answer | None], tokenizer: Tokenizer
+    encoded: Sequence[EncodedSample],
+    again: Sequence[SampleResult],
+    answers: Sequence[Answer | None],
+    tokenizer: BundleTokenizer,
 ) -> NoiseFloor | None:
     """Return the A/A noise; None without samples.
 

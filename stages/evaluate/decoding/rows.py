@@ -17,7 +17,7 @@ from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
 from stages.evaluate.distances.scores import CHECK_EVERY, Heads, SampleHeads, head_of
 from stages.evaluate.inputs.checks import Judgement, judge
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult, SampleHeads | None], None]
 """Takes a sample's place, what came of it, and its heads where the baseline ran."""
@@ -40,13 +40,13 @@ def labelled(progress: Progress, prefix: str) -> Progress:
     return lambda label, done, total: progress(f"{prefix}{label}", done, total)
 
 
-def greedy_of(tokenizer: Tokenizer, config: WorkloadsConfig) -> Greedy:
+def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
     """Return how answers end."""
     return Greedy(tokenizer.eos_token_id, config.extra_new_tokens)
 
 
 def judged_answers(
-    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: Tokenizer
+    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer
 ) -> list[Answer | None]:
     """Judge the answers; None for a sample that is not judged."""
     answers: list[Answer | None] = []

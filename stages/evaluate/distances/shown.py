@@ -6,7 +6,7 @@ Both are coarsened to the same outcomes: each token that both servers show, and 
 
 import numpy as np
 
-from pipeline.artifacts.server import Shown
+from stages.engines.openai.engine import Shown
 from stages.evaluate.distances.distance import TOP_K, Array, Head
 
 LEAST_REST = 1e-6

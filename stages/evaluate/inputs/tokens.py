@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import TypeAdapter
 
@@ -15,7 +14,6 @@ from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
-from stages.evaluate.inputs.samples import load_samples
 from stages.workloads.prompts import prompt_ids
 
 LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
@@ -25,24 +23,6 @@ LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
 UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
 """Of what a chat template writes around a message, and before the first one."""
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that an evaluation uses."""
-
-    eos_token_id: int
-
-    def prompt_ids(self, sample: Sample) -> list[int]:
-        """Return the token ids of the sample's prompt."""
-        ...
-
-    def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens."""
-        ...
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, without special tokens."""
-        ...
 
 
 class BundleTokenizer:
@@ -60,9 +40,11 @@ class BundleTokenizer:
         return prompt_ids(self._tokenizer, sample)
 
     def text_ids(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
         decoded = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(decoded)
 
@@ -89,7 +71,7 @@ class EncodedSample:
         return self.sample.check != "none"
 
 
-def encode(samples: Sequence[Sample], tokenizer: Tokenizer, max_scored_tokens: int) -> list[EncodedSample]:
+def encode(samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tokens: int) -> list[EncodedSample]:
     """Encode samples.
 
     Args:
@@ -174,19 +156,6 @@ def vocabulary(directory: Path) -> dict[str, int]:
     return dict(load_tokenizer(directory).get_vocab())
 
 
-def samples_digest(config: WorkloadsConfig, bundle: Path) -> str:
-    """Return the `workloads_digest` that a report on these samples cites.
-
-    Args:
-        config: The workloads of the evaluation.
-        bundle: Directory with the tokenizer that encodes the samples.
-
-    Returns:
-        sha256 over every sample and its token ids, in order, as 64 hexadecimal digits.
-    """
-    return workloads_digest(encode(load_samples(config), BundleTokenizer(bundle), config.max_scored_tokens))
-
-
 def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     """Return the sha256 of every sample and its tokens, in order."""
     digest = hashlib.sha256()
@@ -226,7 +195,7 @@ def read_encoded(directory: Path) -> Encoded:
     return _ENCODED.validate_json((directory / ENCODED).read_bytes())
 
 
-def encode_rounds(samples: Sequence[Sample], tokenizer: Tokenizer, config: WorkloadsConfig) -> Encoded:
+def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Encoded:
     """Encode the samples of an evaluation and divide them into rounds. Raises what `encode` raises."""
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.server import ServedEngine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Progress
 from pipeline.core.workloads import LoadConfig, WorkloadsConfig
@@ -21,6 +20,7 @@ from pipeline.verdict.coverage import FreeAnswers
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Canary, SystemMetrics, Work
+from stages.engines.openai.engine import OpenAIEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.decoding.interruption import Interruption
@@ -31,7 +31,7 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.distances.distance import Head, StepStatistics
 from stages.evaluate.distances.scores import BaselineHeads, Heads, SampleHeads
 from stages.evaluate.distances.shown import compare_shown, head_of_shown
-from stages.evaluate.inputs.tokens import EncodedSample, Tokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 SEED = 0
 """Seed of the prompts of the timed load, which are random tokens."""
@@ -42,7 +42,7 @@ TIE = 0.5
 class Remote:
     """A server, as `stages.evaluate.measure` measures it: several samples are asked at once, each of them token by token."""
 
-    def __init__(self, engine: ServedEngine, config: WorkloadsConfig) -> None:
+    def __init__(self, engine: OpenAIEngine, config: WorkloadsConfig) -> None:
         self.engine, self.together = engine, config.batch_size
         self.policy, self.vocab_size = engine.policy, engine.vocab_size
         self.not_finite = f"backend.baseline_url={engine.url}: shows numbers that are not finite"
@@ -120,7 +120,7 @@ class Asked:
 
 
 def ask(
-    engine: ServedEngine, item: EncodedSample, heads: SampleHeads | None, greedy: Greedy | None, stop: threading.Event
+    engine: OpenAIEngine, item: EncodedSample, heads: SampleHeads | None, greedy: Greedy | None, stop: threading.Event
 ) -> Asked:
     """Ask one sample: its free answer, and then its reference token by token.
 
@@ -158,15 +158,15 @@ def ask(
 
 
 def once_served(
-    engine: ServedEngine,
+    engine: OpenAIEngine,
     encoded: Sequence[EncodedSample],
-    tokenizer: Tokenizer,
+    tokenizer: BundleTokenizer,
     measured: Path,
     *,
     config: WorkloadsConfig,
     progress: Progress,
     baseline: Path | None = None,
-    corrupted: ServedEngine | None = None,
+    corrupted: OpenAIEngine | None = None,
 ) -> Once:
     """Measure what is measured of a server a single time. Arguments: `stages.evaluate.once.once`.
 
@@ -200,7 +200,7 @@ def once_served(
 
 
 def _canary(
-    engine: ServedEngine | None, encoded: Sequence[EncodedSample], baseline: Path, config: WorkloadsConfig, progress: Progress
+    engine: OpenAIEngine | None, encoded: Sequence[EncodedSample], baseline: Path, config: WorkloadsConfig, progress: Progress
 ) -> Canary:
     """Ask the corrupted server the samples with the longest prompts: as many as any canary takes."""
     if engine is None:
@@ -212,7 +212,7 @@ def _canary(
     return Canary(factor=None, rows=unjudged_rows(subset, results))
 
 
-def _system(engine: ServedEngine, load: LoadConfig, progress: Progress) -> SystemMetrics:
+def _system(engine: OpenAIEngine, load: LoadConfig, progress: Progress) -> SystemMetrics:
     """Time the fixed load as a client sees it. Of the server's memory nothing is known."""
     progress("system metrics", 0, 1)
     rng = random.Random(SEED)
