@@ -13,7 +13,7 @@ from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 
-from pipeline.artifacts.locks import alone_at_once
+from pipeline.artifacts.locks import locked_at_once
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, Param, RunTag
@@ -38,7 +38,7 @@ class ExperimentRuns:
         """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
         self.location.runs.mkdir(exist_ok=True)
         lock = self.location.runs / token_hex(8)
-        with alone_at_once(lock):
+        with locked_at_once(lock):
             texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
             run_id = self.create_run(title, texts)
             status = "FAILED"
@@ -64,7 +64,7 @@ class ExperimentRuns:
         for lock in {self.location.runs / run.data.tags[LOCK] for run in runs}:
             if not lock.exists():
                 continue
-            with alone_at_once(lock) as died:
+            with locked_at_once(lock) as died:
                 for run in runs if died else ():
                     # Read again: a process closes its run before it lets go of the lock.
                     if run.data.tags[LOCK] == lock.name and self.client.get_run(run.info.run_id).info.status == "RUNNING":
